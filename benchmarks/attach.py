@@ -1,8 +1,9 @@
 """What ``shuffle_weights=True`` adds to ``make_private``: processor time and memory, against a step of plain training.
 
-``python benchmarks/attach.py [--batch 8]``: BERT-base on texts of 128 tokens and ViT-B/16, one thread; each figure comes from a
-fresh process. The yardstick is one step (forward, backward, SGD with momentum) of the same batch without privacy; memory is the
-whole process's peak, PyTorch and transformers included.
+``python benchmarks/attach.py [--batch 8]``: BERT-base on texts of 128 tokens and ViT-B/16, one
+thread; each figure comes from a fresh process. The yardstick is one step (forward, backward, SGD
+with momentum) of the same batch without privacy; memory is the whole process's peak, PyTorch and
+transformers included.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-TASKS = ("a step of plain training", "finding permutations", "make_private", "make_private, shuffle_weights=True")
+TASKS = (
+    "a step of plain training",
+    "finding permutations",
+    "make_private",
+    "make_private, shuffle_weights=True",
+)
 
 
 def build(name: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
@@ -33,11 +39,18 @@ def build(name: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     labels = [torch.tensor(i % 2) for i in range(64)]
     if name == "ViT-B/16":
         vit = transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=2))
-        return vit, [{"pixel_values": torch.randn(3, 224, 224), "labels": label} for label in labels]
+        return vit, [
+            {"pixel_values": torch.randn(3, 224, 224), "labels": label} for label in labels
+        ]
     bert = transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=2))
     masks = [(torch.arange(128) < (128 if i % 2 else 64 + i)).long() for i in range(64)]
-    texts = [{"input_ids": torch.randint(5, 30_000, (128,)) * mask, "attention_mask": mask} for mask in masks]
-    return opacus_shuffle.prepare_model(bert), [{**text, "labels": label} for text, label in zip(texts, labels, strict=True)]
+    texts = [
+        {"input_ids": torch.randint(5, 30_000, (128,)) * mask, "attention_mask": mask}
+        for mask in masks
+    ]
+    return opacus_shuffle.prepare_model(bert), [
+        {**text, "labels": label} for text, label in zip(texts, labels, strict=True)
+    ]
 
 
 def measure(name: str, task: str, batch: int) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Every bound's ε, time and memory at the papers' settings, against Opacus's PRV accountant on the central mechanism.
 
-``python benchmarks/bounds.py``: each figure comes from a fresh process with cold caches; time and memory are those of the one
-call, after the imports. The yardsticks are Opacus's ``PRVAccountant`` for the same noise at a trusted server, in the same run:
-with its default absolute error, 0.01, and (the one that times are divided by) with an error of 1 % of the pair's ε, as ours is.
+``python benchmarks/bounds.py``: each figure comes from a fresh process with cold caches; time and
+memory are those of the one call, after the imports. The yardsticks are Opacus's ``PRVAccountant``
+for the same noise at a trusted server, in the same run: with its default absolute error, 0.01, and
+(the one that times are divided by) with an error of 1 % of the pair's ε, as ours is.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ from opacus_shuffle.accountants import compute_baseline
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 
 SETTINGS = {
-    "SG Table 1, 1 round": ("shuffle_gauss", dict(noise_multiplier=9.48, num_users=60_000, steps=1, delta=1 / 60_000)),
-    "SG Table 1, 7 rounds": ("shuffle_gauss", dict(noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000)),
+    "SG Table 1, 1 round": (
+        "shuffle_gauss",
+        dict(noise_multiplier=9.48, num_users=60_000, steps=1, delta=1 / 60_000),
+    ),
+    "SG Table 1, 7 rounds": (
+        "shuffle_gauss",
+        dict(noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000),
+    ),
     "SG Figure 1a (60 of 60,000)": (
         "subsampled_shuffle",
         dict(noise_multiplier=0.86, num_users=60_000, steps=50_000, delta=1e-5, sample_rate=0.001),
@@ -31,8 +38,14 @@ SETTINGS = {
         "shuffled_checkin",
         dict(noise_multiplier=5.0, num_users=60_000, steps=5540, delta=1 / 60_000, sample_rate=0.1),
     ),
-    "a million users": ("shuffle_gauss", dict(noise_multiplier=3.0, num_users=10**6, steps=1000, delta=1e-7)),
-    "a hundred thousand rounds": ("shuffle_gauss", dict(noise_multiplier=9.48, num_users=60_000, steps=10**5, delta=1e-6)),
+    "a million users": (
+        "shuffle_gauss",
+        dict(noise_multiplier=3.0, num_users=10**6, steps=1000, delta=1e-7),
+    ),
+    "a hundred thousand rounds": (
+        "shuffle_gauss",
+        dict(noise_multiplier=9.48, num_users=60_000, steps=10**5, delta=1e-6),
+    ),
 }
 BOUNDS = ("pair", "certified", "published", "local", "secure_aggregation", "central")
 
@@ -42,11 +55,15 @@ def opacus_prv(run: dict[str, float], eps_error: float) -> float:
     rate = run.get("sample_rate", 1.0)
     noise = math.sqrt(rate * run["num_users"]) * run["noise_multiplier"]
     accountant = opacus.accountants.PRVAccountant()
-    accountant.history = [(noise, min(rate, 1 - 1e-12), run["steps"])]  # its formulas divide by zero at rate 1
+    accountant.history = [
+        (noise, min(rate, 1 - 1e-12), run["steps"])
+    ]  # its formulas divide by zero at rate 1
     return accountant.get_epsilon(run["delta"], eps_error=eps_error)
 
 
-def measure(bound: str, mechanism: str, run: dict[str, float], eps_error: float) -> tuple[float, float, float]:
+def measure(
+    bound: str, mechanism: str, run: dict[str, float], eps_error: float
+) -> tuple[float, float, float]:
     """ε, seconds, and MiB of memory on top of the imports."""
     warnings.simplefilter("ignore")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -54,7 +71,11 @@ def measure(bound: str, mechanism: str, run: dict[str, float], eps_error: float)
     if bound.startswith("Opacus"):
         epsilon = opacus_prv(run, eps_error)
     elif bound in ("local", "secure_aggregation", "central"):
-        numbers = {name: run[name] for name in ("noise_multiplier", "num_users", "sample_rate") if name in run}
+        numbers = {
+            name: run[name]
+            for name in ("noise_multiplier", "num_users", "sample_rate")
+            if name in run
+        }
         rounds = [(MECHANISMS[mechanism](**numbers), run["steps"])]
         epsilon = compute_baseline(rounds, delta=run["delta"], baseline=bound).epsilon
     else:
@@ -68,16 +89,27 @@ def main() -> None:
     print(f"{platform.machine()}, Python {platform.python_version()}")
     context = multiprocessing.get_context("spawn")
     for title, (mechanism, run) in SETTINGS.items():
-        print(f"\n{title}: {mechanism}, " + ", ".join(f"{name} = {value:.4g}" for name, value in run.items()))
+        print(
+            f"\n{title}: {mechanism}, "
+            + ", ".join(f"{name} = {value:.4g}" for name, value in run.items())
+        )
         print(f"{'bound':<22}{'epsilon':>12}{'time':>10}{'memory':>12}{'time / PRV':>13}")
         with context.Pool(1) as pool:
             one_percent = 0.01 * pool.apply(measure, ("pair", mechanism, run, math.nan))[0]
         yardstick = math.nan
-        for bound, error in (("Opacus PRV, 1 %", one_percent), ("Opacus PRV, 0.01", 0.01), *((name, 0.0) for name in BOUNDS)):
+        for bound, error in (
+            ("Opacus PRV, 1 %", one_percent),
+            ("Opacus PRV, 0.01", 0.01),
+            *((name, 0.0) for name in BOUNDS),
+        ):
             with context.Pool(1) as pool:
                 epsilon, seconds, memory = pool.apply(measure, (bound, mechanism, run, error))
             yardstick = seconds if math.isnan(yardstick) else yardstick
-            print(f"{bound:<22}{epsilon:>12.5g}{seconds:>8.2f} s{memory:>8.0f} MiB{seconds / yardstick:>13.2f}", flush=True)
+            print(
+                f"{bound:<22}{epsilon:>12.5g}{seconds:>8.2f} s{memory:>8.0f} "
+                f"MiB{seconds / yardstick:>13.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

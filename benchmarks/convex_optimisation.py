@@ -1,16 +1,19 @@
 """SCO's Table 1 on real data: excess loss over the number of users, and the slopes that the theorems say.
 
-Run ``python benchmarks/convex_optimisation.py [--rows NAME ...] [--seeds 6] [--output DIR]``, about half an hour on one
-core; ``--output`` writes the table as JSON and CSV and (where matplotlib is there) the picture. Needs scikit-learn.
+Run ``python benchmarks/convex_optimisation.py [--rows NAME ...] [--seeds 6] [--output DIR]``, about
+half an hour on one core; ``--output`` writes the table as JSON and CSV and (where matplotlib is
+there) the picture. Needs scikit-learn.
 
-The population is a real data set (breast cancer: 569 × 30, logistic loss; diabetes: 442 × 10, absolute loss; rows scaled to
-norm 1, so L = 1), users are independent draws from it, so the population loss and its minimum are known exactly. ε = 0.1,
-δ = 1e-6, tight calibration: small, so that what falls with n is the price of privacy and not the 1/√n of learning.
+The population is a real data set (breast cancer: 569 × 30, logistic loss; diabetes: 442 × 10,
+absolute loss; rows scaled to norm 1, so L = 1), users are independent draws from it, so the
+population loss and its minimum are known exactly. ε = 0.1, δ = 1e-6, tight calibration: small, so
+that what falls with n is the price of privacy and not the 1/√n of learning.
 
-A theorem's exponent is of an upper bound for the worst loss. So each row has three slopes: the theorem's, that of the *proved
-number* (``excess_loss_bound``) over the same n, and the measured one with its standard error. The measured excess must stay
-below the proved number; it may fall faster. While the loss is still near where it started, everything falls more slowly than
-in the end, so the numbers of users are as large as time allows.
+A theorem's exponent is of an upper bound for the worst loss. So each row has three slopes: the
+theorem's, that of the *proved number* (``excess_loss_bound``) over the same n, and the measured one
+with its standard error. The measured excess must stay below the proved number; it may fall faster.
+While the loss is still near where it started, everything falls more slowly than in the end, so the
+numbers of users are as large as time allows.
 
 >>> name, exponent, _ = ROWS["smooth, accelerated (Thm 4.3)"][:3]
 >>> name, round(exponent, 2)
@@ -81,7 +84,9 @@ class Population:
     def users(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Independent draws."""
         drawn = torch.randint(0, len(self.records[1]), (count,), generator=generator)
-        return self.records[0].float()[drawn], self.records[1].float()[drawn]  # four million of them in half the memory
+        return self.records[0].float()[drawn], self.records[1].float()[
+            drawn
+        ]  # four million of them in half the memory
 
 
 def ridged(loss: Loss) -> Loss:
@@ -99,12 +104,16 @@ def population(name: str) -> Population:
     from sklearn.datasets import load_breast_cancer, load_diabetes
 
     plain, _, ridge = name.partition(" + ")
-    features, targets = (load_breast_cancer if plain == "cancer" else load_diabetes)(return_X_y=True)
+    features, targets = (load_breast_cancer if plain == "cancer" else load_diabetes)(
+        return_X_y=True
+    )
     features = (features - features.mean(0)) / features.std(0)
     features /= np.linalg.norm(features, axis=1, keepdims=True)
     targets = 2.0 * targets - 1 if plain == "cancer" else (targets - targets.mean()) / targets.std()
     records = (torch.from_numpy(features), torch.from_numpy(targets))
-    loss, radius, smoothness = (logistic_loss, 4.0, 0.25) if plain == "cancer" else (absolute_loss, 2.0, None)
+    loss, radius, smoothness = (
+        (logistic_loss, 4.0, 0.25) if plain == "cancer" else (absolute_loss, 2.0, None)
+    )
     if ridge:
         loss, smoothness = ridged(loss), None if smoothness is None else smoothness + RIDGE
     if plain == "cancer":
@@ -119,7 +128,12 @@ def _least_absolute(features: np.ndarray, targets: np.ndarray, radius: float) ->
     users, dimension = features.shape
     cost = np.concatenate([np.zeros(dimension), np.full(users, 1 / users)])
     sides = np.block([[features, -np.eye(users)], [-features, -np.eye(users)]])
-    found = linprog(cost, A_ub=sides, b_ub=np.concatenate([targets, -targets]), bounds=[(None, None)] * len(cost))
+    found = linprog(
+        cost,
+        A_ub=sides,
+        b_ub=np.concatenate([targets, -targets]),
+        bounds=[(None, None)] * len(cost),
+    )
     if np.linalg.norm(found.x[:dimension]) > radius:
         raise RuntimeError("the minimum lies outside the ball")
     return float(found.fun)
@@ -153,7 +167,9 @@ def _smooth_minimum(loss: Loss, records: tuple[torch.Tensor, torch.Tensor], radi
     inside = {"type": "ineq", "fun": lambda p: radius**2 - p @ p, "jac": lambda p: -2 * p}
     start = np.zeros(records[0].shape[1])
     options = {"maxiter": 3000, "ftol": 1e-15}
-    return float(minimize(value, start, jac=True, method="SLSQP", constraints=[inside], options=options).fun)
+    return float(
+        minimize(value, start, jac=True, method="SLSQP", constraints=[inside], options=options).fun
+    )
 
 
 def ridged_envelope(smoothness: float, dimension: int, lipschitz: float) -> MoreauEnvelope:
@@ -165,17 +181,25 @@ def ridged_envelope(smoothness: float, dimension: int, lipschitz: float) -> More
         return inner.proximal_points(theta * (smoothness / weight), batch).points
 
     objective = Objective.from_loss(ridged(absolute_loss), dimension=dimension)
-    return MoreauEnvelope(objective, smoothness, lipschitz=lipschitz, prox=prox, prox_elementwise=True)
+    return MoreauEnvelope(
+        objective, smoothness, lipschitz=lipschitz, prox=prox, prox_elementwise=True
+    )
 
 
 def _problem(people: Population, seed: int, count: int) -> Problem:
     """So many users' problem."""
     generator = torch.Generator().manual_seed(seed)
-    strong = RIDGE * people.radius if people.smoothness != 0.25 and people.loss is not absolute_loss else 0.0
+    strong = (
+        RIDGE * people.radius
+        if people.smoothness != 0.25 and people.loss is not absolute_loss
+        else 0.0
+    )
     lipschitz = 1.0 + strong
     envelope = None
     if strong and people.smoothness is None:
-        envelope = functools.partial(ridged_envelope, dimension=people.dimension, lipschitz=lipschitz)
+        envelope = functools.partial(
+            ridged_envelope, dimension=people.dimension, lipschitz=lipschitz
+        )
     return Problem(
         people.loss,
         people.users(count, generator),
@@ -196,14 +220,19 @@ def _run(method: str, people: Population, count: int, seed: int) -> Estimate:
     if method == "accelerated":
         return shuffle_accelerated_sgd(problem, budget)
     if method == "full":
-        # About as many rounds as the theorem's proof takes; by default gradient descent takes 256 at most.
+        # About as many rounds as the theorem's proof takes; by default gradient descent takes 256
+        # at most.
         rounds = math.ceil((EPSILON * count) ** 2 / (people.dimension * math.log(1 / DELTA)))
         return shuffle_gradient_descent(problem, budget, rounds=min(rounds, count))
     if method == "pan":
         return pan_private_accelerated_sgd(problem, budget)
     how = "accelerated" if method == "phases" else "gradient_descent"
-    phases = math.ceil(math.log2(math.log2(count)))  # as in the theorems, whose slopes are looked for
-    return shuffle_strongly_convex(problem, budget, strong_convexity=RIDGE, method=how, phases=phases)
+    phases = math.ceil(
+        math.log2(math.log2(count))
+    )  # as in the theorems, whose slopes are looked for
+    return shuffle_strongly_convex(
+        problem, budget, strong_convexity=RIDGE, method=how, phases=phases
+    )
 
 
 ROWS: dict[str, tuple[str, float, str, tuple[int, ...]]] = {
@@ -252,7 +281,9 @@ def measure(name: str, seeds: int, counts: tuple[int, ...] = ()) -> dict[str, An
         "population": where,
         "users": list(counts),
         "excess": excess.mean(0).tolist(),
-        "standard_error": (excess.std(0, ddof=1) / math.sqrt(seeds)).tolist() if seeds > 1 else None,
+        "standard_error": (excess.std(0, ddof=1) / math.sqrt(seeds)).tolist()
+        if seeds > 1
+        else None,
         "bound": bounds,
         "theorem_slope": exponent,
         "bound_slope": proved,
@@ -265,8 +296,10 @@ def measure(name: str, seeds: int, counts: tuple[int, ...] = ()) -> dict[str, An
 def _print(row: dict[str, Any]) -> None:
     error = f" ± {row['slope_error']:.2f}" if math.isfinite(row["slope_error"]) else " (one seed)"
     print(
-        f"{row['row']:36} theorem {row['theorem_slope']:+.2f}  proved number {row['bound_slope']:+.2f}  measured "
-        f"{row['slope']:+.2f}{error}  {'below' if row['below_bound'] else 'ABOVE'} the proved number",
+        f"{row['row']:36} theorem {row['theorem_slope']:+.2f}  proved number "
+        f"{row['bound_slope']:+.2f}  measured "
+        f"{row['slope']:+.2f}{error}  {'below' if row['below_bound'] else 'ABOVE'} the proved "
+        "number",
         flush=True,
     )
     for users, excess, bound in zip(row["users"], row["excess"], row["bound"], strict=True):
@@ -280,7 +313,10 @@ def _write(rows: list[dict[str, Any]], folder: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(["row", "users", "excess", "bound"])
         for row in rows:
-            writer.writerows([row["row"], *values] for values in zip(row["users"], row["excess"], row["bound"], strict=True))
+            writer.writerows(
+                [row["row"], *values]
+                for values in zip(row["users"], row["excess"], row["bound"], strict=True)
+            )
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -290,10 +326,14 @@ def _write(rows: list[dict[str, Any]], folder: Path) -> None:
     for panel, kind in zip(panels, kinds, strict=True):
         for row in rows:
             if row["row"].startswith(kind):
-                (line,) = panel.loglog(row["users"], row["excess"], "o-", label=f"{row['row']}: {row['slope']:+.2f}")
+                (line,) = panel.loglog(
+                    row["users"], row["excess"], "o-", label=f"{row['row']}: {row['slope']:+.2f}"
+                )
                 users = np.array(row["users"], dtype=float)
                 guide = row["excess"][-1] * (users / users[-1]) ** row["theorem_slope"]
-                panel.loglog(users, guide, ":", color=line.get_color(), label=f"n^{row['theorem_slope']:.2f}")
+                panel.loglog(
+                    users, guide, ":", color=line.get_color(), label=f"n^{row['theorem_slope']:.2f}"
+                )
         panel.set_xlabel("users n")
         panel.legend(fontsize=8)
     panels[0].set_ylabel(f"excess population loss, ε = {EPSILON}, δ = {DELTA:g}")
@@ -303,7 +343,14 @@ def _write(rows: list[dict[str, Any]], folder: Path) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME", help=" | ".join(ROWS))
+    parser.add_argument(
+        "--rows",
+        nargs="*",
+        default=list(ROWS),
+        choices=list(ROWS),
+        metavar="NAME",
+        help=" | ".join(ROWS),
+    )
     parser.add_argument("--seeds", type=int, default=6, help="runs per row and number of users (6)")
     parser.add_argument("--output", type=Path, help="a folder for JSON, CSV and PNG")
     options = parser.parse_args()

@@ -1,8 +1,9 @@
 """Time to shuffle rows and columns against a plain copy of the same bytes: ``python benchmarks/gather.py [--device cuda]``.
 
-Every table comes from one process whose methods take turns; a figure is the median of its runs, also in multiples of
-``out.copy_(w)`` into memory that is there already. "Appendix E" is the published code: ``matrix[indices]``, then
-``matrix[:, indices]``, with indices drawn afresh for every tensor, and the result copied back where a whole model is shuffled.
+Every table comes from one process whose methods take turns; a figure is the median of its runs,
+also in multiples of ``out.copy_(w)`` into memory that is there already. "Appendix E" is the
+published code: ``matrix[indices]``, then ``matrix[:, indices]``, with indices drawn afresh for
+every tensor, and the result copied back where a whole model is shuffled.
 """
 
 from __future__ import annotations
@@ -27,32 +28,74 @@ STREAM = "stream"
 
 def encoder(layers: int, attention: list[tuple[Shape, Axes]]) -> list[tuple[Shape, Axes]]:
     """The tensors of so many layers of width 768 and 3072, besides their attention."""
-    layer = [*attention, ((768,), (STREAM, None)), ((768,), (STREAM, None)), ((768,), (STREAM, None)), ((768,), (STREAM, None))]
-    return [(shape, tuple(axis and axis.replace("*", str(i)) for axis in axes)) for i in range(layers) for shape, axes in layer]
+    layer = [
+        *attention,
+        ((768,), (STREAM, None)),
+        ((768,), (STREAM, None)),
+        ((768,), (STREAM, None)),
+        ((768,), (STREAM, None)),
+    ]
+    return [
+        (shape, tuple(axis and axis.replace("*", str(i)) for axis in axes))
+        for i in range(layers)
+        for shape, axes in layer
+    ]
 
 
 LINEAR_LAYER = [
     *[((768, 768), ("qk*", STREAM)), ((768,), ("qk*", None))] * 2,
-    *[((768, 768), ("v*", STREAM)), ((768,), ("v*", None)), ((768, 768), (STREAM, "v*")), ((768,), (STREAM, None))],
-    *[((3072, 768), ("ff*", STREAM)), ((3072,), ("ff*", None)), ((768, 3072), (STREAM, "ff*")), ((768,), (STREAM, None))],
+    *[
+        ((768, 768), ("v*", STREAM)),
+        ((768,), ("v*", None)),
+        ((768, 768), (STREAM, "v*")),
+        ((768,), (STREAM, None)),
+    ],
+    *[
+        ((3072, 768), ("ff*", STREAM)),
+        ((3072,), ("ff*", None)),
+        ((768, 3072), (STREAM, "ff*")),
+        ((768,), (STREAM, None)),
+    ],
 ]
 CONV1D_LAYER = [
-    *[((768, 2304), (STREAM, "qkv*")), ((2304,), ("qkv*", None)), ((768, 768), ("v*", STREAM)), ((768,), (STREAM, None))],
-    *[((768, 3072), (STREAM, "ff*")), ((3072,), ("ff*", None)), ((3072, 768), ("ff*", STREAM)), ((768,), (STREAM, None))],
+    *[
+        ((768, 2304), (STREAM, "qkv*")),
+        ((2304,), ("qkv*", None)),
+        ((768, 768), ("v*", STREAM)),
+        ((768,), (STREAM, None)),
+    ],
+    *[
+        ((768, 3072), (STREAM, "ff*")),
+        ((3072,), ("ff*", None)),
+        ((3072, 768), ("ff*", STREAM)),
+        ((768,), (STREAM, None)),
+    ],
 ]
 MODELS: dict[str, list[tuple[Shape, Axes]]] = {
     "bert": [
         *[((30522, 768), (None, STREAM)), ((512, 768), (None, STREAM)), ((2, 768), (None, STREAM))],
         *[((768,), (STREAM, None)), ((768,), (STREAM, None)), *encoder(12, LINEAR_LAYER)],
-        *[((768, 768), ("pooler", STREAM)), ((768,), ("pooler", None)), ((2, 768), (None, "pooler"))],
+        *[
+            ((768, 768), ("pooler", STREAM)),
+            ((768,), ("pooler", None)),
+            ((2, 768), (None, "pooler")),
+        ],
     ],
     "vit": [
-        *[((768, 3, 16, 16), (STREAM, None)), ((768,), (STREAM, None)), ((1, 1, 768), (STREAM, None))],
+        *[
+            ((768, 3, 16, 16), (STREAM, None)),
+            ((768,), (STREAM, None)),
+            ((1, 1, 768), (STREAM, None)),
+        ],
         *[((1, 197, 768), (None, STREAM)), *encoder(12, LINEAR_LAYER)],
         *[((768,), (STREAM, None)), ((768,), (STREAM, None)), ((100, 768), (None, STREAM))],
     ],
     "gpt2": [
-        *[((50257, 768), (None, STREAM)), ((1024, 768), (None, STREAM)), *encoder(12, CONV1D_LAYER)],
+        *[
+            ((50257, 768), (None, STREAM)),
+            ((1024, 768), (None, STREAM)),
+            *encoder(12, CONV1D_LAYER),
+        ],
         *[((768,), (STREAM, None)), ((768,), (STREAM, None))],
     ],
     "matrix": [((10_000, 10_000), ("rows", "columns"))],
@@ -71,13 +114,24 @@ def plan(shapes: list[tuple[Shape, Axes]], tensors: list[torch.Tensor]) -> list[
     moves = []
     for number, tensor in enumerate(tensors):
         shape, (row, column) = shapes[number % len(shapes)]
-        if row is not None and len([size for size in shape if size > 1]) == 1:  # a vector, also as (1, 1, n)
+        if (
+            row is not None and len([size for size in shape if size > 1]) == 1
+        ):  # a vector, also as (1, 1, n)
             view = (tensor.numel(), 1, 1)
         elif len(shape) == 3:  # (1, n, d)
             view = (shape[1], shape[2], 1)
         else:
-            view = (shape[0], shape[1], tensor[0, 0].numel()) if len(shape) > 1 else (shape[0], 1, 1)
-        moves.append(Move(tensor, *view, index(row, view[0], tensor.device), index(column, view[1], tensor.device)))
+            view = (
+                (shape[0], shape[1], tensor[0, 0].numel()) if len(shape) > 1 else (shape[0], 1, 1)
+            )
+        moves.append(
+            Move(
+                tensor,
+                *view,
+                index(row, view[0], tensor.device),
+                index(column, view[1], tensor.device),
+            )
+        )
     return moves
 
 
@@ -111,7 +165,13 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def compare(
-    title: str, shapes: list[tuple[Shape, Axes]], copies: int, device: torch.device, repeats: int, *, slow: bool
+    title: str,
+    shapes: list[tuple[Shape, Axes]],
+    copies: int,
+    device: torch.device,
+    repeats: int,
+    *,
+    slow: bool,
 ) -> None:
     """Prints one table."""
     tensors = [torch.randn(shape, device=device) for _ in range(copies) for shape, _ in shapes]
@@ -137,10 +197,19 @@ def compare(
             times[name].append(seconds(work, device))
     medians = {name: float(np.median(values)) for name, values in times.items()}
     size = sum(tensor.nbytes for tensor in tensors)
-    print(f"\n{title}: {len(tensors)} tensors, {size / 1e6:.0f} MB\n{'':<28}{'time':>12}{'x copy_':>10}{'x faster than E':>18}")
-    published = next((value for name, value in medians.items() if name.startswith("Appendix")), float("nan"))
+    print(
+        f"\n{title}: {len(tensors)} tensors, {size / 1e6:.0f} "
+        f"MB\n{'':<28}{'time':>12}{'x copy_':>10}{'x faster than E':>18}"
+    )
+    published = next(
+        (value for name, value in medians.items() if name.startswith("Appendix")), float("nan")
+    )
     for name, value in medians.items():
-        print(f"{name:<28}{value * 1e3:>9.2f} ms{value / medians['copy_']:>10.2f}{published / value:>18.1f}", flush=True)
+        print(
+            f"{name:<28}{value * 1e3:>9.2f} "
+            f"ms{value / medians['copy_']:>10.2f}{published / value:>18.1f}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -149,12 +218,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--copies", nargs="+", type=int, default=[1, 3], help="1: weights; 3: weights and both of Adam's moments"
+        "--copies",
+        nargs="+",
+        type=int,
+        default=[1, 3],
+        help="1: weights; 3: weights and both of Adam's moments",
     )
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} threads"
+    )
     print(f"{platform.machine()}, PyTorch {torch.__version__}, {device.type}, {where}")
     for name in arguments.models:
         for copies in arguments.copies if "matrix" not in name else [1]:

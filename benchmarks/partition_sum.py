@@ -1,7 +1,7 @@
 """Algorithm 1 of Liew and Takahashi (SG): the sum over integer partitions that ``opacus_shuffle.analysis.mean_ratio`` replaces.
 
-Exponential in the order: p(30) = 5,604 partitions, p(100) = 190,569,292, p(2000) about 5e45. The tests use it as an oracle, the
-benchmark as the baseline.
+Exponential in the order: p(30) = 5,604 partitions, p(100) = 190,569,292, p(2000) about 5e45. The
+tests use it as an oracle, the benchmark as the baseline.
 
 >>> f"{shuffle_gauss_rdp(order=5, num_users=60, noise_multiplier=1.0):.12f}"
 '0.074582791525'

@@ -1,16 +1,18 @@
 """Sums by secret check-in beside two published protocols, at their numbers of users, rounds and records per round.
 
-Run ``python benchmarks/peers.py``, about two minutes. Noise is the standard deviation on one coordinate of a round's sum, over
-the clipping norm (of a sum of everyone: scaled to as many records as the others have); bits are those of one user that reports,
-by coordinate.
+Run ``python benchmarks/peers.py``, about two minutes. Noise is the standard deviation on one
+coordinate of a round's sum, over the clipping norm (of a sum of everyone: scaled to as many records
+as the others have); bits are those of one user that reports, by coordinate.
 
 *Skellam mixture mechanism* (Bao et al., PVLDB 2022): every user rounds its scaled gradient x at
-random to whole numbers, its x² + p − p² (p the fractional part) clipped to a sum of c, and adds the difference of two Poisson
-numbers of mean m. One round of n users has a Rényi divergence of c·(1.2α + 1)/(4nm) at order α, sampling and composition as
-usual for Poisson samples. Formula and setting are those of its authors' program ``smm_analysis.py``.
+random to whole numbers, its x² + p − p² (p the fractional part) clipped to a sum of c, and adds the
+difference of two Poisson numbers of mean m. One round of n users has a Rényi divergence of c·(1.2α
++ 1)/(4nm) at order α, sampling and composition as usual for Poisson samples. Formula and setting
+are those of its authors' program ``smm_analysis.py``.
 
-*Camel* (Xu, Zheng and Hua, CCS 2024) has every report perturbed by itself and shuffled by three servers. Its bound is left out,
-as its formula was not at hand; at its setting (ε = 2, 1000 rounds of 12,800 records) stands what is proved here.
+*Camel* (Xu, Zheng and Hua, CCS 2024) has every report perturbed by itself and shuffled by three
+servers. Its bound is left out, as its formula was not at hand; at its setting (ε = 2, 1000 rounds
+of 12,800 records) stands what is proved here.
 
 >>> round(skellam_mixture_epsilon(SKELLAM), 3)
 2.999
@@ -58,10 +60,17 @@ def skellam_mixture_epsilon(run: SkellamMixture) -> float:
         terms = np.arange(2, order + 1)
         chosen = gammaln(order + 1) - gammaln(terms + 1) - gammaln(order - terms + 1)
         divergence = run.clipping * (1.2 * terms + 1) / (4 * run.sampled * run.poisson_mean)
-        logs = chosen + (order - terms) * math.log1p(-rate) + terms * math.log(rate) + (terms - 1) * divergence
+        logs = (
+            chosen
+            + (order - terms) * math.log1p(-rate)
+            + terms * math.log(rate)
+            + (terms - 1) * divergence
+        )
         first = (order - 1) * math.log1p(-rate) + math.log(order * rate - rate + 1)
         one_round = logsumexp(np.append(logs, first)) / (order - 1)
-        lost = (math.log(1 / DELTA) + (order - 1) * math.log1p(-1 / order) - math.log(order)) / (order - 1)
+        lost = (math.log(1 / DELTA) + (order - 1) * math.log1p(-1 / order) - math.log(order)) / (
+            order - 1
+        )
         best = min(best, run.steps * one_round + lost)
     return float(best)
 
@@ -79,7 +88,12 @@ def ours(*, num_users: int, sampled: int, steps: int, dimension: int, epsilon: f
     for row in rows:
         if row.trusted in ("the shuffler", "the server"):
             bits, noise = row.round.bits_per_coordinate, row.noise_of_sum * sampled / row.reports
-            show(row.mechanism if row is not rows[-1] else "DP-SGD", noise, f"{bits:,.0f}", row.trusted)
+            show(
+                row.mechanism if row is not rows[-1] else "DP-SGD",
+                noise,
+                f"{bits:,.0f}",
+                row.trusted,
+            )
 
 
 def show(name: str, noise: float, bits: str, trusted: str) -> None:
@@ -91,8 +105,16 @@ def main() -> None:
     """Prints both tables."""
     head = f"{'':28} {'noise':>8} {'bits':>12}   trusted"
     epsilon = skellam_mixture_epsilon(SKELLAM)
-    print(f"epsilon = {epsilon:.4f}, 1000 rounds, 240 of 60,000 users expected, 63,610 parameters\n{head}")
-    show("Skellam mixture", SKELLAM.noise, str(SKELLAM.bits), "secure aggregation that hides who is sampled")
+    print(
+        f"epsilon = {epsilon:.4f}, 1000 rounds, 240 of 60,000 users expected, 63,610 "
+        f"parameters\n{head}"
+    )
+    show(
+        "Skellam mixture",
+        SKELLAM.noise,
+        str(SKELLAM.bits),
+        "secure aggregation that hides who is sampled",
+    )
     ours(
         num_users=SKELLAM.num_users,
         sampled=SKELLAM.sampled,

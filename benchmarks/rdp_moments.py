@@ -34,25 +34,38 @@ def log_number_of_partitions(total: int) -> float:
 
 def main() -> None:
     """Print the table."""
-    print(f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}; SG Table 1's setting: {SETTING}")
+    print(
+        f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}; SG "
+        f"Table 1's setting: {SETTING}"
+    )
     partition_30 = seconds(
         lambda: [shuffle_gauss_rdp(order=k, **SETTING) for k in range(2, 31)],
         repeats=3,
     )
     print(f"{'orders':<12}{'recurrence':>14}{'partition sum':>18}{'ratio':>12}")
     for top in (30, 2000):
-        ours = seconds(lambda top=top: mean_ratio.compute_rdp(orders=range(2, top + 1), **SETTING), repeats=7)
+        ours = seconds(
+            lambda top=top: mean_ratio.compute_rdp(orders=range(2, top + 1), **SETTING), repeats=7
+        )
         if top == 30:
             theirs, note = math.log10(partition_30), "measured"
         else:
-            # One more partition costs the same or more, so the number of partitions of the top order alone extrapolates low.
-            theirs = math.log10(partition_30) + (log_number_of_partitions(top) - log_number_of_partitions(30)) / math.log(10)
+            # One more partition costs the same or more, so the number of partitions of the top
+            # order alone extrapolates low.
+            theirs = math.log10(partition_30) + (
+                log_number_of_partitions(top) - log_number_of_partitions(30)
+            ) / math.log(10)
             note = "extrapolated by the number of partitions"
         baseline = f"{10**theirs:.3f} s" if theirs < 6 else f"1e{theirs:.0f} s"
         ratio = theirs - math.log10(ours)
         shown = f"{10**ratio:.0f}" if ratio < 6 else f"1e{ratio:.0f}"
         print(f"2 ... {top:<6}{ours * 1e3:>11.2f} ms{baseline:>18}{shown:>12}  ({note})")
-    whole = seconds(lambda: privacy_bound("shuffle_gauss", steps=1, delta=1 / 60_000, bound="published", **SETTING), repeats=3)
+    whole = seconds(
+        lambda: privacy_bound(
+            "shuffle_gauss", steps=1, delta=1 / 60_000, bound="published", **SETTING
+        ),
+        repeats=3,
+    )
     print(f"epsilon with the orders it needs: {whole * 1e3:.0f} ms")
 
 

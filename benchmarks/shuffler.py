@@ -1,11 +1,13 @@
 """The shuffler alone: reports a second and memory, and what a client and the server take, for each format of reports.
 
-Run ``python benchmarks/shuffler.py``, some five minutes; ``--clients 1000 --dimension 26010`` asks for one size. Each row is a
-fresh process in which all clients of one round report, one after the other. ``taken`` is the time of a report in the shuffler
-(checked, digested, kept), ``closed`` that of mixing the round, ``server`` that of the estimate, ``client`` that of a client's
-clipping, noise and packing. The baseline adds as many vectors of 32-bit floats in NumPy, as a server without privacy does;
-``ratio`` is the shuffler's whole round over that. Memory is what the round takes on top of the imports. At last, clients send
-their reports to a shuffler in another process, over HTTP on one machine's loopback, by eight threads.
+Run ``python benchmarks/shuffler.py``, some five minutes; ``--clients 1000 --dimension 26010`` asks
+for one size. Each row is a fresh process in which all clients of one round report, one after the
+other. ``taken`` is the time of a report in the shuffler (checked, digested, kept), ``closed`` that
+of mixing the round, ``server`` that of the estimate, ``client`` that of a client's clipping, noise
+and packing. The baseline adds as many vectors of 32-bit floats in NumPy, as a server without
+privacy does; ``ratio`` is the shuffler's whole round over that. Memory is what the round takes on
+top of the imports. At last, clients send their reports to a shuffler in another process, over HTTP
+on one machine's loopback, by eight threads.
 
 >>> run("counts", clients=20, dimension=50)["bytes"]
 100
@@ -24,9 +26,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from opacus_shuffle.federated import BitSums, FarShuffler, GaussianReports, ReportFormat, Shuffler, ShufflerService
+from opacus_shuffle.federated import (
+    BitSums,
+    FarShuffler,
+    GaussianReports,
+    ReportFormat,
+    Shuffler,
+    ShufflerService,
+)
 
-SIZES = [(1_000, 26_010), (10_000, 26_010), (100_000, 26_010), (1_000_000, 1_000), (1_000, 1_000_000)]
+SIZES = [
+    (1_000, 26_010),
+    (10_000, 26_010),
+    (100_000, 26_010),
+    (1_000_000, 1_000),
+    (1_000, 1_000_000),
+]
 MOST = 3e9
 """Bytes of reports that a round may hold here; larger rounds of a format that holds them are left out."""
 SAMPLES = 16
@@ -35,7 +50,12 @@ SAMPLES = 16
 
 def format_of(kind: str, *, clients: int, dimension: int) -> ReportFormat:
     """The format, with a tenth of the clients taking part."""
-    common: dict[str, Any] = {"dimension": dimension, "max_norm": 1.0, "num_users": clients, "sample_rate": 0.1}
+    common: dict[str, Any] = {
+        "dimension": dimension,
+        "max_norm": 1.0,
+        "num_users": clients,
+        "sample_rate": 0.1,
+    }
     if kind == "gaussian":
         return GaussianReports(**common, noise_multiplier=1.0)
     return BitSums(**common, noise_multiplier=2.0, delta=1e-6, rounds=100, messages=kind)
@@ -69,7 +89,9 @@ def run(kind: str, *, clients: int, dimension: int) -> dict[str, float]:
     memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     server, _ = timed(lambda: reports.estimate(released.mixed, released.num_reports))
     total = np.zeros(dimension)
-    adding, _ = timed(lambda: [np.add(total, summands[number % SAMPLES], out=total) for number in range(clients)])
+    adding, _ = timed(
+        lambda: [np.add(total, summands[number % SAMPLES], out=total) for number in range(clients)]
+    )
     return {
         "bytes": reports.bytes_per_report,
         "client": client / SAMPLES,
@@ -110,7 +132,12 @@ def over_http(kind: str, *, clients: int, dimension: int) -> float:
     server.open_round(1, server_format.fingerprint)
     with ThreadPoolExecutor(8) as pool:
         seconds, _ = timed(
-            lambda: list(pool.map(lambda number: FarShuffler(url, secret_of(number)).submit(report), range(clients)))
+            lambda: list(
+                pool.map(
+                    lambda number: FarShuffler(url, secret_of(number)).submit(report),
+                    range(clients),
+                )
+            )
         )
     assert server.close_round(1).num_reports == clients
     process.terminate()
@@ -119,31 +146,51 @@ def over_http(kind: str, *, clients: int, dimension: int) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int)
     parser.add_argument("--dimension", type=int)
     parser.add_argument("--only-http", action="store_true")
     options = parser.parse_args()
-    sizes = [] if options.only_http else SIZES if options.clients is None else [(options.clients, options.dimension or 26_010)]
+    sizes = (
+        []
+        if options.only_http
+        else SIZES
+        if options.clients is None
+        else [(options.clients, options.dimension or 26_010)]
+    )
     context = multiprocessing.get_context("spawn")
     heads = ("client", "taken", "reports/s", "closed", "server", "ratio", "memory")
-    print(f"{'clients':>9}{'dimension':>10} {'format':9}{'bytes':>9}" + "".join(f"{each:>10}" for each in heads))
+    print(
+        f"{'clients':>9}{'dimension':>10} {'format':9}{'bytes':>9}"
+        + "".join(f"{each:>10}" for each in heads)
+    )
     for clients, dimension in sizes:
         for kind in ("counts", "bits", "gaussian"):
-            held = {"counts": 0.0, "bits": 20.0 * clients * dimension, "gaussian": 0.4 * clients * dimension}[kind]
+            held = {
+                "counts": 0.0,
+                "bits": 20.0 * clients * dimension,
+                "gaussian": 0.4 * clients * dimension,
+            }[kind]
             if held > MOST:
                 continue
             with context.Pool(1) as pool:
                 row = pool.apply(run, (kind,), {"clients": clients, "dimension": dimension})
             print(
-                f"{clients:>9,}{dimension:>10,} {kind:9}{row['bytes']:>9,.0f}{1e3 * row['client']:>7.1f} ms"
-                f"{1e6 * row['taken']:>7.0f} us{1 / row['taken']:>10,.0f}{row['closed']:>8.2f} s{1e3 * row['server']:>7.1f} ms"
+                f"{clients:>9,}{dimension:>10,} "
+                f"{kind:9}{row['bytes']:>9,.0f}{1e3 * row['client']:>7.1f} ms"
+                f"{1e6 * row['taken']:>7.0f} us{1 / row['taken']:>10,.0f}{row['closed']:>8.2f} "
+                f"s{1e3 * row['server']:>7.1f} ms"
                 f"{row['ratio']:>10.1f}{row['memory']:>6,.0f} MiB",
                 flush=True,
             )
     for kind in ("counts", "gaussian"):
         seconds = over_http(kind, clients=1_000, dimension=26_010)
-        print(f"over HTTP {1_000:>9,}{26_010:>10,} {kind:9}{1e6 * seconds:>7.0f} us a report, {1 / seconds:,.0f} a second")
+        print(
+            f"over HTTP {1_000:>9,}{26_010:>10,} {kind:9}{1e6 * seconds:>7.0f} us a report, "
+            f"{1 / seconds:,.0f} a second"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What a step of this package's engine takes, as a ratio of stock Opacus's.
 
-Run ``python benchmarks/step_time.py [--steps 600]``. Two layers of width 512, batches of 256, accountant ``rdp``, SGD on one
-thread: both engines take steps by turns, in one process; the ratio is that of the medians of their processor times per record.
+Run ``python benchmarks/step_time.py [--steps 600]``. Two layers of width 512, batches of 256,
+accountant ``rdp``, SGD on one thread: both engines take steps by turns, in one process; the ratio
+is that of the medians of their processor times per record.
 
 >>> run("ghost", steps=1)[-1] > 0
 True
@@ -28,7 +29,10 @@ import opacus_shuffle
 def stepper(engine: Any, mode: str) -> Callable[[], float]:
     """Private training with an engine: a function that takes one step, and gives its seconds per record."""
     torch.manual_seed(0)
-    network, criterion = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)), nn.CrossEntropyLoss()
+    network, criterion = (
+        nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)),
+        nn.CrossEntropyLoss(),
+    )
     data = TensorDataset(torch.randn(60 * 256, 512), torch.randint(10, (60 * 256,)))
     model, optimizer, *ghost, loader = engine.make_private(
         module=network,
@@ -58,10 +62,16 @@ def run(mode: str, steps: int) -> tuple[float, float, float]:
     Returns:
         Milliseconds of a stock step on 256 records, those of ours, and the ratio.
     """
-    steppers = [stepper(Engine(accountant="rdp"), mode) for Engine in (opacus.PrivacyEngine, opacus_shuffle.PrivacyEngine)]
+    steppers = [
+        stepper(Engine(accountant="rdp"), mode)
+        for Engine in (opacus.PrivacyEngine, opacus_shuffle.PrivacyEngine)
+    ]
     for step in steppers:
         step()
-    stock, ours = (median(times) for times in zip(*([step() for step in steppers] for _ in range(steps)), strict=True))
+    stock, ours = (
+        median(times)
+        for times in zip(*([step() for step in steppers] for _ in range(steps)), strict=True)
+    )
     return 256e3 * stock, 256e3 * ours, ours / stock
 
 

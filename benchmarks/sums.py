@@ -1,8 +1,8 @@
 """What a step with shuffled sums takes, as a ratio of stock Opacus's noise step on the same per-sample gradients.
 
-Run ``python benchmarks/sums.py [--records 1 8 32]``. One layer of a million parameters, secret check-in of 4000 users, one
-thread: Opacus's optimizer and ours take their ``pre_step`` (clip, sum, noise) by turns, in one process. The ratio is that of
-the medians of their processor times.
+Run ``python benchmarks/sums.py [--records 1 8 32]``. One layer of a million parameters, secret
+check-in of 4000 users, one thread: Opacus's optimizer and ours take their ``pre_step`` (clip, sum,
+noise) by turns, in one process. The ratio is that of the medians of their processor times.
 
 >>> run(records=2, parameters=1000, users=40, repeats=1)[-1] > 0
 True
@@ -61,13 +61,18 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
     return step
 
 
-def run(*, records: int, parameters: int = 10**6, users: int = 4000, repeats: int = 9) -> tuple[float, ...]:
+def run(
+    *, records: int, parameters: int = 10**6, users: int = 4000, repeats: int = 9
+) -> tuple[float, ...]:
     """Times all of them by turns.
 
     Returns:
-        Milliseconds of Opacus's noise step, of a step with sums, of one in secure mode, and the last two over the first.
+        Milliseconds of Opacus's noise step, of a step with sums, of one in secure mode, and the
+        last two over the first.
     """
-    samples = torch.randn(records, parameters, generator=torch.Generator().manual_seed(0)) * (2 / parameters**0.5)
+    samples = torch.randn(records, parameters, generator=torch.Generator().manual_seed(0)) * (
+        2 / parameters**0.5
+    )
     steppers = [stepper(kind, samples, users) for kind in ("opacus", "sums", "sums, secure")]
     for step in steppers:
         step()
@@ -82,10 +87,15 @@ def main() -> None:
     parser.add_argument("--records", type=int, nargs="+", default=[1, 8, 32])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'records':>7} {'Opacus':>10} {'sums':>10} {'secure mode':>12} {'ratio':>7} {'secure':>7}")
+    print(
+        f"{'records':>7} {'Opacus':>10} {'sums':>10} {'secure mode':>12} {'ratio':>7} {'secure':>7}"
+    )
     for records in options.records:
         stock, ours, secure, *ratios = run(records=records)
-        print(f"{records:>7} {stock:>7.0f} ms {ours:>7.0f} ms {secure:>9.0f} ms {ratios[0]:>6.1f}x {ratios[1]:>6.1f}x")
+        print(
+            f"{records:>7} {stock:>7.0f} ms {ours:>7.0f} ms {secure:>9.0f} ms {ratios[0]:>6.1f}x "
+            f"{ratios[1]:>6.1f}x"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Sums of vectors: what the tight calibration gains over the published constants, and what a simulated sum costs.
 
-Run ``python benchmarks/vector_sum.py``, about a minute. The yardstick of speed is the obvious way: a uniform double for every
-entry, and the noise as one binomial per coordinate.
+Run ``python benchmarks/vector_sum.py``, about a minute. The yardstick of speed is the obvious way:
+a uniform double for every entry, and the noise as one binomial per coordinate.
 
 >>> row = gain(num_users=1000, dimension=100, epsilon=1.0, delta=1e-6)
 >>> f"{row.variance:.1g}", f"{row.bits:.1g}"
@@ -50,11 +50,17 @@ def gain(*, num_users: int, dimension: int, epsilon: float, delta: float) -> Gai
     )
 
 
-def obvious(protocol: ShuffleVectorSum, vectors: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def obvious(
+    protocol: ShuffleVectorSum, vectors: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
     """A uniform double per entry, all rows at once."""
-    place = (vectors.double() + protocol.max_norm) * (protocol.granularity / (2 * protocol.max_norm))
+    place = (vectors.double() + protocol.max_norm) * (
+        protocol.granularity / (2 * protocol.max_norm)
+    )
     whole = place.floor()
-    counts = (whole + (torch.rand(place.shape, generator=generator, dtype=torch.float64) < place - whole)).sum(0)
+    counts = (
+        whole + (torch.rand(place.shape, generator=generator, dtype=torch.float64) < place - whole)
+    ).sum(0)
     return protocol.decode(counts + protocol.draw_noise(len(vectors), generator), len(vectors))
 
 
@@ -70,21 +76,30 @@ def seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 def main() -> None:
     """Print both tables."""
-    print(f"{'users':>9} {'dimension':>9} {'epsilon':>7}   variance   bits    published epsilon is   tight's is at least")
+    print(
+        f"{'users':>9} {'dimension':>9} {'epsilon':>7}   variance   bits    published epsilon is   "
+        "tight's is at least"
+    )
     for users, dimension, epsilon, delta in SETTINGS:
         row = gain(num_users=users, dimension=dimension, epsilon=epsilon, delta=delta)
         print(
-            f"{users:>9,} {dimension:>9,} {epsilon:>7} {row.variance:>9.2g}x {row.bits:>8.2g}x {row.published_epsilon:>16.5f} "
+            f"{users:>9,} {dimension:>9,} {epsilon:>7} {row.variance:>9.2g}x {row.bits:>8.2g}x "
+            f"{row.published_epsilon:>16.5f} "
             f"{row.tight_lower:>20.4f}"
         )
     generator = torch.Generator().manual_seed(0)
     print(f"\n{'users':>9} {'dimension':>9}   million numbers a second   against the obvious way")
     for users, dimension in ((20_000, 100), (2_000, 1_000), (200, 100_000)):
         protocol = ShuffleVectorSum(users, dimension, 1.0, 1.0, 1e-6, calibration="tight")
-        vectors = torch.nn.functional.normalize(torch.randn(users, dimension, generator=generator), dim=1)
+        vectors = torch.nn.functional.normalize(
+            torch.randn(users, dimension, generator=generator), dim=1
+        )
         ours = seconds(lambda p=protocol, v=vectors: p.simulate(v, generator))
         theirs = seconds(lambda p=protocol, v=vectors: obvious(p, v, generator))
-        print(f"{users:>9,} {dimension:>9,} {users * dimension / ours / 1e6:>22.0f} {theirs / ours:>22.1f}x")
+        print(
+            f"{users:>9,} {dimension:>9,} {users * dimension / ours / 1e6:>22.0f} "
+            f"{theirs / ours:>22.1f}x"
+        )
     row = torch.zeros(1, 100_000)
     row[0, 0] = 1.0
     protocol = ShuffleVectorSum(100_000, 100_000, 1.0, 1.0, 1e-6, calibration="tight")

@@ -1,10 +1,11 @@
 """What weight shuffling adds to a step of private training, and to finding and drawing permutations.
 
-Run ``python benchmarks/weight_shuffling.py [--device cuda] [--batch 64] [--steps 8]``. For a small ViT and a BERT it takes
-steps of ``make_private`` training (AdamW, hooks) in both modes and prints the median share that the shuffler takes of each
-step, in multiples of the rest of that step (whole steps with and without would drown it in the noise of a shared machine); then
-the time to find the permutations, to draw one, what the host does for a shuffle besides moving, and to move everything once
-against a copy of the same bytes.
+Run ``python benchmarks/weight_shuffling.py [--device cuda] [--batch 64] [--steps 8]``. For a small
+ViT and a BERT it takes steps of ``make_private`` training (AdamW, hooks) in both modes and prints
+the median share that the shuffler takes of each step, in multiples of the rest of that step (whole
+steps with and without would drown it in the noise of a shared machine); then the time to find the
+permutations, to draw one, what the host does for a shuffle besides moving, and to move everything
+once against a copy of the same bytes.
 
 >>> round(median([3.0, 1.0, 2.0]), 1)
 2.0
@@ -34,7 +35,9 @@ from opacus_shuffle.permutation.moving import torch_moves
 class Records(Dataset):
     """Random records of a network's keyword arguments, with a label."""
 
-    def __init__(self, make: Callable[[torch.Generator], dict[str, torch.Tensor]], count: int) -> None:
+    def __init__(
+        self, make: Callable[[torch.Generator], dict[str, torch.Tensor]], count: int
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.records = [{**make(generator), "labels": torch.tensor(i % 2)} for i in range(count)]
 
@@ -45,13 +48,22 @@ class Records(Dataset):
         return self.records[index]
 
 
-def networks() -> dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, torch.Tensor]]]]:
+def networks() -> dict[
+    str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, torch.Tensor]]]
+]:
     """Builders of networks and of their records."""
     import transformers
 
-    shape = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
+    shape = {
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+    }
     vit = transformers.ViTConfig(image_size=64, patch_size=8, num_labels=2, **shape)
-    bert = transformers.BertConfig(vocab_size=8000, max_position_embeddings=128, num_labels=2, **shape)
+    bert = transformers.BertConfig(
+        vocab_size=8000, max_position_embeddings=128, num_labels=2, **shape
+    )
     return {
         "ViT, 5 M parameters": (
             lambda: transformers.ViTForImageClassification(vit),
@@ -67,7 +79,9 @@ def networks() -> dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Gener
 class Run:
     """Private training of one network, one step at a time."""
 
-    def __init__(self, network: nn.Module, data: Records, batch: int, device: str, **shuffling: Any) -> None:
+    def __init__(
+        self, network: nn.Module, data: Records, batch: int, device: str, **shuffling: Any
+    ) -> None:
         network.to(device)
         self.device = device
         self.engine = opacus_shuffle.PrivacyEngine(accountant="rdp")
@@ -79,7 +93,9 @@ class Run:
             max_grad_norm=1.0,
             **shuffling,
         )
-        self.batches = itertools.chain.from_iterable(itertools.repeat(loader))  # every step takes a fresh one
+        self.batches = itertools.chain.from_iterable(
+            itertools.repeat(loader)
+        )  # every step takes a fresh one
         self.inside = 0.0  # seconds in the shuffler's hooks
         shuffler = self.engine.shuffler
         assert shuffler is not None
@@ -117,7 +133,9 @@ class Run:
             torch.cuda.synchronize()
 
 
-def seconds(run: Callable[[], Any], repeat: int = 5, wait: Callable[[], None] = lambda: None) -> float:
+def seconds(
+    run: Callable[[], Any], repeat: int = 5, wait: Callable[[], None] = lambda: None
+) -> float:
     """The median time of a call, and of the wait for what it has started."""
     times = []
     for _ in range(repeat):
@@ -136,33 +154,57 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(torch.cuda.get_device_name() if options.device != "cpu" else f"CPU, {torch.get_num_threads()} threads")
+    print(
+        torch.cuda.get_device_name()
+        if options.device != "cpu"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     for name, (build, make) in networks().items():
         measure(name, build, Records(make, 4 * options.batch), options)
 
 
-def measure(name: str, build: Callable[[], nn.Module], data: Records, options: argparse.Namespace) -> None:
+def measure(
+    name: str, build: Callable[[], nn.Module], data: Records, options: argparse.Namespace
+) -> None:
     """Prints one network's figures."""
     run = Run(build(), data, options.batch, options.device, shuffle_weights=True)
     run.step()
     steps = [run.step() for _ in range(options.steps)]
     share = median(inside / outside for inside, outside in steps)
-    print(f"{name}, batch {options.batch}: a step takes {median(outside for _, outside in steps):.3f} s")
+    print(
+        f"{name}, batch {options.batch}: a step takes "
+        f"{median(outside for _, outside in steps):.3f} s"
+    )
     print(f"  shuffling: {100 * share:.2f} % more")
     shuffler = run.engine.shuffler
     assert shuffler is not None
     tensors = [p.detach() for p in run.network.parameters()]
     copies = [torch.empty_like(tensor) for tensor in tensors]
-    sample = {key: value.to(options.device) for key, value in next(iter(DataLoader(data, batch_size=2))).items()}
+    sample = {
+        key: value.to(options.device)
+        for key, value in next(iter(DataLoader(data, batch_size=2))).items()
+    }
     network = build().to(options.device)
     find = seconds(lambda: find_permutations(network, sample), 1)
     wait = run.wait
     # On a GPU the call returns when all is launched; on a CPU it moves nothing here.
-    with mock.patch.object(torch_moves, "execute") if options.device == "cpu" else contextlib.nullcontext():
+    with (
+        mock.patch.object(torch_moves, "execute")
+        if options.device == "cpu"
+        else contextlib.nullcontext()
+    ):
         host = 1e3 * seconds(shuffler.shuffle_, 25)
-    draw, move = 1e3 * seconds(shuffler.spec.sample, 25), 1e3 * seconds(shuffler.shuffle_, wait=wait)
-    copy = 3e3 * seconds(lambda: [a.copy_(b) for a, b in zip(copies, tensors, strict=True)], wait=wait)
-    print(f"  find {find:.2f} s, draw {draw:.2f} ms, all that the host does besides moving {host:.2f} ms")
+    draw, move = (
+        1e3 * seconds(shuffler.spec.sample, 25),
+        1e3 * seconds(shuffler.shuffle_, wait=wait),
+    )
+    copy = 3e3 * seconds(
+        lambda: [a.copy_(b) for a, b in zip(copies, tensors, strict=True)], wait=wait
+    )
+    print(
+        f"  find {find:.2f} s, draw {draw:.2f} ms, all that the host does besides moving "
+        f"{host:.2f} ms"
+    )
     print(f"  draw and move weights and two moments {move:.1f} ms (copy {copy:.1f})")
 
 

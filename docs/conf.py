@@ -13,9 +13,21 @@ project = "opacus_shuffle"
 author = copyright = "the opacus_shuffle developers"
 release = version = __version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_copybutton", "relative_links"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "sphinx_copybutton",
+    "relative_links",
+]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "tutorials/*.ipynb", "benchmarks/RESULTS.rst", "CHANGELOG.rst", "CONTRIBUTING.rst"]
+include_patterns = [
+    "docs/**",
+    "tutorials/*.ipynb",
+    "benchmarks/RESULTS.rst",
+    "CHANGELOG.rst",
+    "CONTRIBUTING.rst",
+]
 exclude_patterns = ["docs/_*", "**/.ipynb_checkpoints"]
 suppress_warnings = ["config.cache"]
 nitpicky = True

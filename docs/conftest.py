@@ -17,7 +17,9 @@ PAGES = {
     "how_to/secure_aggregation.rst": "flwr",
     "federated.rst": "flwr",
 }
-collect_ignore = [page for page, package in PAGES.items() if importlib.util.find_spec(package) is None]
+collect_ignore = [
+    page for page, package in PAGES.items() if importlib.util.find_spec(package) is None
+]
 
 
 @pytest.fixture(autouse=True)

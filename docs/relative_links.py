@@ -1,7 +1,8 @@
 """Makes links to files of the repository lead to their pages, and warns of those that lead nowhere.
 
-In the repository a page links to another one by its file, as in ``guarantees.rst#small-print``. Sphinx takes that for an
-address of its own; this puts the address of the built page in its place. A link to a file that has no page becomes plain text.
+In the repository a page links to another one by its file, as in ``guarantees.rst#small-print``.
+Sphinx takes that for an address of its own; this puts the address of the built page in its place. A
+link to a file that has no page becomes plain text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def resolve(app: Sphinx, document: nodes.document, page: str) -> None:
         if target in app.env.found_docs:
             if anchor and anchor not in app.env.get_doctree(target).ids:
                 logger.warning("%s has no section %r", address, anchor, location=link)
-            link["refuri"] = app.builder.get_relative_uri(page, target) + (f"#{anchor}" if anchor else "")
+            link["refuri"] = app.builder.get_relative_uri(page, target) + (
+                f"#{anchor}" if anchor else ""
+            )
             link["internal"] = True
         elif file.exists():
             link.replace_self(list(link.children))

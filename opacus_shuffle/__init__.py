@@ -6,8 +6,8 @@
 >>> round(epsilon, 5)
 0.00293
 
-Names are imported when first used. The accountants are registered with Opacus as soon as both packages are imported, in either
-order.
+Names are imported when first used. The accountants are registered with Opacus as soon as both
+packages are imported, in either order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from opacus_shuffle.core import lazy_import
 
 if TYPE_CHECKING:
     from opacus_shuffle import accountants, analysis, audit, permutation, sco
-    from opacus_shuffle.accountants.compute import compute_epsilon, compute_noise_multiplier, privacy_bound, privacy_report
+    from opacus_shuffle.accountants.compute import (
+        compute_epsilon,
+        compute_noise_multiplier,
+        privacy_bound,
+        privacy_report,
+    )
     from opacus_shuffle.accountants.mechanisms import (
         ShuffledCheckIn,
         ShuffledSums,
@@ -30,7 +35,12 @@ if TYPE_CHECKING:
     )
     from opacus_shuffle.accountants.plan import plan
     from opacus_shuffle.accountants.report import PrivacyReport
-    from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
+    from opacus_shuffle.core.guarantees import (
+        Adjacency,
+        Guarantee,
+        PrivacyAssumptionWarning,
+        PrivacyBound,
+    )
     from opacus_shuffle.engine.privacy_engine import PrivacyEngine, ShuffleMixin
     from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
     from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
@@ -88,6 +98,12 @@ _HOMES = {
 
 __getattr__, __dir__ = lazy_import.names_of(
     __name__,
-    {name: home and f"{__name__}.{home}" for home, names in _HOMES.items() for name in names.split()},
+    {
+        name: home and f"{__name__}.{home}"
+        for home, names in _HOMES.items()
+        for name in names.split()
+    },
 )
-lazy_import.after_import("opacus", lambda: importlib.import_module("opacus_shuffle.accountants.opacus_registry"))
+lazy_import.after_import(
+    "opacus", lambda: importlib.import_module("opacus_shuffle.accountants.opacus_registry")
+)

@@ -1,12 +1,14 @@
 """SG's Figure 1b as one long run: shuffled check-in of 60,000 users, 5,540 rounds, accuracy after every hundredth.
 
-Run ``python reproduction/check_in_run.py --data fashion-mnist --output tutorials/recorded/check_in.json``: about three hours of
-CPU on the 60,000 images of Fashion-MNIST. It may be stopped at any time and started again by the same command: what is done is
-kept in the output's folder, and every piece of a hundred rounds begins from its own seed, so that the curve is the same as
-without a stop. Whoever knows the seed can subtract the noise: the run reproduces a figure and protects nobody.
+Run ``python reproduction/check_in_run.py --data fashion-mnist --output
+tutorials/recorded/check_in.json``: about three hours of CPU on the 60,000 images of Fashion-MNIST.
+It may be stopped at any time and started again by the same command: what is done is kept in the
+output's folder, and every piece of a hundred rounds begins from its own seed, so that the curve is
+the same as without a stop. Whoever knows the seed can subtract the noise: the run reproduces a
+figure and protects nobody.
 
-The paper (Liew and Takahashi's shuffle Gaussian mechanism, SG, section 5.2) prints γ = 0.1, C = 0.01, σ = 5 for each report and
-5,540 rounds, and no learning rate.
+The paper (Liew and Takahashi's shuffle Gaussian mechanism, SG, section 5.2) prints γ = 0.1, C =
+0.01, σ = 5 for each report and 5,540 rounds, and no learning rate.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ PIECE = 100
 def train(model: nn.Module, data: Any, *, rounds: int, learning_rate: float, seed: int) -> None:
     """Trains the network in place, by Gaussian reports of users who check in by their own coins."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This run is not private|Secure RNG|Full backward hook|one step")
+        warnings.filterwarnings(
+            "ignore", message="This run is not private|Secure RNG|Full backward hook|one step"
+        )
         batch = round(SAMPLE_RATE * len(data))
         engine = PrivacyEngine(accountant="shuffled_checkin", seed=seed)
         private, optimizer, loader = engine.make_private(
@@ -49,7 +53,9 @@ def train(model: nn.Module, data: Any, *, rounds: int, learning_rate: float, see
             local_noise=True,
         )
         while len(engine.accountant) < rounds:
-            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer) as pieces:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer
+            ) as pieces:
                 for images, labels in pieces:
                     nn.functional.cross_entropy(private(images), labels).backward()
                     optimizer.step()
@@ -67,18 +73,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--learning-rate", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, required=True, help="the curve, as JSON; the weights are kept beside it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="the curve, as JSON; the weights are kept beside it",
+    )
     options = parser.parse_args(arguments)
     train_set, test_set = load_image_dataset(options.data, options.data_root)
     torch.manual_seed(options.seed)
     model = SmallCNN(channels=1, size=28)
     setting = {name: getattr(options, name) for name in ("data", "learning_rate", "seed")}
-    found: dict[str, Any] = {**setting, "users": len(train_set), "cpu_seconds": 0.0, "rounds": [], "accuracy": []}
+    found: dict[str, Any] = {
+        **setting,
+        "users": len(train_set),
+        "cpu_seconds": 0.0,
+        "rounds": [],
+        "accuracy": [],
+    }
     kept = options.output.with_suffix(".pt")
     if kept.exists():
         state = torch.load(kept, weights_only=True)
         if {name: state["found"][name] for name in setting} != setting:
-            raise SystemExit(f"{kept} belongs to another run, {state['found']}: remove it, or give its settings")
+            raise SystemExit(
+                f"{kept} belongs to another run, {state['found']}: remove it, or give its settings"
+            )
         found = state["found"]
         model.load_state_dict(state["weights"])
     for number in itertools.count(len(found["rounds"])):
@@ -86,14 +105,24 @@ def main(arguments: list[str] | None = None) -> None:
         if begun >= options.rounds:
             break
         rounds = min(PIECE, options.rounds - begun)
-        train(model, train_set, rounds=rounds, learning_rate=options.learning_rate, seed=1_000_000 * options.seed + number)
+        train(
+            model,
+            train_set,
+            rounds=rounds,
+            learning_rate=options.learning_rate,
+            seed=1_000_000 * options.seed + number,
+        )
         found["rounds"].append(begun + rounds)
         found["accuracy"].append(round(accuracy(model, test_set, torch.device("cpu")), 4))
         found["cpu_seconds"] = round(found["cpu_seconds"] + time.process_time() - start)
         with replacing(kept) as file:
             torch.save({"found": found, "weights": model.state_dict()}, file)
         options.output.write_text(json.dumps(found) + "\n")
-        print(f"{begun + rounds} rounds: {found['accuracy'][-1]:.1%}, {found['cpu_seconds']} s of CPU", flush=True)
+        print(
+            f"{begun + rounds} rounds: {found['accuracy'][-1]:.1%}, {found['cpu_seconds']} s of "
+            "CPU",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

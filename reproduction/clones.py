@@ -1,13 +1,15 @@
 r"""Computes Feldman, McMillan and Talwar's amplification by shuffling ("hiding among the clones"), a baseline beside ours.
 
-They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far above what the Gaussian's own
-distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``gaussian_epsilon`` is the best they can do for it.
+They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far
+above what the Gaussian's own distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`).
+``gaussian_epsilon`` is the best they can do for it.
 
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
 0.1698
 
-A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2C apart, so Theorem 3.8 with sensitivity 1 proves nothing,
-not even for zero-out adjacency (docs/proofs/07_clones_of_any_report.md). At small σ only the unshuffled bound is left.
+A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2C apart, so Theorem 3.8 with
+sensitivity 1 proves nothing, not even for zero-out adjacency
+(docs/proofs/07_clones_of_any_report.md). At small σ only the unshuffled bound is left.
 
 >>> round(gaussian_epsilon(noise_multiplier=9.48, num_users=60_000, delta=1 / 60_000), 3)
 0.022
@@ -26,7 +28,14 @@ from scipy.special import expit
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.core.solve import crossing
-from opacus_shuffle.core.validation import finite_number, integer, noise_level, one_of, open_unit_interval, positive
+from opacus_shuffle.core.validation import (
+    finite_number,
+    integer,
+    noise_level,
+    one_of,
+    open_unit_interval,
+    positive,
+)
 
 MAX_USERS = 10**10
 """More users hide better, so a larger count is taken as this one, up to which the binomial tails were checked."""
@@ -38,38 +47,62 @@ MARGIN = 1e-9
 """Relative error allowed to every binomial probability; measured: below 2e-10 for up to ``MAX_USERS`` trials."""
 
 
-def _clone_counts(probability: float, num_users: int, tail: float, bins: int) -> tuple[Vector, Vector]:
+def _clone_counts(
+    probability: float, num_users: int, tail: float, bins: int
+) -> tuple[Vector, Vector]:
     """Returns clone counts and bounds on their masses; outside lies 2·``tail`` at most (Chernoff, Bernstein)."""
     others = min(num_users, MAX_USERS) - 1
     mean, log_tail = others * probability, -math.log(tail)
     low = max(math.floor(mean - math.sqrt(2 * mean * log_tail)), 0)
-    high = min(math.ceil(mean + log_tail / 3 + math.sqrt(log_tail**2 / 9 + 2 * mean * log_tail)), others)
+    high = min(
+        math.ceil(mean + log_tail / 3 + math.sqrt(log_tail**2 / 9 + 2 * mean * log_tail)), others
+    )
     width = -(-(high - low + 1) // bins)
-    first = np.arange(low, high + 1, width, dtype=np.float64)  # fewer clones hide worse: a bin counts as its low end
+    first = np.arange(
+        low, high + 1, width, dtype=np.float64
+    )  # fewer clones hide worse: a bin counts as its low end
     last = np.minimum(first + (width - 1), high)
-    most_likely = np.clip(math.floor((others + 1) * probability), first, last)  # of the bin: binomials are unimodal
+    most_likely = np.clip(
+        math.floor((others + 1) * probability), first, last
+    )  # of the bin: binomials are unimodal
     return first, (last - first + 1) * scipy.stats.binom.pmf(most_likely, others, probability)
 
 
-def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: Vector) -> tuple[float, float]:
+def _hockey_stick(
+    epsilon: float, local_epsilon: float, counts: Vector, masses: Vector
+) -> tuple[float, float]:
     """Returns an upper bound on δ(ε) of the pair of Theorem 3.2, and minus its slope in e^ε.
 
-    Given C, both views are told by their first number a, whose ratio P/Q grows with a. So the best test is "a ≥ k", and with
-    S(k) = Pr[Bin(C, ½) ≥ k] and b = S(k − 1) − S(k), q = e^ε0/(1 + e^ε0):
-    P(a ≥ k) − e^ε·Q(a ≥ k) = q·(1 − e^(ε−ε0))·b − (e^ε − 1)·S(k). Mirrored (a → C + 1 − a) it is Q against P.
+    Given C, both views are told by their first number a, whose ratio P/Q grows with a. So the best
+    test is "a ≥ k", and with S(k) = Pr[Bin(C, ½) ≥ k] and b = S(k − 1) − S(k), q = e^ε0/(1 + e^ε0):
+    P(a ≥ k) − e^ε·Q(a ≥ k) = q·(1 − e^(ε−ε0))·b − (e^ε − 1)·S(k). Mirrored (a → C + 1 − a) it is Q
+    against P.
     """
     q = float(expit(local_epsilon))
-    slope = math.tanh(epsilon / 2) / math.tanh(local_epsilon / 2) if epsilon > 0 else 0.0  # half of 5e-324 is 0
+    slope = (
+        math.tanh(epsilon / 2) / math.tanh(local_epsilon / 2) if epsilon > 0 else 0.0
+    )  # half of 5e-324 is 0
     threshold = min((1 + slope) / 2, 1.0)
-    k = np.ceil((counts + 1) * threshold)  # rounded the wrong way at a tie it costs nothing: there P = e^ε·Q
-    beyond, at_edge = scipy.stats.binom.sf(k - 1, counts, 0.5), scipy.stats.binom.pmf(k - 1, counts, 0.5)
+    k = np.ceil(
+        (counts + 1) * threshold
+    )  # rounded the wrong way at a tie it costs nothing: there P = e^ε·Q
+    beyond, at_edge = (
+        scipy.stats.binom.sf(k - 1, counts, 0.5),
+        scipy.stats.binom.pmf(k - 1, counts, 0.5),
+    )
     gain, loss = -math.expm1(epsilon - local_epsilon) * q * at_edge, math.expm1(epsilon) * beyond
     each = np.maximum(gain * (1 + MARGIN) - loss * (1 - MARGIN), 0.0)
     return float(masses @ each) * (1 + MARGIN), float(masses @ (beyond + (1 - q) * at_edge))
 
 
 def _numeric(
-    *, local_epsilon: float, probability: float, num_users: int, delta: float, lost: float = 0.0, bins: int = BINS
+    *,
+    local_epsilon: float,
+    probability: float,
+    num_users: int,
+    delta: float,
+    lost: float = 0.0,
+    bins: int = BINS,
 ) -> float | None:
     """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none. ``probability``: of a clone."""
     if local_epsilon > LARGEST_LOCAL_EPSILON or delta < SMALLEST_DELTA:
@@ -81,13 +114,18 @@ def _numeric(
         return None
 
     def excess(epsilon: float) -> float:
-        return math.log(max(_hockey_stick(epsilon, local_epsilon, counts, masses)[0], 1e-320)) - math.log(budget)
+        return math.log(
+            max(_hockey_stick(epsilon, local_epsilon, counts, masses)[0], 1e-320)
+        ) - math.log(budget)
 
     if excess(0.0) <= 0:
         return 0.0
-    # A start on the left: the root if the loss stayed at 2·lost. From there Newton's method on a convex function of e^ε, each
-    # step a little too long, so that it ends on the safe side, where the bound was evaluated and found small enough.
-    epsilon = crossing(excess, 0.0, local_epsilon, tolerance=1e-13 * local_epsilon, relative_tolerance=1e-12)
+    # A start on the left: the root if the loss stayed at 2·lost. From there Newton's method on a
+    # convex function of e^ε, each step a little too long, so that it ends on the safe side, where
+    # the bound was evaluated and found small enough.
+    epsilon = crossing(
+        excess, 0.0, local_epsilon, tolerance=1e-13 * local_epsilon, relative_tolerance=1e-12
+    )
     for _ in range(200):
         value, mass = _hockey_stick(epsilon, local_epsilon, counts, masses)
         total, slope = value + 2 * tail + (1 + math.exp(epsilon)) * lost, lost - mass
@@ -118,7 +156,12 @@ def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
 
 
 def compute_epsilon(
-    *, local_epsilon: float, num_users: int, delta: float, local_delta: float = 0.0, conversion: str = "proved"
+    *,
+    local_epsilon: float,
+    num_users: int,
+    delta: float,
+    local_delta: float = 0.0,
+    conversion: str = "proved",
 ) -> float:
     """Returns ε after shuffling n reports of (ε0, δ0)-LDP.
 
@@ -126,23 +169,27 @@ def compute_epsilon(
         local_epsilon: ε0 > 0 of one report.
         num_users: n ≥ 1, the reports shuffled together.
         delta: The whole δ in (0, 1).
-        local_delta: δ0 in [0, 1) of one report; it enters δ about n·e^(−ε0) or n times, so it must be far below δ/n.
-        conversion: ``"proved"``: δ = δ_clones + (1 + e^ε)·(t + (n − 1)·e^(−ε0)·(δ0 + t)) with t = δ0/(1 + e^ε0);
-            ``"theorem_3_8"``: δ = δ_clones + (1 + e^ε)·(1 + e^(−ε0)/2)·n·δ0, never less.
+        local_delta: δ0 in [0, 1) of one report; it enters δ about n·e^(−ε0) or n times, so it must
+            be far below δ/n.
+        conversion: ``"proved"``: δ = δ_clones + (1 + e^ε)·(t + (n − 1)·e^(−ε0)·(δ0 + t)) with t =
+            δ0/(1 + e^ε0); ``"theorem_3_8"``: δ = δ_clones + (1 + e^ε)·(1 + e^(−ε0)/2)·n·δ0, never
+            less.
 
     Returns:
-        ε ≥ 0, rounded up; never above ``local_epsilon`` if ``local_delta`` ≤ ``delta``. The tails of the clone count go into δ,
-        and of a bin of counts the smallest is taken, which costs a few 1e-4 of ε at most.
+        ε ≥ 0, rounded up; never above ``local_epsilon`` if ``local_delta`` ≤ ``delta``. The tails
+        of the clone count go into δ, and of a bin of counts the smallest is taken, which costs a
+        few 1e-4 of ε at most.
 
     Raises:
         ValueError: If an argument is out of range, or δ0 too large for any ε.
 
     Formal Guarantees:
-        Proved for every data set, replacement adjacency; ``"proved"`` is Theorem 7.1 of docs/proofs/07_clones_of_any_report.md.
+        Proved for every data set, replacement adjacency; ``"proved"`` is Theorem 7.1 of
+        docs/proofs/07_clones_of_any_report.md.
 
     Source:
-        Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorems 3.2 and 3.8, arXiv 2012.12803; ``"proved"``
-        is ours.
+        Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorems 3.2 and 3.8,
+        arXiv 2012.12803; ``"proved"`` is ours.
     """
     local_epsilon = positive("local_epsilon", local_epsilon)
     if not 0 <= finite_number("local_delta", local_delta) < 1:
@@ -152,21 +199,35 @@ def compute_epsilon(
     one_of("conversion", conversion, ("proved", "theorem_3_8"))
     if num_users == 1 and local_delta <= delta:
         return local_epsilon  # nobody to hide among
-    lost = _lost(local_epsilon=local_epsilon, local_delta=local_delta, num_users=num_users, conversion=conversion)
+    lost = _lost(
+        local_epsilon=local_epsilon,
+        local_delta=local_delta,
+        num_users=num_users,
+        conversion=conversion,
+    )
     chance = math.exp(-local_epsilon)
-    epsilon = _numeric(local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost)
+    epsilon = _numeric(
+        local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost
+    )
     if epsilon is not None:
         return epsilon
     if local_delta <= delta:
         return local_epsilon  # shuffling is post-processing
     raise ValueError(
-        f"local_delta={local_delta!r} leaves nothing of delta={delta!r} after {num_users} reports; pass a far smaller "
-        "local_delta (for a Gaussian: with a larger local_epsilon, or call gaussian_epsilon, which looks for the best)"
+        f"local_delta={local_delta!r} leaves nothing of delta={delta!r} after {num_users} reports; "
+        "pass a far smaller "
+        "local_delta (for a Gaussian: with a larger local_epsilon, or call gaussian_epsilon, which "
+        "looks for the best)"
     )
 
 
 def gaussian_epsilon(
-    *, noise_multiplier: float, num_users: int, delta: float, adjacency: str = "replace", conversion: str = "proved"
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    delta: float,
+    adjacency: str = "replace",
+    conversion: str = "proved",
 ) -> float:
     """Returns the best ε that clones give for one round of shuffled Gaussian reports, over all (ε0, δ0) of their exact curve.
 
@@ -174,21 +235,26 @@ def gaussian_epsilon(
         noise_multiplier: σ of one report over the clipping norm.
         num_users: n ≥ 1, the reports shuffled together.
         delta: δ in (0, 1).
-        adjacency: ``"replace"`` (user 1's two reports are up to 2C apart) or ``"zero_out"`` (up to C).
-        conversion: As in ``compute_epsilon``. For zero-out adjacency Theorem 3.8 answers for replacement, which includes it.
+        adjacency: ``"replace"`` (user 1's two reports are up to 2C apart) or ``"zero_out"`` (up to
+            C).
+        conversion: As in ``compute_epsilon``. For zero-out adjacency Theorem 3.8 answers for
+            replacement, which includes it.
 
     Returns:
-        ε ≥ 0, rounded up; never above the unshuffled ``gaussian.compute_epsilon``, which it is when n is too small for σ.
+        ε ≥ 0, rounded up; never above the unshuffled ``gaussian.compute_epsilon``, which it is when
+        n is too small for σ.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Proved for every data set; zero-out is Theorem 7.2 of docs/proofs/07_clones_of_any_report.md.
+        Proved for every data set; zero-out is Theorem 7.2 of
+        docs/proofs/07_clones_of_any_report.md.
 
     Source:
-        Feldman, McMillan, Talwar, "Hiding among the clones", Theorems 3.2 and 3.8, arXiv 2012.12803; Balle and Wang 2018,
-        arXiv 1805.06530, Theorem 8, for the curve; the zero-out bound is ours.
+        Feldman, McMillan, Talwar, "Hiding among the clones", Theorems 3.2 and 3.8, arXiv
+        2012.12803; Balle and Wang 2018, arXiv 1805.06530, Theorem 8, for the curve; the zero-out
+        bound is ours.
     """
     sigma = noise_level("noise_multiplier", noise_multiplier)
     num_users = integer("num_users", num_users)
@@ -209,10 +275,17 @@ def gaussian_epsilon(
         if zero_out and conversion == "proved":
             mended = (curve(clone_epsilon, 1.0) + local_delta) / 2
             return mended + (num_users - 1) * math.exp(-clone_epsilon) * 2 * mended, mended
-        return _lost(local_epsilon=clone_epsilon, local_delta=local_delta, num_users=num_users, conversion=conversion), 0.0
+        return _lost(
+            local_epsilon=clone_epsilon,
+            local_delta=local_delta,
+            num_users=num_users,
+            conversion=conversion,
+        ), 0.0
 
     # From half of δ lost down to a 1e-8th part of it: no better ε0 lies outside.
-    most = gaussian.compute_epsilon(mu=2 / sigma, delta=max(1e-8 * delta / (3 * num_users), SMALLEST_DELTA))
+    most = gaussian.compute_epsilon(
+        mu=2 / sigma, delta=max(1e-8 * delta / (3 * num_users), SMALLEST_DELTA)
+    )
     start = _falls_to_zero(lambda e: math.log(max(view(e)[0], 1e-320) * 2 / delta), most)
     if start > min(math.log(num_users) + 5, LARGEST_LOCAL_EPSILON):
         return unshuffled  # hardly a clone among so few
@@ -222,14 +295,30 @@ def gaussian_epsilon(
         own = clone_epsilon
         if mended > 0:  # ε_a where t = δ_b
             own = _falls_to_zero(
-                lambda e: gaussian.log_delta(mu=1 / sigma, epsilon=e) - math.log(mended * (1 + math.exp(e))), own
+                lambda e: (
+                    gaussian.log_delta(mu=1 / sigma, epsilon=e)
+                    - math.log(mended * (1 + math.exp(e)))
+                ),
+                own,
             )
         chance = math.exp(-clone_epsilon)
-        found = _numeric(local_epsilon=own, probability=chance, num_users=num_users, delta=delta, lost=lost, bins=bins)
+        found = _numeric(
+            local_epsilon=own,
+            probability=chance,
+            num_users=num_users,
+            delta=delta,
+            lost=lost,
+            bins=bins,
+        )
         return unshuffled if found is None else min(found, unshuffled)
 
     grid = np.linspace(start, most, 26)
     middle = 1 + int(np.argmin([best(float(point), COARSE_BINS) for point in grid[1:]]))
     bounds = (grid[middle - 1], grid[min(middle + 1, 25)])
-    refined = minimize_scalar(lambda e: best(float(e), COARSE_BINS), bounds=bounds, method="bounded", options={"maxiter": 20})
+    refined = minimize_scalar(
+        lambda e: best(float(e), COARSE_BINS),
+        bounds=bounds,
+        method="bounded",
+        options={"maxiter": 20},
+    )
     return min(best(float(refined.x), BINS), best(float(grid[middle]), BINS))

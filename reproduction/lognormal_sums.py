@@ -1,8 +1,9 @@
 r"""Approximations of sums of log-normal terms: WS Lemma 1 (Fenton–Wilkinson) and the other methods of WS Figure 2.
 
-S = Σ_j counts_j terms e^Y, Y ~ N(means_j, std²), all independent. No closed form is known; WS Theorem 6 replaces S by one
-log-normal variable. Equal terms are given as one mean and a count, so 10⁸ of them cost no more than one. Nothing here is a
-privacy bound: these are approximations, and :func:`monte_carlo` is how far off they are.
+S = Σ_j counts_j terms e^Y, Y ~ N(means_j, std²), all independent. No closed form is known; WS
+Theorem 6 replaces S by one log-normal variable. Equal terms are given as one mean and a count, so
+10⁸ of them cost no more than one. Nothing here is a privacy bound: these are approximations, and
+:func:`monte_carlo` is how far off they are.
 
     ==================  ========================================================================================
     fenton_wilkinson    the log-normal distribution with the sum's own mean and variance (WS Eq. 9–10)
@@ -82,18 +83,26 @@ class SampledDistribution:
         """P(log S ≤ x), the shape of ``x``."""
         points = np.asarray(x, dtype=np.float64)
         if not self.bandwidth:
-            return np.asarray(np.searchsorted(self.samples, points, side="right") / len(self.samples))
-        means = [float(np.mean(ndtr((point - self.samples) / self.bandwidth))) for point in points.ravel()]
+            return np.asarray(
+                np.searchsorted(self.samples, points, side="right") / len(self.samples)
+            )
+        means = [
+            float(np.mean(ndtr((point - self.samples) / self.bandwidth)))
+            for point in points.ravel()
+        ]
         return np.array(means).reshape(points.shape)
 
 
-def fenton_wilkinson(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None = None) -> NormalDistribution:
+def fenton_wilkinson(
+    means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None = None
+) -> NormalDistribution:
     """The log-normal distribution with the mean and the variance of S: WS Lemma 1, Eq. 9–10, in logarithms throughout.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
         std: Standard deviation of every Y, in [1e-6, 100].
-        counts: How many terms have each mean, shape (k,), whole numbers of at least 1; ``None`` means one each.
+        counts: How many terms have each mean, shape (k,), whole numbers of at least 1; ``None``
+            means one each.
 
     Returns:
         The normal distribution that replaces that of log S.
@@ -102,9 +111,9 @@ def fenton_wilkinson(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | N
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        None: an approximation. Mean and variance of S itself are exact, but where std² exceeds about log d they are carried by
-        terms larger than can be expected: S almost never comes near its own mean, and this distribution lies far below that of
-        S.
+        None: an approximation. Mean and variance of S itself are exact, but where std² exceeds
+        about log d they are carried by terms larger than can be expected: S almost never comes near
+        its own mean, and this distribution lies far below that of S.
     """
     centres, numbers, width = _checked(means, std, counts)
     top = float(centres.max())
@@ -124,17 +133,19 @@ def schwartz_yeh(
 ) -> NormalDistribution:
     """Schwartz & Yeh 1982: log(e^{Y1} + e^{Y2}) is replaced by a normal with its exact mean and variance, again and again.
 
-    ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The distribution changes little from one of n equal terms
-    to the next, so from 400 on they are added n/200 at once, by a midpoint rule (for 10⁵ terms this moves the standard
-    deviation by less than 1e-6 of itself for std up to 4, by 1e-3 for std 20). ``"doubling"`` adds equal terms in halves, log₂
-    d times. They are *not* the same approximation: two equal normal logarithms average each other's tails away, and no later
-    step brings them back. For 10⁸ terms of std 4 doubling puts the median of S at e^{−2.1} of the true one, one by one at
-    e^{0.02} of it.
+    ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The distribution changes
+    little from one of n equal terms to the next, so from 400 on they are added n/200 at once, by a
+    midpoint rule (for 10⁵ terms this moves the standard deviation by less than 1e-6 of itself for
+    std up to 4, by 1e-3 for std 20). ``"doubling"`` adds equal terms in halves, log₂ d times. They
+    are *not* the same approximation: two equal normal logarithms average each other's tails away,
+    and no later step brings them back. For 10⁸ terms of std 4 doubling puts the median of S at
+    e^{−2.1} of the true one, one by one at e^{0.02} of it.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
         std: Standard deviation of every Y, in [1e-6, 100].
-        counts: How many terms have each mean, shape (k,), whole numbers of at least 1; ``None`` means one each.
+        counts: How many terms have each mean, shape (k,), whole numbers of at least 1; ``None``
+            means one each.
         combine: ``"one_by_one"`` or ``"doubling"``.
 
     Returns:
@@ -144,10 +155,15 @@ def schwartz_yeh(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        None beyond two terms (whose mean and variance are exact but for rounding): an approximation.
+        None beyond two terms (whose mean and variance are exact but for rounding): an
+        approximation.
     """
     centres, numbers, width = _checked(means, std, counts)
-    add = _add_doubling if one_of("combine", combine, ("one_by_one", "doubling")) == "doubling" else _add_one_by_one
+    add = (
+        _add_doubling
+        if one_of("combine", combine, ("one_by_one", "doubling")) == "doubling"
+        else _add_one_by_one
+    )
     total: NormalDistribution | None = None
     for index in np.argsort(centres, kind="stable"):  # the small terms first
         total = add(total, NormalDistribution(float(centres[index]), width), int(numbers[index]))
@@ -155,7 +171,9 @@ def schwartz_yeh(
     return total
 
 
-def _add_doubling(total: NormalDistribution | None, term: NormalDistribution, count: int) -> NormalDistribution:
+def _add_doubling(
+    total: NormalDistribution | None, term: NormalDistribution, count: int
+) -> NormalDistribution:
     """The total and ``count`` terms like this one, by the binary digits of the count."""
     power = term
     while count:
@@ -167,7 +185,9 @@ def _add_doubling(total: NormalDistribution | None, term: NormalDistribution, co
     return total
 
 
-def _add_one_by_one(total: NormalDistribution | None, term: NormalDistribution, count: int) -> NormalDistribution:
+def _add_one_by_one(
+    total: NormalDistribution | None, term: NormalDistribution, count: int
+) -> NormalDistribution:
     """The total and ``count`` terms like this one, one after the other, or in strides once a term changes little."""
     added = 0
     if total is None:
@@ -182,12 +202,15 @@ def _add_one_by_one(total: NormalDistribution | None, term: NormalDistribution, 
 def _stride(total: NormalDistribution, term: NormalDistribution, stride: int) -> NormalDistribution:
     """``stride`` equal terms at once: by the midpoint rule for e^mean and variance·e^{2·mean}, which grow almost linearly."""
     size, spread = _growth(total, term)
-    # The increments that are added up here start with the total's own: their middle lies (stride − 1)/2 terms on.
+    # The increments that are added up here start with the total's own: their middle lies (stride −
+    # 1)/2 terms on.
     size, spread = 1 + (stride - 1) / 2 * size, total.std**2 + (stride - 1) / 2 * spread
     middle = NormalDistribution(total.mean + math.log(size), math.sqrt(spread) / size)
     more, wider = _growth(middle, term)
     grown = 1 + stride * size * more
-    return NormalDistribution(total.mean + math.log(grown), math.sqrt(total.std**2 + stride * size**2 * wider) / grown)
+    return NormalDistribution(
+        total.mean + math.log(grown), math.sqrt(total.std**2 + stride * size**2 * wider) / grown
+    )
 
 
 def _growth(total: NormalDistribution, term: NormalDistribution) -> tuple[float, float]:
@@ -199,10 +222,11 @@ def _growth(total: NormalDistribution, term: NormalDistribution) -> tuple[float,
 def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> NormalDistribution:
     """Returns the normal distribution with the mean and variance of log(e^{Y1} + e^{Y2}), Y1 and Y2 independent.
 
-    With w = Y2 − Y1 the logarithm is Y1 + g(w), g(w) = log(1 + e^w), and Stein's lemma gives Cov(Y1, g(w)) = −Var(Y1)·E g'(w).
-    The moments of g(w) are integrals over the line of an analytic function, for which the trapezoid rule's error falls
-    exponentially as its step does: below 1e-16 here for any std, where Gauss–Hermite nodes would be too far apart for the bend
-    of g from std 5 on.
+    With w = Y2 − Y1 the logarithm is Y1 + g(w), g(w) = log(1 + e^w), and Stein's lemma gives
+    Cov(Y1, g(w)) = −Var(Y1)·E g'(w). The moments of g(w) are integrals over the line of an analytic
+    function, for which the trapezoid rule's error falls exponentially as its step does: below 1e-16
+    here for any std, where Gauss–Hermite nodes would be too far apart for the bend of g from std 5
+    on.
 
     Args:
         one: Distribution of Y1.
@@ -220,7 +244,8 @@ def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> Normal
 def _increments(one: NormalDistribution, other: NormalDistribution) -> tuple[float, float]:
     """What adding e^{Y2} to e^{Y1} adds to the logarithm's mean and to its variance."""
     deviation = math.hypot(one.std, other.std)
-    # Errors: e^{−2π²(deviation/step)²} for the normal density, e^{−2π²/step} for the singularities of g at ±iπ.
+    # Errors: e^{−2π²(deviation/step)²} for the normal density, e^{−2π²/step} for the singularities
+    # of g at ±iπ.
     step = min(deviation / 2.5, 0.5)
     reach = math.ceil(12 * deviation / step)
     offsets = step * np.arange(-reach, reach + 1)
@@ -243,17 +268,22 @@ def monte_carlo(
 ) -> Vector:
     """Samples of log S. Memory is bounded whatever the number of terms; time is that of drawing them.
 
-    With ``largest``, a group of more than twice as many terms is split at the level that ``largest`` of its terms exceed on
-    average. Those above (their number is drawn, too) are drawn one by one, so the tail is exact; the sum of the others is drawn
-    from the normal distribution with its exact mean and variance. :func:`largest_error` bounds what that does to the CDF: 0.003
-    for 10⁸ terms, std 4 and ``largest`` 10⁴, where 1000 samples take a second, and one by one three hours.
+    With ``largest``, a group of more than twice as many terms is split at the level that
+    ``largest`` of its terms exceed on average. Those above (their number is drawn, too) are drawn
+    one by one, so the tail is exact; the sum of the others is drawn from the normal distribution
+    with its exact mean and variance. :func:`largest_error` bounds what that does to the CDF: 0.003
+    for 10⁸ terms, std 4 and ``largest`` 10⁴, where 1000 samples take a second, and one by one three
+    hours.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
         std: Standard deviation of every Y, in [1e-6, 100].
-        counts: How many terms have each mean, shape (k,), whole numbers of at least 1; ``None`` means one each.
-        repetitions: Number of samples. The CDF's own error is 1.63/√repetitions at 99 % confidence (Kolmogorov).
-        generator: Source of randomness; ``None`` means a fresh one from the operating system's entropy.
+        counts: How many terms have each mean, shape (k,), whole numbers of at least 1; ``None``
+            means one each.
+        repetitions: Number of samples. The CDF's own error is 1.63/√repetitions at 99 % confidence
+            (Kolmogorov).
+        generator: Source of randomness; ``None`` means a fresh one from the operating system's
+            entropy.
         largest: How many terms of each group to draw one by one, at least 100; ``None`` means all.
 
     Returns:
@@ -271,11 +301,16 @@ def monte_carlo(
         split = numbers > 2 * integer("largest", largest, minimum=100)
     samples = _one_by_one(centres[~split], numbers[~split], width, repetitions, generator)
     for centre, count in zip(centres[split], numbers[split], strict=True):
-        samples = np.logaddexp(samples, centre + _split_group(int(count), width, repetitions, generator, int(largest or 0)))
+        samples = np.logaddexp(
+            samples,
+            centre + _split_group(int(count), width, repetitions, generator, int(largest or 0)),
+        )
     return samples
 
 
-def _one_by_one(centres: Vector, numbers: Vector, width: float, repetitions: int, generator: np.random.Generator) -> Vector:
+def _one_by_one(
+    centres: Vector, numbers: Vector, width: float, repetitions: int, generator: np.random.Generator
+) -> Vector:
     """Log sums with every term drawn; −∞ if there are none."""
     samples = np.full(repetitions, -np.inf)
     ends = np.cumsum(numbers.astype(np.int64))
@@ -293,7 +328,9 @@ def _one_by_one(centres: Vector, numbers: Vector, width: float, repetitions: int
     return samples
 
 
-def _split_group(count: int, width: float, repetitions: int, generator: np.random.Generator, largest: int) -> Vector:
+def _split_group(
+    count: int, width: float, repetitions: int, generator: np.random.Generator, largest: int
+) -> Vector:
     """Log Σ e^{width·z} over ``count`` terms: those above the level one by one, the others' sum as a normal variable."""
     share = largest / count
     log_mean, relative = _body(width, share)
@@ -303,7 +340,9 @@ def _split_group(count: int, width: float, repetitions: int, generator: np.rando
     samples = log_mean + np.log(below) + np.log1p(np.maximum(shifts, np.nextafter(-1.0, 0.0)))
     for index, number in enumerate(above):
         draws = -width * ndtri(share * (1 - generator.random(int(number))))
-        samples[index] = np.logaddexp(samples[index], _log_sum(draws[None])[0]) if number else samples[index]
+        samples[index] = (
+            np.logaddexp(samples[index], _log_sum(draws[None])[0]) if number else samples[index]
+        )
     return samples
 
 
@@ -326,8 +365,8 @@ def _body(width: float, share: float) -> tuple[float, float]:
 def largest_error(std: float, count: int, largest: int) -> float:
     """How far :func:`monte_carlo` with ``largest`` may move the CDF of one group's sum, at any point (Berry–Esseen).
 
-    Given how many terms lie above the level, the others are independent, and the rest of S is independent of them; so the
-    bound for their standardised sum is one for S.
+    Given how many terms lie above the level, the others are independent, and the rest of S is
+    independent of them; so the bound for their standardised sum is one for S.
 
     Args:
         std: Standard deviation of every Y, in [1e-6, 100].
@@ -335,7 +374,8 @@ def largest_error(std: float, count: int, largest: int) -> float:
         largest: How many of them are drawn one by one, at least 100.
 
     Returns:
-        A bound on the distance of the two CDFs, in [0, 1]; 0 for a group that is small enough to be drawn one by one.
+        A bound on the distance of the two CDFs, in [0, 1]; 0 for a group that is small enough to be
+        drawn one by one.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -351,10 +391,17 @@ def largest_error(std: float, count: int, largest: int) -> float:
     for low, high in ((-13.0, middle), (middle, level)):
         nodes, weights = np.polynomial.legendre.leggauss(400)
         z = (high + low) / 2 + (high - low) / 2 * nodes
-        values = np.abs(np.expm1(width * z - log_mean)) ** 3 * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+        values = (
+            np.abs(np.expm1(width * z - log_mean)) ** 3
+            * np.exp(-(z**2) / 2)
+            / math.sqrt(2 * math.pi)
+        )
         third += float(weights @ values) * (high - low) / 2
-    # With overwhelming probability at most 2·largest terms lie above; e^{−largest/3} (Chernoff) covers the rest.
-    bound = _BERRY_ESSEEN * third / (1 - share) / (relative**3 * math.sqrt(count - 2 * largest)) + math.exp(-largest / 3)
+    # With overwhelming probability at most 2·largest terms lie above; e^{−largest/3} (Chernoff)
+    # covers the rest.
+    bound = _BERRY_ESSEEN * third / (1 - share) / (
+        relative**3 * math.sqrt(count - 2 * largest)
+    ) + math.exp(-largest / 3)
     return min(1.0, 1.01 * bound)  # 1 % for the quadrature
 
 
@@ -372,7 +419,9 @@ def least_squares(samples: npt.ArrayLike) -> NormalDistribution:
     """
     values = np.sort(_checked_samples(samples, at_least=2))
     scores = ndtri((np.arange(len(values)) + 0.5) / len(values))
-    return NormalDistribution(float(values.mean()), float(scores @ (values - values.mean()) / (scores @ scores)))
+    return NormalDistribution(
+        float(values.mean()), float(scores @ (values - values.mean()) / (scores @ scores))
+    )
 
 
 def kernel_density(samples: npt.ArrayLike) -> SampledDistribution:
@@ -395,22 +444,40 @@ def _checked_samples(samples: npt.ArrayLike, *, at_least: int) -> Vector:
     """Finite samples, not all equal where there must be two."""
     values = np.asarray(samples, dtype=np.float64)
     if values.ndim != 1 or len(values) < at_least or not np.all(np.isfinite(values)):
-        raise ValueError(f"samples must be a vector of at least {at_least} finite numbers, got shape {values.shape}")
+        raise ValueError(
+            f"samples must be a vector of at least {at_least} finite numbers, got shape "
+            f"{values.shape}"
+        )
     if at_least > 1 and values.min() == values.max():
         raise ValueError(f"samples must not all be equal, got {len(values)} times {values[0]!r}")
     return values
 
 
-def _checked(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None) -> tuple[Vector, Vector, float]:
+def _checked(
+    means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None
+) -> tuple[Vector, Vector, float]:
     """The terms, checked: means and counts of one shape (k,), and the standard deviation."""
     centres = np.atleast_1d(np.asarray(means, dtype=np.float64))
-    numbers = np.ones(centres.shape) if counts is None else np.atleast_1d(np.asarray(counts, dtype=np.float64))
+    numbers = (
+        np.ones(centres.shape)
+        if counts is None
+        else np.atleast_1d(np.asarray(counts, dtype=np.float64))
+    )
     if centres.ndim != 1 or not len(centres) or not np.all(np.abs(centres) <= _LARGEST_MEAN):
-        raise ValueError(f"means must be a number or a vector of numbers in [-1e6, 1e6], got {means!r}")
+        raise ValueError(
+            f"means must be a number or a vector of numbers in [-1e6, 1e6], got {means!r}"
+        )
     if numbers.shape != centres.shape:
-        raise ValueError(f"counts must have as many entries as means ({len(centres)}), got shape {numbers.shape}")
-    if not np.all((numbers >= 1) & (numbers == np.floor(numbers))) or not numbers.sum() <= LARGEST_COUNT:
-        raise ValueError(f"counts must be whole numbers of at least 1 (2**53 in all at most), got {counts!r}")
+        raise ValueError(
+            f"counts must have as many entries as means ({len(centres)}), got shape {numbers.shape}"
+        )
+    if (
+        not np.all((numbers >= 1) & (numbers == np.floor(numbers)))
+        or not numbers.sum() <= LARGEST_COUNT
+    ):
+        raise ValueError(
+            f"counts must be whole numbers of at least 1 (2**53 in all at most), got {counts!r}"
+        )
     width = finite_number("std", std)
     if not 1e-6 <= width <= _LARGEST_STD:
         raise ValueError(f"std must lie in [1e-6, {_LARGEST_STD:g}], got {std!r}")

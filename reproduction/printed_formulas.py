@@ -1,11 +1,12 @@
 """The parameters that Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO) prints, for comparison with ours.
 
-Natural logarithms, every constant inside O() taken as 1. D is the diameter of the set, as the paper has it, where this
-library's own choices take the distance from the start to a minimiser: for a ball about the start that is half as much. Batch
-and step sizes are passed into the optimisers; nothing is proved for some of them:
+Natural logarithms, every constant inside O() taken as 1. D is the diameter of the set, as the paper
+has it, where this library's own choices take the distance from the start to a minimiser: for a ball
+about the start that is half as much. Batch and step sizes are passed into the optimisers; nothing
+is proved for some of them:
 
-    * Theorem 4.1 has an L inside the bracket of η; it does not follow from L_G² = L² + O(dL²log²(d/δ)/(b²ε²)), on which the
-      proof rests, and is right for L = 1 only.
+    * Theorem 4.1 has an L inside the bracket of η; it does not follow from L_G² = L² +
+      O(dL²log²(d/δ)/(b²ε²)), on which the proof rests, and is right for L = 1 only.
     * Theorem 4.3 and Lemma 4.4 print L_t = ((T+2)^{3/2}σ/D + β)/(t+1), which need not converge
       (:mod:`opacus_shuffle.sco.acceleration`).
 
@@ -36,7 +37,9 @@ def sgd_batch_size(problem: Problem, budget: PrivacyBudget) -> int:
     return clamp(_noise(problem, budget), problem.num_users)
 
 
-def sgd_step_size(problem: Problem, budget: PrivacyBudget, *, batch_size: int, rounds: int) -> float:
+def sgd_step_size(
+    problem: Problem, budget: PrivacyBudget, *, batch_size: int, rounds: int
+) -> float:
     """Returns Theorem 4.1's η = εbD/(L√T(εb + √d·L·log(d/δ)))."""
     share = batch_size / (batch_size + problem.lipschitz * _noise(problem, budget))
     return problem.diameter / (problem.lipschitz * math.sqrt(rounds)) * share
@@ -45,15 +48,21 @@ def sgd_step_size(problem: Problem, budget: PrivacyBudget, *, batch_size: int, r
 def accelerated_batch_size(problem: Problem, budget: PrivacyBudget, *, smoothness: float) -> int:
     """Returns Theorem 4.3's b = n^{3/5}·(√d·log(d/δ)/ε)^{2/5}·(L/(βD))^{2/5}."""
     ratio = problem.lipschitz / (smoothness * problem.diameter)
-    return clamp(problem.num_users**0.6 * (_noise(problem, budget) * ratio) ** 0.4, problem.num_users)
+    return clamp(
+        problem.num_users**0.6 * (_noise(problem, budget) * ratio) ** 0.4, problem.num_users
+    )
 
 
 def accelerated_deviation(problem: Problem, budget: PrivacyBudget, *, batch_size: int) -> float:
     """Returns the σ of Theorem 4.3's proof: √(L²/b + dL²log²(d/δ)/(b²ε²))."""
-    return problem.lipschitz * math.sqrt(1 / batch_size + (_noise(problem, budget) / batch_size) ** 2)
+    return problem.lipschitz * math.sqrt(
+        1 / batch_size + (_noise(problem, budget) / batch_size) ** 2
+    )
 
 
-def accelerated_step_sizes(problem: Problem, *, rounds: int, smoothness: float, deviation: float) -> list[float]:
+def accelerated_step_sizes(
+    problem: Problem, *, rounds: int, smoothness: float, deviation: float
+) -> list[float]:
     """Returns Theorem 4.3's L_1, …, L_T = ((T+2)^{3/2}σ/D + β)/(t+1)."""
     top = (rounds + 2) ** 1.5 * deviation / problem.diameter + smoothness
     return [top / (step + 1) for step in range(1, rounds + 1)]
@@ -61,12 +70,19 @@ def accelerated_step_sizes(problem: Problem, *, rounds: int, smoothness: float, 
 
 def accelerated_smoothing(problem: Problem, budget: PrivacyBudget) -> float:
     """Returns Theorem 4.7's β = (L/D)·(εn/(√d·log(d/δ)))^{2/3}."""
-    return problem.lipschitz / problem.diameter * (problem.num_users / _noise(problem, budget)) ** (2 / 3)
+    return (
+        problem.lipschitz
+        / problem.diameter
+        * (problem.num_users / _noise(problem, budget)) ** (2 / 3)
+    )
 
 
 def descent_rounds(problem: Problem, budget: PrivacyBudget) -> int:
     """Returns Lemma B.6's T = min(n, ε²n²/(d·log²(nd/δ)))."""
-    return clamp(min(problem.num_users, (_full(problem, budget) / _log(problem, budget)) ** 2), problem.num_users)
+    return clamp(
+        min(problem.num_users, (_full(problem, budget) / _log(problem, budget)) ** 2),
+        problem.num_users,
+    )
 
 
 def descent_step_size(problem: Problem, *, rounds: int) -> float:
@@ -76,13 +92,17 @@ def descent_step_size(problem: Problem, *, rounds: int) -> float:
 
 def descent_smoothing(problem: Problem, budget: PrivacyBudget) -> float:
     """Returns Theorem 4.9's β = (L/D)·min(√n, εn/(√d·log^{3/2}(nd/δ)))."""
-    smaller = min(math.sqrt(problem.num_users), _full(problem, budget) / _log(problem, budget) ** 1.5)
+    smaller = min(
+        math.sqrt(problem.num_users), _full(problem, budget) / _log(problem, budget) ** 1.5
+    )
     return problem.lipschitz / problem.diameter * smaller
 
 
 def _noise(problem: Problem, budget: PrivacyBudget) -> float:
     """Returns √d·log(d/δ)/ε."""
-    return math.sqrt(problem.dimension) * math.log(problem.dimension / budget.delta) / budget.epsilon
+    return (
+        math.sqrt(problem.dimension) * math.log(problem.dimension / budget.delta) / budget.epsilon
+    )
 
 
 def _full(problem: Problem, budget: PrivacyBudget) -> float:

@@ -1,12 +1,14 @@
 """The weight-shuffling paper's Figures 2, 3 and 4 as numbers and pictures, and which batch clip its text fits.
 
-Run ``python reproduction/weight_shuffling_figures.py [--figure 2|3|4|all] [--output DIR]``, half a minute; ``--output`` writes
-every figure as JSON, CSV and (where matplotlib is there) PNG. Every σ of shuffled training here is WS Theorem 6's, an
-estimate that is false for known pairs of data sets (:mod:`opacus_shuffle.analysis.fenton_wilkinson`): the figures show what
-the paper computes, not privacy.
+Run ``python reproduction/weight_shuffling_figures.py [--figure 2|3|4|all] [--output DIR]``, half a
+minute; ``--output`` writes every figure as JSON, CSV and (where matplotlib is there) PNG. Every σ
+of shuffled training here is WS Theorem 6's, an estimate that is false for known pairs of data sets
+(:mod:`opacus_shuffle.analysis.fenton_wilkinson`): the figures show what the paper computes, not
+privacy.
 
-Two things that the paper does not print: the batch size of training (1000 here, its audit's), and the batch clip c′ of its
-Algorithm 1. σ is computed for c′/c from 0.1 to 10, and held against what the text says about its figures.
+Two things that the paper does not print: the batch size of training (1000 here, its audit's), and
+the batch clip c′ of its Algorithm 1. σ is computed for c′/c from 0.1 to 10, and held against what
+the text says about its figures.
 
 >>> vit = RUNS["ViT"]
 >>> vit.steps, round(noise(vit, epsilon=0.5), 4), round(noise(vit, epsilon=0.5, dimension=1), 2)
@@ -58,7 +60,9 @@ class Run:
 
     def budget(self, epsilon: float) -> tuple[float, float]:
         """(ε_s, δ_s) of one step by WS Theorems 1 and 2, half of δ for Σ δ_j."""
-        return step_budget(epsilon=epsilon, delta=self.delta, steps=self.steps, sample_rate=BATCH / self.records)
+        return step_budget(
+            epsilon=epsilon, delta=self.delta, steps=self.steps, sample_rate=BATCH / self.records
+        )
 
 
 RUNS = {
@@ -82,11 +86,15 @@ def noise(run: Run, *, epsilon: float, norm: float = 1.0, dimension: int | None 
     """
     step_epsilon, step_delta = run.budget(epsilon)
     return fenton_wilkinson.compute_noise_std(
-        epsilon=step_epsilon, delta=step_delta, dimension=dimension or run.dimension, batch_clip=norm
+        epsilon=step_epsilon,
+        delta=step_delta,
+        dimension=dimension or run.dimension,
+        batch_clip=norm,
     )
 
 
-# ---- Figure 2 ---------------------------------------------------------------------------------------------------------------
+# ---- Figure 2
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def readings() -> dict[str, tuple[list[float], float, list[int]]]:
@@ -114,8 +122,12 @@ def figure_2(*, repetitions: int = 10_000, seed: int = 0) -> dict[str, Any]:
     for name, (means, std, counts) in readings().items():
         generator = np.random.default_rng(seed)
 
-        def draw(number: int, terms: Any = (means, std, counts), generator: Any = generator) -> lognormal_sums.Vector:
-            return lognormal_sums.monte_carlo(*terms, repetitions=number, generator=generator, largest=3000)
+        def draw(
+            number: int, terms: Any = (means, std, counts), generator: Any = generator
+        ) -> lognormal_sums.Vector:
+            return lognormal_sums.monte_carlo(
+                *terms, repetitions=number, generator=generator, largest=3000
+            )
 
         truth, few = np.sort(draw(repetitions)), draw(1000)
         distributions = {
@@ -130,23 +142,33 @@ def figure_2(*, repetitions: int = 10_000, seed: int = 0) -> dict[str, Any]:
         found[name] = {
             "x": x.tolist(),
             "cdf": {"truth": lognormal_sums.SampledDistribution(truth).cdf(x).tolist()}
-            | {method: distribution.cdf(x).tolist() for method, distribution in distributions.items()},
-            "distance": {method: distance(distribution, truth) for method, distribution in distributions.items()},
-            "error": 1.63 / math.sqrt(repetitions) + lognormal_sums.largest_error(std, max(counts), 3000),
+            | {
+                method: distribution.cdf(x).tolist()
+                for method, distribution in distributions.items()
+            },
+            "distance": {
+                method: distance(distribution, truth)
+                for method, distribution in distributions.items()
+            },
+            "error": 1.63 / math.sqrt(repetitions)
+            + lognormal_sums.largest_error(std, max(counts), 3000),
             "below": below(means, std, distributions["F-W"], truth),
         }
     return found
 
 
 def distance(
-    distribution: lognormal_sums.NormalDistribution | lognormal_sums.SampledDistribution, samples: lognormal_sums.Vector
+    distribution: lognormal_sums.NormalDistribution | lognormal_sums.SampledDistribution,
+    samples: lognormal_sums.Vector,
 ) -> float:
     """The largest distance between a distribution's CDF and that of sorted samples, at up to 1000 of them."""
     ranks = np.linspace(0, len(samples) - 1, min(len(samples), 1000)).astype(int)
     return float(np.abs(distribution.cdf(samples[ranks]) - (ranks + 0.5) / len(samples)).max())
 
 
-def below(means: list[float], std: float, distribution: Any, samples: lognormal_sums.Vector) -> dict[str, float] | None:
+def below(
+    means: list[float], std: float, distribution: Any, samples: lognormal_sums.Vector
+) -> dict[str, float] | None:
     """P(S ≤ C(ε_s)) of WS Eq. 38 for the ViT's step at ε = 0.5, where the terms are Theorem 6's: F-W's, and the samples'."""
     if len(means) == 1:
         return None
@@ -159,13 +181,19 @@ def below(means: list[float], std: float, distribution: Any, samples: lognormal_
     }
 
 
-# ---- Figures 3 and 4 --------------------------------------------------------------------------------------------------------
+# ---- Figures 3 and 4
+# --------------------------------------------------------------------------------------------------------
 
 
 def figure_3() -> Rows:
     """σ over ε, per configuration: unshuffled by the same composition, by Opacus's RDP accountant, shuffled for each c′/c."""
     return [
-        {"model": name, "epsilon": epsilon, "unshuffled": noise(run, epsilon=epsilon, dimension=1), "RDP": rdp(run, epsilon)}
+        {
+            "model": name,
+            "epsilon": epsilon,
+            "unshuffled": noise(run, epsilon=epsilon, dimension=1),
+            "RDP": rdp(run, epsilon),
+        }
         | {f"c'/c = {norm:g}": noise(run, epsilon=epsilon, norm=norm) for norm in NORMS}
         for name, run in RUNS.items()
         for epsilon in EPSILONS
@@ -199,23 +227,28 @@ def figure_4(*, norm: float = 1.0) -> Rows:
     return [
         {"epsilon": epsilon}
         | {
-            f"d = {d:.0e}" if d > 1 else "d = 1": noise(RUNS["ViT"], epsilon=epsilon, norm=norm, dimension=d)
+            f"d = {d:.0e}" if d > 1 else "d = 1": noise(
+                RUNS["ViT"], epsilon=epsilon, norm=norm, dimension=d
+            )
             for d in DIMENSIONS
         }
         for epsilon in (0.1, *EPSILONS)
     ]
 
 
-# ---- what the text says, and which c' fits it -------------------------------------------------------------------------------
+# ---- what the text says, and which c' fits it
+# -------------------------------------------------------------------------------
 
 
 def statements() -> tuple[Rows, dict[str, float]]:
     """One row per c′/c of what the text lets one check, and what the text asks for.
 
-    Table III's demand does not depend on how accuracy falls with noise. At ε = 0.1 shuffled training (67.31 %) is worse than
-    Ghost at ε = 0.5 (72.99 %), so it has more noise per signal; at ε = 1 it (75.61 %) is no worse than Ghost (75.53 %). So
-    σ(0.1)/σ(1) is at least Ghost's σ(0.5)/σ(1), if c′ stays the same. The last column is the norm, over c, that the batch's
-    summed gradient must have for shuffled training, clipped to c′, to have Ghost's noise per signal at ε = 1: c′·σ_RDP/σ.
+    Table III's demand does not depend on how accuracy falls with noise. At ε = 0.1 shuffled
+    training (67.31 %) is worse than Ghost at ε = 0.5 (72.99 %), so it has more noise per signal; at
+    ε = 1 it (75.61 %) is no worse than Ghost (75.53 %). So σ(0.1)/σ(1) is at least Ghost's
+    σ(0.5)/σ(1), if c′ stays the same. The last column is the norm, over c, that the batch's summed
+    gradient must have for shuffled training, clipped to c′, to have Ghost's noise per signal at ε =
+    1: c′·σ_RDP/σ.
     """
     vit = RUNS["ViT"]
     plain = {epsilon: rdp(vit, epsilon) for epsilon in (0.5, 1.0)}
@@ -233,11 +266,14 @@ def statements() -> tuple[Rows, dict[str, float]]:
             }
         )
     asked = {
-        "unshuffled: sigma(0.25)/sigma(4)": noise(vit, epsilon=0.25, dimension=1) / noise(vit, epsilon=4.0, dimension=1),
+        "unshuffled: sigma(0.25)/sigma(4)": noise(vit, epsilon=0.25, dimension=1)
+        / noise(vit, epsilon=4.0, dimension=1),
         "RDP: sigma(0.25)/sigma(4)": rdp(vit, 0.25) / rdp(vit, 4.0),
         "exponent of log d": -0.5,
         "sigma at d = 1e8": SIGMA,
-        "c'/c with that sigma": brentq(lambda x: noise(vit, epsilon=0.5, norm=x, dimension=DIMENSION) - SIGMA, 0.1, 10.0),
+        "c'/c with that sigma": brentq(
+            lambda x: noise(vit, epsilon=0.5, norm=x, dimension=DIMENSION) - SIGMA, 0.1, 10.0
+        ),
         "Table III: sigma(0.1)/sigma(1) at least": plain[0.5] / plain[1.0],
     }
     return rows, asked
@@ -250,14 +286,24 @@ def exponent(run: Run, *, norm: float, epsilon: float = 0.5) -> float:
     return float(np.polyfit(np.log(np.log(dimensions)), np.log(sigmas), 1)[0])
 
 
-# ---- output -----------------------------------------------------------------------------------------------------------------
+# ---- output
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def table(rows: Rows) -> str:
     """Rows as aligned text."""
-    cells = [[*rows[0]], *([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows)]
+    cells = [
+        [*rows[0]],
+        *(
+            [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+            for row in rows
+        ),
+    ]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return "\n".join("    " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(
+        "    " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
 
 
 def write(output: Path, name: str, data: Any, rows: Rows) -> None:
@@ -277,7 +323,13 @@ def draw_2(data: dict[str, Any]) -> Any:
     figure, axes = plt.subplots(1, len(data), figsize=(5.2 * len(data), 4.0), layout="constrained")
     for ax, (name, reading) in zip(axes, data.items(), strict=True):
         for method, values in reading["cdf"].items():
-            ax.plot(reading["x"], values, "k-" if method == "truth" else "--", label=method, linewidth=1.6)
+            ax.plot(
+                reading["x"],
+                values,
+                "k-" if method == "truth" else "--",
+                label=method,
+                linewidth=1.6,
+            )
         ax.set_title(name, fontsize=10)
         ax.set_xlabel("log S")
         ax.locator_params(axis="x", nbins=4)
@@ -295,8 +347,19 @@ def draw_3(rows: Rows) -> Any:
         mine = [row for row in rows if row["model"] == model]
         for name in list(mine[0])[2:]:
             style = {"unshuffled": "ks-", "RDP": "k^:"}.get(name, "o--")
-            ax.plot([row["epsilon"] for row in mine], [row[name] for row in mine], style, markersize=4, label=name)
-        ax.set(title=f"{model}, d = {RUNS[model].dimension:.3g}", xlabel="ε", xscale="log", yscale="log")
+            ax.plot(
+                [row["epsilon"] for row in mine],
+                [row[name] for row in mine],
+                style,
+                markersize=4,
+                label=name,
+            )
+        ax.set(
+            title=f"{model}, d = {RUNS[model].dimension:.3g}",
+            xlabel="ε",
+            xscale="log",
+            yscale="log",
+        )
         ax.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
         ax.minorticks_off()
     axes[0, 0].set_ylabel("σ")
@@ -314,7 +377,15 @@ def draw_4(rows: Rows) -> Any:
     figure, ax = plt.subplots(figsize=(8, 4.6), layout="constrained")
     image = ax.imshow(values, norm=LogNorm(), cmap="viridis", aspect="auto")
     for (i, j), value in np.ndenumerate(values):
-        ax.text(j, i, f"{value:.3g}", ha="center", va="center", color="white" if value < 3 else "black", fontsize=9)
+        ax.text(
+            j,
+            i,
+            f"{value:.3g}",
+            ha="center",
+            va="center",
+            color="white" if value < 3 else "black",
+            fontsize=9,
+        )
     ax.set_xticks(range(len(names)), names)
     ax.set_yticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows])
     ax.set(ylabel="ε", title="σ (WS Theorem 6, an estimate), c' = c")
@@ -327,7 +398,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--figure", choices=["2", "3", "4", "all"], default="all")
     parser.add_argument("--output", type=Path, help="folder for JSON, CSV and PNG")
-    parser.add_argument("--repetitions", type=int, default=10_000, help="Figure 2's samples that stand for the truth")
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=10_000,
+        help="Figure 2's samples that stand for the truth",
+    )
     options = parser.parse_args(arguments)
     chosen = ["2", "3", "4"] if options.figure == "all" else [options.figure]
     for figure in chosen:
@@ -349,10 +425,26 @@ def _second(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
     print("\nWS Figure 2: largest distance of each CDF of log S to the true one")
     for name, reading in data.items():
         print(f"\n{name} (the truth is known to {reading['error']:.3f})")
-        print(table([{"method": method, "distance": value} for method, value in reading["distance"].items()]))
+        print(
+            table(
+                [
+                    {"method": method, "distance": value}
+                    for method, value in reading["distance"].items()
+                ]
+            )
+        )
         if reading["below"]:
-            print("    P(S <= C(eps)) of Eq. 38: F-W {F-W:.3g}, samples {samples:.3g}".format(**reading["below"]), end="")
-            print(" (log C = {log C:.2f}, smallest sample {smallest sample:.2f})".format(**reading["below"]))
+            print(
+                "    P(S <= C(eps)) of Eq. 38: F-W {F-W:.3g}, samples {samples:.3g}".format(
+                    **reading["below"]
+                ),
+                end="",
+            )
+            print(
+                " (log C = {log C:.2f}, smallest sample {smallest sample:.2f})".format(
+                    **reading["below"]
+                )
+            )
     rows = [
         {"reading": name, "method": method, "log S": x, "cdf": value}
         for name, reading in data.items()

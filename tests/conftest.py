@@ -12,7 +12,9 @@ import pytest
 import torch
 from helpers.toy import make_toy
 
-collect_ignore = ["helpers/laplace_reports.py"]  # looking there for doctests would register its mechanism for all tests
+collect_ignore = [
+    "helpers/laplace_reports.py"
+]  # looking there for doctests would register its mechanism for all tests
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each, and for the processes that it starts
     torch.set_num_threads(1)

@@ -29,10 +29,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "shuffle_gauss": {"noise_multiplier": 4.0, "num_users": 1000},
     "subsampled_shuffle": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1},
     "shuffled_checkin": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1},
-    "shuffled_fw": {"noise_multiplier": 1.0, "sample_rate": 0.1, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
-    "shuffled_sums": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 4},
+    "shuffled_fw": {
+        "noise_multiplier": 1.0,
+        "sample_rate": 0.1,
+        "dimension": 100,
+        "clip": 1.0,
+        "batch_clip": 1.0,
+    },
+    "shuffled_sums": {
+        "noise_multiplier": 2.0,
+        "num_users": 1000,
+        "sample_rate": 0.1,
+        "dimension": 4,
+    },
 }
-X = torch.nn.functional.normalize(torch.arange(60.0, dtype=torch.float64).reshape(30, 2).sin(), dim=1)
+X = torch.nn.functional.normalize(
+    torch.arange(60.0, dtype=torch.float64).reshape(30, 2).sin(), dim=1
+)
 DATA = (X, torch.where(X[:, 0] > 0, 1.0, -1.0).double())
 SOLVE = {
     "loss": sco.logistic_loss,
@@ -49,7 +62,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
     beside = {"steps": 3, "delta": 1e-5, "adjacency": "zero_out", "bound": "certified"}
     for name, fields in RUNS.items():
-        found[f"compute_epsilon {name}"] = (opacus_shuffle.compute_epsilon, {"mechanism": name, **beside, **fields})
+        found[f"compute_epsilon {name}"] = (
+            opacus_shuffle.compute_epsilon,
+            {"mechanism": name, **beside, **fields},
+        )
         target = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 3}
         rest = {key: value for key, value in fields.items() if key != "noise_multiplier"}
         found[f"compute_noise_multiplier {name}"] = (
@@ -60,14 +76,26 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             found[f"mechanism {name}"] = (accountants.mechanisms.MECHANISMS[name], fields)
     found["privacy_report"] = (
         opacus_shuffle.privacy_report,
-        {"mechanism": "shuffled_fw", "steps": 3, "delta": 1e-5, "adjacency": "zero_out", **RUNS["shuffled_fw"]},
+        {
+            "mechanism": "shuffled_fw",
+            "steps": 3,
+            "delta": 1e-5,
+            "adjacency": "zero_out",
+            **RUNS["shuffled_fw"],
+        },
     )
     found |= {
         "subsample": (advanced_composition.subsample, {"epsilon": 1.0, "sample_rate": 0.1}),
-        "step_budget": (advanced_composition.step_budget, {"epsilon": 1.0, "delta": 1e-5, "steps": 5, "sample_rate": 0.1}),
+        "step_budget": (
+            advanced_composition.step_budget,
+            {"epsilon": 1.0, "delta": 1e-5, "steps": 5, "sample_rate": 0.1},
+        ),
         "log_delta": (gaussian.log_delta, {"mu": 1.0, "epsilon": 1.0}),
         "gaussian.compute_epsilon": (gaussian.compute_epsilon, {"mu": 1.0, "delta": 1e-5}),
-        "clone_probability": (gaussian_clones.clone_probability, {"noise_multiplier": 2.0, "margin": 4.0}),
+        "clone_probability": (
+            gaussian_clones.clone_probability,
+            {"noise_multiplier": 2.0, "margin": 4.0},
+        ),
         "fenton_wilkinson.compute_delta": (
             fenton_wilkinson.compute_delta,
             {"epsilon": 0.2, "noise_std": 0.3, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
@@ -82,30 +110,70 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "mean_ratio.compute_rdp": (
             mean_ratio.compute_rdp,
-            {"noise_multiplier": 2.0, "num_users": 100, "orders": 4, "sample_rate": 0.1, "sampling": "poisson"},
+            {
+                "noise_multiplier": 2.0,
+                "num_users": 100,
+                "orders": 4,
+                "sample_rate": 0.1,
+                "sampling": "poisson",
+            },
         ),
         "subsampling.compute_rdp": (
             subsampling.compute_rdp,
-            {"noise_multiplier": 2.0, "num_users": 100, "orders": 4, "sample_rate": 0.1, "sampling": "poisson"},
+            {
+                "noise_multiplier": 2.0,
+                "num_users": 100,
+                "orders": 4,
+                "sample_rate": 0.1,
+                "sampling": "poisson",
+            },
         ),
         "SampledSum": (sampled_sums.SampledSum, {"mu": 1.0, "sample_rate": 0.1, "lost": 0.0}),
         "BinomialNoise": (binomial_sums.BinomialNoise, {"trials": 100, "probability": 0.5}),
-        "noise_variance": (noise_variance, {"dimension": 3, "max_norm": 1.0, "epsilon": 1.0, "delta": 1e-5}),
+        "noise_variance": (
+            noise_variance,
+            {"dimension": 3, "max_norm": 1.0, "epsilon": 1.0, "delta": 1e-5},
+        ),
         "ShuffleVectorSum": (
             ShuffleVectorSum,
-            {"num_users": 100, "dimension": 3, "max_norm": 1.0, "epsilon": 1.0, "delta": 1e-5, "calibration": "tight"},
+            {
+                "num_users": 100,
+                "dimension": 3,
+                "max_norm": 1.0,
+                "epsilon": 1.0,
+                "delta": 1e-5,
+                "calibration": "tight",
+            },
         ),
-        "ShuffleScalarSum": (ShuffleScalarSum, {"num_users": 100, "max_value": 1.0, "epsilon": 1.0, "delta": 1e-5}),
+        "ShuffleScalarSum": (
+            ShuffleScalarSum,
+            {"num_users": 100, "max_value": 1.0, "epsilon": 1.0, "delta": 1e-5},
+        ),
         "L2Ball": (sco.L2Ball, {"radius": 1.0, "center": None}),
         "Box": (sco.Box, {"low": 0.0, "high": 1.0, "dimension": 2}),
         "PrivacyBudget": (sco.PrivacyBudget, {"epsilon": 1.0, "delta": 1e-5}),
-        "PrivacyEngine": (opacus_shuffle.PrivacyEngine, {"accountant": "shuffled_checkin", "secure_mode": False}),
-        "make_private": (_make_private, {"noise_multiplier": 2.0, "max_grad_norm": 1.0, "local_noise": True}),
+        "PrivacyEngine": (
+            opacus_shuffle.PrivacyEngine,
+            {"accountant": "shuffled_checkin", "secure_mode": False},
+        ),
+        "make_private": (
+            _make_private,
+            {"noise_multiplier": 2.0, "max_grad_norm": 1.0, "local_noise": True},
+        ),
         "make_private_with_epsilon": (
             _make_private_with_epsilon,
-            {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 2, "max_grad_norm": 1.0, "local_noise": True},
+            {
+                "target_epsilon": 1.0,
+                "target_delta": 1e-5,
+                "epochs": 2,
+                "max_grad_norm": 1.0,
+                "local_noise": True,
+            },
         ),
-        "get_epsilon": (_get_epsilon, {"delta": 1e-5, "bound": "certified", "adjacency": "zero_out"}),
+        "get_epsilon": (
+            _get_epsilon,
+            {"delta": 1e-5, "bound": "certified", "adjacency": "zero_out"},
+        ),
     }
     solvers = {
         sco.shuffle_sgd: {"batch_size": 10},
@@ -115,7 +183,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         sco.pan_private_accelerated_sgd: {"smoothness": 0.25},
     }
     for solver, more in solvers.items():
-        found[solver.__name__] = (_solving(solver), {**SOLVE, **more, "diameter": 2.0, "clip": True})
+        found[solver.__name__] = (
+            _solving(solver),
+            {**SOLVE, **more, "diameter": 2.0, "clip": True},
+        )
     return found
 
 
@@ -125,15 +196,23 @@ _OF_THE_PROBLEM = ("constraint", "lipschitz", "smoothness", "dimension", "diamet
 def _solving(solver: Callable[..., Any]) -> Callable[..., Any]:
     def solve(*, epsilon: Any, delta: Any, loss: Any, **options: Any) -> Any:
         given = {name: options.pop(name) for name in _OF_THE_PROBLEM if name in options}
-        return solver(sco.Problem(loss, DATA, **given), sco.PrivacyBudget(epsilon, delta), **options)
+        return solver(
+            sco.Problem(loss, DATA, **given), sco.PrivacyBudget(epsilon, delta), **options
+        )
 
     return solve
 
 
 def _parts() -> dict[str, Any]:
     model = torch.nn.Linear(2, 1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X.float(), DATA[1].float()), batch_size=10)
-    return {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data_loader": loader}
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(X.float(), DATA[1].float()), batch_size=10
+    )
+    return {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": loader,
+    }
 
 
 def _engine() -> Any:

@@ -1,6 +1,7 @@
 """The rules of the house: lint, format and types; who may import whom; what a file may hold.
 
-The storeys are those of docs/map.rst. All imports count, also those inside functions and under ``TYPE_CHECKING``.
+The storeys are those of docs/map.rst. All imports count, also those inside functions and under
+``TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ STOREYS = [  # from the ground up: a module imports from its own storey and from
 COMPAT = f"{PACKAGE}.core.opacus_compat"
 LONGEST = 700
 
-# Statements that a room may have, without docstrings. The figures only fall; whoever needs more raises
-# one in a commit whose message says what is worth it, and what simpler thing was tried.
+# Statements that a room may have, without docstrings. The figures only fall; whoever needs more
+# raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
     "accountants": 1_660,
     "analysis": 1_420,
@@ -56,17 +57,28 @@ WEIGHTS = {
 }
 TESTS_WEIGHT = 20_750
 
-KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
-EXTRAS = (f"{PACKAGE}.estimators", f"{PACKAGE}.federated.flower")  # rooms about an extra: users import them themselves
+KERNELS = (
+    f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
+)
+EXTRAS = (
+    f"{PACKAGE}.estimators",
+    f"{PACKAGE}.federated.flower",
+)  # rooms about an extra: users import them themselves
 
 
 @pytest.mark.parametrize(
     "command",
-    [["ruff", "check", "."], ["ruff", "format", "--check", "."], pytest.param(["mypy"], marks=pytest.mark.zoo)],
+    [
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        pytest.param(["mypy"], marks=pytest.mark.zoo),
+    ],
     ids=["ruff-check", "ruff-format", "mypy"],
 )
 def test_lint_format_and_types_are_in_order(command):
-    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -77,7 +89,10 @@ def name_of(path: Path) -> str:
 @cache
 def sources() -> dict[str, ast.Module]:
     """The syntax tree of every module of the package."""
-    return {name_of(path): ast.parse(path.read_text()) for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+    return {
+        name_of(path): ast.parse(path.read_text())
+        for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+    }
 
 
 def imports_of(module: str) -> Iterator[str]:
@@ -90,10 +105,15 @@ def imports_of(module: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parents = module.split(".")[: None if is_package and node.level == 1 else -node.level + is_package]
+                parents = module.split(".")[
+                    : None if is_package and node.level == 1 else -node.level + is_package
+                ]
                 base = ".".join([*parents, *base.split(".")]).rstrip(".")
             if base in modules:
-                yield from (f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names)
+                yield from (
+                    f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base
+                    for alias in node.names
+                )
 
 
 def storey_of(module: str) -> int:
@@ -101,7 +121,9 @@ def storey_of(module: str) -> int:
 
 
 def test_every_room_has_its_storey():
-    assert {module.split(".")[1] for module in sources() if "." in module} | {PACKAGE} == set(STOREYS)
+    assert {module.split(".")[1] for module in sources() if "." in module} | {PACKAGE} == set(
+        STOREYS
+    )
 
 
 def test_imports_run_downwards():
@@ -123,25 +145,40 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_three_modules_stand_at_the_top_level():
-    assert sorted(path.name for path in (ROOT / PACKAGE).glob("*.py")) == ["__init__.py", "__main__.py", "_version.py"]
+    assert sorted(path.name for path in (ROOT / PACKAGE).glob("*.py")) == [
+        "__init__.py",
+        "__main__.py",
+        "_version.py",
+    ]
 
 
 def test_no_file_is_long():
-    long = {name_of(path) for path in (ROOT / PACKAGE).rglob("*.py") if len(path.read_text().splitlines()) > LONGEST}
+    long = {
+        name_of(path)
+        for path in (ROOT / PACKAGE).rglob("*.py")
+        if len(path.read_text().splitlines()) > LONGEST
+    }
     assert not long
 
 
 def statements(folder: Path) -> int:
     """How many statements the modules below a folder have; a docstring is none."""
-    nodes = (node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    nodes = (
+        node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    )
     return sum(
-        isinstance(node, ast.stmt) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        isinstance(node, ast.stmt)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for node in nodes
     )
 
 
 def test_no_room_weighs_more_than_it_may():
-    rooms = {path.name: statements(path) for path in (ROOT / PACKAGE).iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    rooms = {
+        path.name: statements(path)
+        for path in (ROOT / PACKAGE).iterdir()
+        if path.is_dir() and any(path.glob("*.py"))
+    }
     assert rooms.keys() == WEIGHTS.keys()
     assert {room: weight for room, weight in rooms.items() if weight > WEIGHTS[room]} == {}
 
@@ -162,7 +199,11 @@ def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found |= {name_of(path) for name in names if name.split(".")[-1].startswith(("test_", "conftest"))}
+            found |= {
+                name_of(path)
+                for name in names
+                if name.split(".")[-1].startswith(("test_", "conftest"))
+            }
     assert not found
 
 
@@ -176,7 +217,9 @@ def own_names(tree: ast.Module) -> set[str]:
 
 
 def is_private(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
+    return (
+        isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
+    )
 
 
 @cache
@@ -186,7 +229,9 @@ def private_names_of_opacus() -> frozenset[str]:
         if "tests" in path.parts:
             continue
         tree = ast.parse(path.read_text())
-        names |= own_names(tree) | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        names |= own_names(tree) | {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
     return frozenset(filter(is_private, names))
 
 
@@ -206,7 +251,10 @@ def test_one_module_knows_private_names_of_opacus():
     for module, tree in sources().items():
         if module == COMPAT:
             continue
-        found |= {f"{module} {name}" for name in set(names_in(tree)) & private_names_of_opacus() - own_names(tree)}
+        found |= {
+            f"{module} {name}"
+            for name in set(names_in(tree)) & private_names_of_opacus() - own_names(tree)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "opacus":
                 parts = [*node.module.split("."), *(alias.name for alias in node.names)]

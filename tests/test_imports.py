@@ -16,7 +16,9 @@ RUN = "--num-users 60,000 --steps 3 --noise-multiplier 3 --delta 1e-5"
 def after(code: str) -> str:
     """What a fresh process prints after so much code."""
     script = f"import contextlib, io, sys\n{code}\n"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 
@@ -24,7 +26,8 @@ def after(code: str) -> str:
 def command(line: str) -> str:
     """Code that runs a command and swallows what it prints."""
     quiet = (
-        "contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit)"
+        "contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), "
+        "contextlib.suppress(SystemExit)"
     )
     return f"from opacus_shuffle.commands.main import main\nwith {quiet}: main({line.split()!r})"
 
@@ -34,12 +37,18 @@ def test_help_and_mistakes_need_neither_network_nor_opacus(line):
     assert eval(after(f"{command(line)}\n{HEAVY}")) == []
 
 
-@pytest.mark.parametrize("line", ["plan", "train --help", "train --accountant shufle_gauss", "compare --help", "audit --help"])
+@pytest.mark.parametrize(
+    "line",
+    ["plan", "train --help", "train --accountant shufle_gauss", "compare --help", "audit --help"],
+)
 def test_a_commands_own_help_and_mistakes_need_mechanisms_but_neither_network_nor_opacus(line):
     assert eval(after(f"{command(line)}\n{HEAVY}")) == []
 
 
-@pytest.mark.parametrize("line", ["epsilon --mechanism shuffle_gauss", "report --mechanism shuffled_checkin --sample-rate 0.1"])
+@pytest.mark.parametrize(
+    "line",
+    ["epsilon --mechanism shuffle_gauss", "report --mechanism shuffled_checkin --sample-rate 0.1"],
+)
 def test_numbers_of_gaussian_reports_need_neither_network_nor_opacus(line):
     assert eval(after(f"{command(f'{line} {RUN}')}\n{HEAVY}")) == ["scipy.stats"]
 
@@ -61,7 +70,10 @@ def test_a_mistake_names_the_command_whose_help_is_meant():
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "opacus-shuffle: unrecognized arguments: --espilon; see opacus-shuffle epsilon --help\n"
+    assert (
+        ran.stderr
+        == "opacus-shuffle: unrecognized arguments: --espilon; see opacus-shuffle epsilon --help\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,14 +82,19 @@ def test_a_mistake_names_the_command_whose_help_is_meant():
         "import opacus_shuffle, opacus",
         pytest.param("import opacus, opacus_shuffle", marks=pytest.mark.zoo),
         pytest.param(
-            "import opacus_shuffle\nfrom importlib.util import find_spec\nfind_spec('opacus').loader.is_package\nimport opacus",
+            "import opacus_shuffle\nfrom importlib.util import "
+            "find_spec\nfind_spec('opacus').loader.is_package\nimport opacus",
             marks=pytest.mark.zoo,
         ),
         pytest.param(
-            "import opacus_shuffle.accountants.compute\nfrom opacus.accountants import registry\nimport opacus",
+            "import opacus_shuffle.accountants.compute\nfrom opacus.accountants import "
+            "registry\nimport opacus",
             marks=pytest.mark.zoo,
         ),
-        pytest.param("from opacus_shuffle.accountants import ShuffleAccountant\nimport opacus", marks=pytest.mark.zoo),
+        pytest.param(
+            "from opacus_shuffle.accountants import ShuffleAccountant\nimport opacus",
+            marks=pytest.mark.zoo,
+        ),
     ],
 )
 def test_opacus_knows_the_accountants_in_any_order_of_imports(first):
@@ -86,7 +103,9 @@ def test_opacus_knows_the_accountants_in_any_order_of_imports(first):
 
 
 def test_an_import_that_fails_is_waited_for_again(tmp_path):
-    (tmp_path / "late.py").write_text("import os\nif 'READY' not in os.environ: raise ImportError('not yet')\n")
+    (tmp_path / "late.py").write_text(
+        "import os\nif 'READY' not in os.environ: raise ImportError('not yet')\n"
+    )
     code = f"""
 import os
 sys.path.insert(0, {str(tmp_path)!r})
@@ -132,12 +151,21 @@ def test_every_public_name_is_there_and_no_other():
     packages = "packages = [opacus_shuffle, opacus_shuffle.accountants, opacus_shuffle.protocols]"
     missing = "print([name for each in packages for name in each.__all__ if not (name in dir(each) and hasattr(each, name))])"
     rest = "print([hasattr(each, 'NonsenseAccountant') for each in packages])"
-    assert after(f"import opacus_shuffle, opacus_shuffle.protocols\n{packages}\n{missing}\n{rest}") == f"[]\n{[False] * 3}"
+    assert (
+        after(f"import opacus_shuffle, opacus_shuffle.protocols\n{packages}\n{missing}\n{rest}")
+        == f"[]\n{[False] * 3}"
+    )
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize(
-    "module", ["core.opacus_compat", "accountants.accountant", "permutation.network", "engine.privacy_engine"]
+    "module",
+    [
+        "core.opacus_compat",
+        "accountants.accountant",
+        "permutation.network",
+        "engine.privacy_engine",
+    ],
 )
 def test_every_module_that_needs_opacus_may_be_imported_first(module):
     code = "print(opacus.accountants.create_accountant('shuffled_sums').mechanism())"

@@ -15,7 +15,15 @@ NUMBERED = {
     "shuffle_gaussian": {
         *(f"Definition {number}" for number in (1, 2, 3, 4)),
         *("Lemma 1", "Lemma 2", "Corollary 1", "Algorithm 1", "Conjecture 1"),
-        *("Theorem 1", "Theorem 2", "Theorem 3", "Table 1", "Figure 1a (arXiv)", "Figure 1a (ICLR)", "Figure 1b"),
+        *(
+            "Theorem 1",
+            "Theorem 2",
+            "Theorem 3",
+            "Table 1",
+            "Figure 1a (arXiv)",
+            "Figure 1a (ICLR)",
+            "Figure 1b",
+        ),
     },
     "weights_shuffling": {
         *(f"Definition {number}" for number in range(1, 7)),
@@ -26,12 +34,39 @@ NUMBERED = {
         "Algorithm 1",
     },
     "private_convex_optimisation": {
-        *(f"Definition {number}" for number in ("2.1", "2.2", *(f"2.{last}" for last in range(5, 13)), "4.5")),
+        *(
+            f"Definition {number}"
+            for number in ("2.1", "2.2", *(f"2.{last}" for last in range(5, 13)), "4.5")
+        ),
         *(f"Definition {number}" for number in ("A.4", "A.7", "B.1", "C.1", "C.2")),
-        *("Fact 2.3", "Fact 2.4", "Claim A.8", "Table 1", *(f"Algorithm {number}" for number in range(1, 7))),
-        *(f"Lemma {number}" for number in ("3.1", "3.3", "4.2", "4.4", "4.6", "A.1", "A.2", "A.3", "A.5", "C.4", "C.5")),
+        *(
+            "Fact 2.3",
+            "Fact 2.4",
+            "Claim A.8",
+            "Table 1",
+            *(f"Algorithm {number}" for number in range(1, 7)),
+        ),
+        *(
+            f"Lemma {number}"
+            for number in (
+                "3.1",
+                "3.3",
+                "4.2",
+                "4.4",
+                "4.6",
+                "A.1",
+                "A.2",
+                "A.3",
+                "A.5",
+                "C.4",
+                "C.5",
+            )
+        ),
         *(f"Lemma B.{number}" for number in range(2, 8)),
-        *(f"Theorem {number}" for number in ("3.2", "4.1", "4.3", "4.7", "4.8", "4.9", "A.6", "C.3")),
+        *(
+            f"Theorem {number}"
+            for number in ("3.2", "4.1", "4.3", "4.7", "4.8", "4.9", "A.6", "C.3")
+        ),
         *(f"Corollary {number}," for number in ("A.9", "B.8", "B.9", "B.10", "B.11")),
     },
 }
@@ -63,5 +98,9 @@ def test_every_name_on_a_page_is_there(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_numbered_statement_has_its_row(page):
-    rows = re.findall(r"^   \* - (.+?)(?=\n     - )", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert not [name for name in NUMBERED[page.stem] if not any(row.startswith(name) for row in rows)]
+    rows = re.findall(
+        r"^   \* - (.+?)(?=\n     - )", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    assert not [
+        name for name in NUMBERED[page.stem] if not any(row.startswith(name) for row in rows)
+    ]

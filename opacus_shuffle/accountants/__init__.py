@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opacus_shuffle.accountants import bounds as _registers_all_bounds  # noqa: F401
-from opacus_shuffle.accountants.bounds.registry import baselines_of, bounds_of, compute_baseline, compute_bound, register_bound
+from opacus_shuffle.accountants.bounds.registry import (
+    baselines_of,
+    bounds_of,
+    compute_baseline,
+    compute_bound,
+    register_bound,
+)
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.core.lazy_import import names_of
@@ -17,7 +23,10 @@ if TYPE_CHECKING:
 _package = "opacus_shuffle.accountants"
 __getattr__, __dir__ = names_of(  # what needs Opacus
     _package,
-    {"ShuffleAccountant": f"{_package}.accountant", "register_accountants": f"{_package}.opacus_registry"},
+    {
+        "ShuffleAccountant": f"{_package}.accountant",
+        "register_accountants": f"{_package}.opacus_registry",
+    },
 )
 
 __all__ = [

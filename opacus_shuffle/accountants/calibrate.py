@@ -55,7 +55,13 @@ def noise_within(
         ValueError: As :func:`smallest_noise`, or as the bound.
     """
     sigma, floor = least_within(
-        entry, rounds, target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, lowest=lowest, tolerance=tolerance
+        entry,
+        rounds,
+        target_epsilon=target_epsilon,
+        delta=delta,
+        adjacency=adjacency,
+        lowest=lowest,
+        tolerance=tolerance,
     )
     return _enough(sigma, floor, target_epsilon)
 
@@ -73,8 +79,8 @@ def least_within(
 ) -> tuple[float | None, float]:
     """Returns the least number x at which ``rounds(x)`` stay within a budget, where a larger x costs no more.
 
-    Where the bound has rough values, which take next to no time, the search is for the rough value at which the bound meets
-    the target: three or four times are mostly enough.
+    Where the bound has rough values, which take next to no time, the search is for the rough value
+    at which the bound meets the target: three or four times are mostly enough.
 
     Args:
         entry: The bound that is meant.
@@ -84,12 +90,12 @@ def least_within(
         adjacency: Between which data sets.
         lowest: The least number to try.
         highest: The largest number to try.
-        tolerance: Relative, by which the number may be too large. Where the bound has rough values, ε may be below the target
-            by 1e-4 of it, or by this if it is more.
+        tolerance: Relative, by which the number may be too large. Where the bound has rough values,
+            ε may be below the target by 1e-4 of it, or by this if it is more.
 
     Returns:
-        A number whose ε was computed and found within the target, None if there is none up to the highest, and that ε or the
-        highest number's.
+        A number whose ε was computed and found within the target, None if there is none up to the
+        highest, and that ε or the highest number's.
 
     Raises:
         ValueError: If an argument is out of range, or as the bound.
@@ -116,11 +122,18 @@ def least_within(
         tolerance = max(tolerance, CLOSE / 10)
     unsafe = max((x for x, epsilon in tried.items() if epsilon > target), default=math.inf)
     safe = min((x for x, epsilon in tried.items() if epsilon <= target), default=-math.inf)
-    return smallest(spent, target, tolerance=tolerance, known=(unsafe, safe) if unsafe < safe else None)
+    return smallest(
+        spent, target, tolerance=tolerance, known=(unsafe, safe) if unsafe < safe else None
+    )
 
 
 def _guessed(
-    spent: Callable[[float], float], guess: Callable[[float], float | None], target: float, *, lowest: float, tolerance: float
+    spent: Callable[[float], float],
+    guess: Callable[[float], float | None],
+    target: float,
+    *,
+    lowest: float,
+    tolerance: float,
 ) -> float | None:
     """Returns a multiplier with ε in [target·(1 − tolerance), target], or ``lowest`` if that is enough, by secants; or None."""
     aim, last = 0.0, (0.0, 0.0)  # logarithms, over the target's
@@ -161,21 +174,28 @@ def smallest_noise(
         A multiplier whose ε was computed and found within the target; ``lowest`` if that is enough.
 
     Raises:
-        ValueError: If no multiplier up to 1e9 meets the target (a bound by RDP has a floor, about log(1/δ)/16384), or ε is NaN.
+        ValueError: If no multiplier up to 1e9 meets the target (a bound by RDP has a floor, about
+            log(1/δ)/16384), or ε is NaN.
     """
     target, lowest = positive("target_epsilon", target_epsilon), positive("lowest", lowest)
     if lowest > HIGHEST:
-        raise ValueError(f"lowest must not exceed {HIGHEST:g}, got {lowest!r}: no more noise is tried")
+        raise ValueError(
+            f"lowest must not exceed {HIGHEST:g}, got {lowest!r}: no more noise is tried"
+        )
     if not callable(epsilon):
         raise ValueError(f"epsilon must be a function of the noise multiplier, got {epsilon!r}")
-    return _enough(*_smallest(epsilon, target, lowest=lowest, highest=HIGHEST, tolerance=tolerance), target)
+    return _enough(
+        *_smallest(epsilon, target, lowest=lowest, highest=HIGHEST, tolerance=tolerance), target
+    )
 
 
 def _enough(sigma: float | None, floor: float, target: float) -> float:
     if sigma is None:
         raise ValueError(
-            f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound epsilon stays at "
-            f"{round_up(floor)}, however large the noise; raise the target or delta, or use bound='pair' (one pair of data "
+            f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound "
+            "epsilon stays at "
+            f"{round_up(floor)}, however large the noise; raise the target or delta, or use "
+            "bound='pair' (one pair of data "
             "sets) or 'certified' (every data set, more noise)"
         )
     return sigma
@@ -195,7 +215,9 @@ def _smallest(
     ``known`` are one that is too small and one that is enough, if there are such.
     """
     bottom, top = math.log(lowest), math.log(highest)
-    exact = {math.log(sigma): sigma for sigma in (lowest, highest, *(known or ()))}  # what a rounded logarithm would miss
+    exact = {
+        math.log(sigma): sigma for sigma in (lowest, highest, *(known or ()))
+    }  # what a rounded logarithm would miss
 
     @functools.cache
     def spent(log_sigma: float) -> float:

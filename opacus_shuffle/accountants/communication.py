@@ -24,9 +24,10 @@ class Communication:
 
     Attributes:
         bits_per_coordinate: Of one report; the largest, if rounds differ.
-        count_bits_per_coordinate: Of one report that hands the shuffler a count in the place of each coordinate's bits; None
-            where reports are no counts.
-        bytes_per_user: Over the whole run, by ``bits_per_coordinate``, rounded up; the expected number where users are drawn.
+        count_bits_per_coordinate: Of one report that hands the shuffler a count in the place of
+            each coordinate's bits; None where reports are no counts.
+        bytes_per_user: Over the whole run, by ``bits_per_coordinate``, rounded up; the expected
+            number where users are drawn.
         every_round: Whether every user reports in every round.
     """
 
@@ -47,12 +48,15 @@ class Communication:
         if not self.every_round:
             who, when, mean = ("A user", "in each round that it is drawn for", " on average")
         return (
-            f"{who} sends {self.bits_per_coordinate:,} bits a coordinate{counted} {when}, {size_of(self.bytes_per_user)} over "
+            f"{who} sends {self.bits_per_coordinate:,} bits a coordinate{counted} {when}, "
+            f"{size_of(self.bytes_per_user)} over "
             f"the whole run{mean}."
         )
 
 
-def sent_per_user(rounds: Sequence[tuple[Mechanism, int]], *, dimension: int | None = None) -> Communication | None:
+def sent_per_user(
+    rounds: Sequence[tuple[Mechanism, int]], *, dimension: int | None = None
+) -> Communication | None:
     """Returns what one user sends over all rounds; None where a mechanism does not say, or the coordinates are not known.
 
     Args:

@@ -23,10 +23,16 @@ from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, 
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 
 
-def privacy_bound(mechanism: Mechanism | str, *, steps: int, delta: float, **options: Any) -> PrivacyBound:
+def privacy_bound(
+    mechanism: Mechanism | str, *, steps: int, delta: float, **options: Any
+) -> PrivacyBound:
     """Returns the ε of :func:`compute_epsilon` with its meaning, and no warning; at least one step."""
-    asked = {name: options.pop(name) for name in ("bound", "adjacency", "orders") if name in options}
-    return compute_bound([(_mechanism(mechanism, options), integer("steps", steps))], delta=delta, **asked)
+    asked = {
+        name: options.pop(name) for name in ("bound", "adjacency", "orders") if name in options
+    }
+    return compute_bound(
+        [(_mechanism(mechanism, options), integer("steps", steps))], delta=delta, **asked
+    )
 
 
 def privacy_report(
@@ -41,11 +47,13 @@ def privacy_report(
     """Returns every bound on at least one step, and what the same noise would give under other trust models.
 
     Args:
-        mechanism: As for :func:`compute_epsilon`, like every argument. Print the report, or ``.plot()`` it.
+        mechanism: As for :func:`compute_epsilon`, like every argument. Print the report, or
+            ``.plot()`` it.
         steps: T, at least 1.
         delta: δ.
         adjacency: Some bounds have no value for ``"replace"`` and are left out.
-        orders: Rényi orders in place of the adaptive grid, for ``"published"`` of the first three mechanisms.
+        orders: Rényi orders in place of the adaptive grid, for ``"published"`` of the first three
+            mechanisms.
         **fields: The mechanism's fields.
 
     Raises:
@@ -68,14 +76,16 @@ def compute_epsilon(
     """Returns ε of equal rounds of a mechanism.
 
     Args:
-        mechanism: One round, or its name: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``,
-            ``"shuffled_fw"`` or ``"shuffled_sums"``.
+        mechanism: One round, or its name: ``"shuffle_gauss"``, ``"subsampled_shuffle"``,
+            ``"shuffled_checkin"``, ``"shuffled_fw"`` or ``"shuffled_sums"``.
         steps: T, rounds, at least 0.
         delta: δ in (0, 1).
         bound: ``"certified"``, ``"pair"`` or ``"published"``, or another that the mechanism has.
         adjacency: ``"zero_out"`` or ``"replace"``, for which some bounds have no value.
-        orders: Rényi orders in place of the adaptive grid, for ``"published"`` of the first three mechanisms.
-        **fields: With a name: the fields of the mechanism, such as ``noise_multiplier``, ``num_users``, ``sample_rate``.
+        orders: Rényi orders in place of the adaptive grid, for ``"published"`` of the first three
+            mechanisms.
+        **fields: With a name: the fields of the mechanism, such as ``noise_multiplier``,
+            ``num_users``, ``sample_rate``.
 
     Returns:
         ε, rounded up; 0 if ``steps`` is 0.
@@ -87,12 +97,22 @@ def compute_epsilon(
         PrivacyAssumptionWarning: If the bound does not cover every data set.
 
     Formal Guarantees:
-        ``"certified"`` covers every data set. ``"published"`` and ``"pair"`` are about one pair of data sets; for
-        ``"shuffled_fw"``, ``"published"`` is an estimate, below the exact ``"pair"`` of a pair that it should cover.
+        ``"certified"`` covers every data set. ``"published"`` and ``"pair"`` are about one pair of
+        data sets; for ``"shuffled_fw"``, ``"published"`` is an estimate, below the exact ``"pair"``
+        of a pair that it should cover.
     """
-    # A round of no effect on the answer lets the validators see every argument even when nothing ran.
+    # A round of no effect on the answer lets the validators see every argument even when nothing
+    # ran.
     counted = max(1, integer("steps", steps, minimum=0))
-    answer = privacy_bound(mechanism, steps=counted, delta=delta, bound=bound, adjacency=adjacency, orders=orders, **fields)
+    answer = privacy_bound(
+        mechanism,
+        steps=counted,
+        delta=delta,
+        bound=bound,
+        adjacency=adjacency,
+        orders=orders,
+        **fields,
+    )
     _warn_of_assumption(answer, "compute_epsilon")
     return answer.epsilon if steps else 0.0
 
@@ -127,7 +147,10 @@ def compute_noise_multiplier(
     open_unit_interval("target_delta", target_delta)
     kind, count = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)], integer("steps", steps)
     if "noise_multiplier" in fields:
-        raise ValueError("noise_multiplier is what compute_noise_multiplier finds: leave it out, or call compute_epsilon")
+        raise ValueError(
+            "noise_multiplier is what compute_noise_multiplier finds: leave it out, or call "
+            "compute_epsilon"
+        )
 
     def rounds(noise_multiplier: float) -> Rounds:
         return [(kind.build(noise_multiplier=noise_multiplier, **fields), count)]
@@ -150,7 +173,9 @@ def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
     if not isinstance(mechanism, Mechanism):
         return MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)].build(**fields)
     if fields:
-        raise ValueError(f"{', '.join(fields)} goes with a mechanism's name, got {mechanism!r}: leave it out")
+        raise ValueError(
+            f"{', '.join(fields)} goes with a mechanism's name, got {mechanism!r}: leave it out"
+        )
     return mechanism
 
 
@@ -158,7 +183,8 @@ def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:
     """Warns of an ε that is not proved, in the same words for every call: Python shows it once per place."""
     if answer.guarantee is not Guarantee.PROVED:
         warnings.warn(
-            f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee for every data set; "
+            f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee "
+            "for every data set; "
             "bound='certified' is one",
             PrivacyAssumptionWarning,
             stacklevel=3,

@@ -30,11 +30,14 @@ def unread_flags(keywords: Mapping[str, Any]) -> str:
     Args:
         keywords: What it took besides its own arguments.
     """
-    asked = [name for name in FLAGS if keywords.get(name) is not None and keywords[name] is not False]
+    asked = [
+        name for name in FLAGS if keywords.get(name) is not None and keywords[name] is not False
+    ]
     if not asked:
         return ""
     return (
-        f"opacus.PrivacyEngine does not read {', '.join(asked)}: nothing was done for it; use opacus_shuffle.PrivacyEngine, or "
+        f"opacus.PrivacyEngine does not read {', '.join(asked)}: nothing was done for it; use "
+        "opacus_shuffle.PrivacyEngine, or "
         "leave it out"
     )
 
@@ -50,8 +53,10 @@ def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
     if (spent := weak_step(mechanism)) is None:
         return ""
     return (
-        f"noise_multiplier={noise_of_sum:g} is that of the batch's sum, so each report carries {sigma:.2g} only, and a single "
-        f"step costs epsilon = {round_up(spent)} (delta = {DELTA:g}): if it was meant as each record's own, pass "
+        f"noise_multiplier={noise_of_sum:g} is that of the batch's sum, so each report carries "
+        f"{sigma:.2g} only, and a single "
+        f"step costs epsilon = {round_up(spent)} (delta = {DELTA:g}): if it was meant as each "
+        "record's own, pass "
         "local_noise=True to opacus_shuffle.PrivacyEngine; else pass about "
         f"{round_up(noise_of_sum / sigma, 2)} or more, or call make_private_with_epsilon"
     )
@@ -66,16 +71,21 @@ def little_local_noise(mechanism: Mechanism) -> str:
     if (spent := weak_step(mechanism)) is None:
         return ""
     return (
-        f"noise_multiplier={mechanism.noise_multiplier:g} with local_noise=True is the noise of each report, and a single step "
-        f"costs epsilon = {round_up(spent)} (delta = {DELTA:g}), which protects next to nothing: shuffling hides reports among "
-        "others only where each has noise of its own; pass about 1 or more, use accountant='shuffled_sums', whose "
+        f"noise_multiplier={mechanism.noise_multiplier:g} with local_noise=True is the noise of "
+        "each report, and a single step "
+        f"costs epsilon = {round_up(spent)} (delta = {DELTA:g}), which protects next to nothing: "
+        "shuffling hides reports among "
+        "others only where each has noise of its own; pass about 1 or more, use "
+        "accountant='shuffled_sums', whose "
         "noise_multiplier is that of the sum as in Opacus, or call make_private_with_epsilon"
     )
 
 
 def weak_step(mechanism: Mechanism) -> float | None:
     """Returns the ε of a single round if it protects next to nothing, else None."""
-    if gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=DELTA) <= WEAK:  # shuffled or not
+    if (
+        gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=DELTA) <= WEAK
+    ):  # shuffled or not
         return None
     spent = compute_bound([(mechanism, 1)], delta=DELTA).epsilon
     return spent if spent > WEAK else None

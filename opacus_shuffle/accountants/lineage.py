@@ -42,7 +42,8 @@ class Lineage:
 
     Attributes:
         held: The rounds of the history, by name.
-        seen: The most rounds ever known under a name; more than ``held`` where an account was taken back.
+        seen: The most rounds ever known under a name; more than ``held`` where an account was taken
+            back.
     """
 
     held: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -60,7 +61,8 @@ class Lineage:
             name = secrets.token_hex(_NAME_LENGTH // 2)
         total = self.held.get(name, 0) + rounds - self.rounds
         held, seen = {**self.held, name: total}, {**self.seen, name: total}
-        # All at once, because a handler of a signal may save a checkpoint in the middle of anything.
+        # All at once, because a handler of a signal may save a checkpoint in the middle of
+        # anything.
         self.__dict__.update(held=held, seen=seen, _own=(os.getpid(), name))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,7 +80,10 @@ class Lineage:
         return sum(most - self.held.get(name, 0) for name, most in self.seen.items())
 
     def longer_of(
-        self, history: Sequence[tuple[Entry, int]], other: Lineage, other_history: Sequence[tuple[Entry, int]]
+        self,
+        history: Sequence[tuple[Entry, int]],
+        other: Lineage,
+        other_history: Sequence[tuple[Entry, int]],
     ) -> tuple[Lineage, list[tuple[Entry, int]]]:
         """Returns the longer of two histories of one run, and its lineage.
 
@@ -88,19 +93,26 @@ class Lineage:
             other_history: The other one.
 
         Raises:
-            ValueError: If neither is the beginning of the other, or they hold the same rounds differently.
+            ValueError: If neither is the beginning of the other, or they hold the same rounds
+                differently.
         """
         sides = (self.held, history), (other.held, other_history)
-        (short_held, short), (long_held, long) = sorted(sides, key=lambda side: sum(side[0].values()))
+        (short_held, short), (long_held, long) = sorted(
+            sides, key=lambda side: sum(side[0].values())
+        )
         if not _begins(short_held, long_held):
             raise ValueError(
-                f"the state is of another run than the {self.rounds} rounds that ran here, or has parted from them at a "
-                "fork or an earlier checkpoint, and an account holds one run: load it into a new engine (the epsilons and "
-                "deltas of both add up), or pass allow_rewind=True if nothing of what ran here was ever seen by anyone"
+                f"the state is of another run than the {self.rounds} rounds that ran here, or has "
+                "parted from them at a "
+                "fork or an earlier checkpoint, and an account holds one run: load it into a new "
+                "engine (the epsilons and "
+                "deltas of both add up), or pass allow_rewind=True if nothing of what ran here was "
+                "ever seen by anyone"
             )
         if first_rounds(long, count(short)) != first_rounds(short, count(short)):
             raise ValueError(
-                "state_dict holds other rounds than this accountant has recorded of the very same steps: it was changed "
+                "state_dict holds other rounds than this accountant has recorded of the very same "
+                "steps: it was changed "
                 "after it was saved; load the checkpoint as it was"
             )
         return Lineage(dict(long_held), self._most(other)), list(long)
@@ -110,11 +122,16 @@ class Lineage:
         return Lineage(dict(other.held), self._most(other))
 
     def _most(self, other: Lineage) -> dict[str, int]:
-        return {name: max(self.seen.get(name, 0), other.seen.get(name, 0)) for name in {**self.seen, **other.seen}}
+        return {
+            name: max(self.seen.get(name, 0), other.seen.get(name, 0))
+            for name in {**self.seen, **other.seen}
+        }
 
     def as_state(self, content: Any) -> dict[str, Any]:
         """Returns plain values for a checkpoint, with a digest of the content that they belong to."""
-        known = [(name, self.held.get(name, 0), self.seen[name]) for name in {**self.held, **self.seen}]
+        known = [
+            (name, self.held.get(name, 0), self.seen[name]) for name in {**self.held, **self.seen}
+        ]
         return {"rounds": known, "digest": _digest(content)}
 
     @classmethod
@@ -130,17 +147,32 @@ class Lineage:
             ValueError: If it is malformed, or the content is not the one that it was saved with.
         """
         lineage = cls()
-        entries = state.get("rounds") if isinstance(state, dict) and set(state) == {"rounds", "digest"} else None
+        entries = (
+            state.get("rounds")
+            if isinstance(state, dict) and set(state) == {"rounds", "digest"}
+            else None
+        )
         for entry in entries if isinstance(entries, list | tuple) else [state]:
-            if not isinstance(entry, list | tuple) or len(entry) != 3 or type(entry[0]) is not str or entry[0] in lineage.seen:
-                raise ValueError(f"the names of the rounds in state_dict are malformed, got {entry!r}: they were changed")
+            if (
+                not isinstance(entry, list | tuple)
+                or len(entry) != 3
+                or type(entry[0]) is not str
+                or entry[0] in lineage.seen
+            ):
+                raise ValueError(
+                    f"the names of the rounds in state_dict are malformed, got {entry!r}: they "
+                    "were changed"
+                )
             name, held = entry[0], integer("rounds held in state_dict", entry[1], minimum=0)
             if held:
                 lineage.held[name] = held
-            lineage.seen[name] = integer("rounds seen in state_dict", entry[2], minimum=max(1, held))
+            lineage.seen[name] = integer(
+                "rounds seen in state_dict", entry[2], minimum=max(1, held)
+            )
         if lineage.rounds != rounds or state["digest"] != _digest(content):
             raise ValueError(
-                f"the history in state_dict, {rounds} rounds, is not the one that was saved, {lineage.rounds} rounds: "
+                f"the history in state_dict, {rounds} rounds, is not the one that was saved, "
+                f"{lineage.rounds} rounds: "
                 "it was changed after it was saved; load the checkpoint as it was"
             )
         return lineage
@@ -159,8 +191,10 @@ def tell_of_kept_rounds(kept: int, loaded: int) -> None:
     """Warns that an account now holds more than what was loaded."""
     if kept:
         warnings.warn(
-            f"the checkpoint holds {loaded} rounds; {kept} more, which ran or were loaded here before, were released and "
-            "stay in the account (allow_rewind=True would leave them out, and reports would say so)",
+            f"the checkpoint holds {loaded} rounds; {kept} more, which ran or were loaded here "
+            "before, were released and "
+            "stay in the account (allow_rewind=True would leave them out, and reports would say "
+            "so)",
             stacklevel=3,
         )
 
@@ -171,7 +205,8 @@ def rewound_sentence(rounds: int) -> str:
         return ""
     which = "1 round that ran is" if rounds == 1 else f"{rounds:,} rounds that ran are"
     return (
-        f"{which} left out of this account, because a checkpoint was loaded with allow_rewind=True, or the history set by "
+        f"{which} left out of this account, because a checkpoint was loaded with "
+        "allow_rewind=True, or the history set by "
         "hand: no epsilon here covers whoever saw anything of what was released then."
     )
 

@@ -1,8 +1,9 @@
 """A mechanism: the frozen record of one round, apart from how it is accounted and how it trains.
 
-A mechanism is a frozen dataclass derived from :class:`Mechanism`, which registers it under its name. Its fields are the
-keywords of :func:`~opacus_shuffle.accountants.compute.compute_epsilon` and the flags of the command line; its bounds are
-registered in :mod:`opacus_shuffle.accountants.bounds`.
+A mechanism is a frozen dataclass derived from :class:`Mechanism`, which registers it under its
+name. Its fields are the keywords of :func:`~opacus_shuffle.accountants.compute.compute_epsilon` and
+the flags of the command line; its bounds are registered in
+:mod:`opacus_shuffle.accountants.bounds`.
 
 >>> sorted(MECHANISMS)[:2], [field.name for field in dataclasses.fields(MECHANISMS["shuffled_checkin"])]
 (['shuffle_gauss', 'shuffled_checkin'], ['noise_multiplier', 'num_users', 'sample_rate'])
@@ -16,13 +17,29 @@ import math
 from typing import Any, ClassVar
 
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.core.validation import integer, noise_level, refuse_taken, reject_unknown, sampling_rate
+from opacus_shuffle.core.validation import (
+    integer,
+    noise_level,
+    refuse_taken,
+    reject_unknown,
+    sampling_rate,
+)
 
 MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism by its name."""
 
 RESERVED_KEYWORDS = {
-    *("mechanism", "accountant", "steps", "delta", "bound", "adjacency", "orders", "target_epsilon", "target_delta"),
+    *(
+        "mechanism",
+        "accountant",
+        "steps",
+        "delta",
+        "bound",
+        "adjacency",
+        "orders",
+        "target_epsilon",
+        "target_delta",
+    ),
     *("batch_size", "emulated", "local_noise", "output", "json", "help"),
 }
 """What functions, accountants and the command line take beside a mechanism's fields."""
@@ -37,7 +54,9 @@ def described(text: str, metavar: str, *, varies: bool = False, **options: Any) 
         varies: Whether it may differ from round to round of one run, as noise may.
         **options: As :func:`dataclasses.field`'s.
     """
-    return dataclasses.field(metadata={"help": text, "metavar": metavar, "varies": varies}, **options)
+    return dataclasses.field(
+        metadata={"help": text, "metavar": metavar, "varies": varies}, **options
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,10 +65,12 @@ class Mechanism:
 
     Attributes:
         name: The accountant that goes with it.
-        sampling: How the round's users are drawn: None for everyone, ``"poisson"`` or ``"fixed_size"``.
+        sampling: How the round's users are drawn: None for everyone, ``"poisson"`` or
+            ``"fixed_size"``.
         released: What the adversary sees in the end, in words.
         zeroed: What zero-out adjacency compares with, in words.
-        noise_is_local: Whether ``noise_multiplier`` is that of each report; else it is that of the sum.
+        noise_is_local: Whether ``noise_multiplier`` is that of each report; else it is that of the
+            sum.
         shuffled: Whether reports pass through a shuffler, which a training run simulates.
         trains_on_stock_engines: Whether Opacus's own engine can train so.
         least_noise: The smallest σ that calibration tries.
@@ -66,7 +87,9 @@ class Mechanism:
     shuffled: ClassVar[bool] = True
     trains_on_stock_engines: ClassVar[bool] = True
     least_noise: ClassVar[float] = 1e-3
-    noise_multiplier: float = described("noise of one report over the clipping norm", "SIGMA", varies=True)
+    noise_multiplier: float = described(
+        "noise of one report over the clipping norm", "SIGMA", varies=True
+    )
     num_users: int = described("n, the whole population", "N")
     sample_rate: float = described("expected share of the users in a round", "GAMMA", default=1.0)
 
@@ -74,7 +97,8 @@ class Mechanism:
         super().__init_subclass__(**keywords)
         if taken := sorted(RESERVED_KEYWORDS.intersection(inspect.get_annotations(cls))):
             raise ValueError(
-                f"{cls.__name__} must not call a field {', '.join(taken)}, which is said beside the fields: choose another name"
+                f"{cls.__name__} must not call a field {', '.join(taken)}, which is said beside "
+                "the fields: choose another name"
             )
         if "name" in cls.__dict__:
             refuse_taken(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
@@ -105,7 +129,9 @@ class Mechanism:
     @classmethod
     def required_fields(cls) -> tuple[str, ...]:
         """The names of those without a default."""
-        return tuple(field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
+        return tuple(
+            field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING
+        )
 
     @classmethod
     def build(cls, **fields: Any) -> Mechanism:
@@ -115,10 +141,15 @@ class Mechanism:
             ValueError: If a field is unknown, missing or out of range.
         """
         names = cls.field_names()
-        reject_unknown(cls.name, {name: value for name, value in fields.items() if name not in names}, names)
+        reject_unknown(
+            cls.name, {name: value for name, value in fields.items() if name not in names}, names
+        )
         missing = [name for name in cls.required_fields() if name not in fields]
         if missing:
-            raise ValueError(f"{cls.name} needs {', '.join(missing)}: pass {', '.join(f'{name}=...' for name in missing)}")
+            raise ValueError(
+                f"{cls.name} needs {', '.join(missing)}: pass "
+                f"{', '.join(f'{name}=...' for name in missing)}"
+            )
         return cls(**fields)
 
     @classmethod
@@ -143,11 +174,19 @@ class Mechanism:
             **fields: What else the mechanism needs.
         """
         if emulated:
-            noise_multiplier = noise_multiplier / math.sqrt(max(1, num_users * sample_rate, batch_size or 1))
+            noise_multiplier = noise_multiplier / math.sqrt(
+                max(1, num_users * sample_rate, batch_size or 1)
+            )
         if cls.sampling is None:
-            # Rounding noise of n·γ is forgiven, any other fraction dropped: fewer reports hide less.
+            # Rounding noise of n·γ is forgiven, any other fraction dropped: fewer reports hide
+            # less.
             num_users, sample_rate = math.floor(num_users * sample_rate + 1e-6), 1.0
-        return cls(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate, **fields)
+        return cls(
+            noise_multiplier=noise_multiplier,
+            num_users=num_users,
+            sample_rate=sample_rate,
+            **fields,
+        )
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
         """Returns the same round at another σ."""
@@ -155,8 +194,12 @@ class Mechanism:
 
     def same_run_as(self, other: Mechanism) -> bool:
         """Whether both may be rounds of one run: all fields but those that may vary are equal."""
-        fixed = [field.name for field in dataclasses.fields(self) if not field.metadata.get("varies")]
-        return type(self) is type(other) and all(getattr(self, name) == getattr(other, name) for name in fixed)
+        fixed = [
+            field.name for field in dataclasses.fields(self) if not field.metadata.get("varies")
+        ]
+        return type(self) is type(other) and all(
+            getattr(self, name) == getattr(other, name) for name in fixed
+        )
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuses an optimizer whose next step is no such round; by default none."""
@@ -184,7 +227,9 @@ class Mechanism:
     @property
     def noise_of_sum(self) -> float:
         """Standard deviation of the noise on one coordinate of the sum of the expected reports, over the clipping norm."""
-        return self.noise_multiplier * (math.sqrt(self.expected_reports) if self.noise_is_local else 1.0)
+        return self.noise_multiplier * (
+            math.sqrt(self.expected_reports) if self.noise_is_local else 1.0
+        )
 
     @property
     def noise_of_mean(self) -> float:

@@ -26,7 +26,8 @@ def register_accountants() -> None:
     known = {name: _registered(name) for name in MECHANISMS}
     if strangers := [name for name, owner in known.items() if owner is False]:
         raise ValueError(
-            f"Opacus has other accountants already registered as {', '.join(strangers)}: register those under other names"
+            f"Opacus has other accountants already registered as {', '.join(strangers)}: register "
+            "those under other names"
         )
     for name, owner in known.items():
         register_accountant(name, functools.partial(_make, name), force=owner is True)  # type: ignore[arg-type]
@@ -43,9 +44,13 @@ def _registered(name: str) -> bool | None:
     """Whether what Opacus holds under this name is our accountant, or an earlier load of it; None if it holds nothing."""
     try:
         existing = type(create_accountant(name))
-    except Exception as error:  # a stranger's may want arguments; a ValueError is Opacus's word for "not registered"
+    except Exception as error:
+        # a stranger's may want arguments; a ValueError is Opacus's word for "not registered"
         return None if isinstance(error, ValueError) else False
-    return (existing.__module__, existing.__qualname__) == (f"{__package__}.accountant", "ShuffleAccountant")
+    return (existing.__module__, existing.__qualname__) == (
+        f"{__package__}.accountant",
+        "ShuffleAccountant",
+    )
 
 
 register_accountants()

@@ -27,7 +27,10 @@ _POISSON = "DP-SGD of Poisson samples, by Opacus's accountant of"
 MEANINGS: dict[type[IAccountant], tuple[Guarantee, str]] = {
     PRVAccountant: (Guarantee.PROVED, f"{_POISSON} privacy loss distributions"),
     RDPAccountant: (Guarantee.PROVED, f"{_POISSON} Rényi divergences"),
-    GaussianAccountant: (Guarantee.ESTIMATE, f"{_POISSON} a central limit, which can be below the truth: 'prv' is proved"),
+    GaussianAccountant: (
+        Guarantee.ESTIMATE,
+        f"{_POISSON} a central limit, which can be below the truth: 'prv' is proved",
+    ),
 }
 """What the ε of each of Opacus's accountants is worth, and how it is found."""
 
@@ -57,27 +60,38 @@ class OpacusReport(PrivacyReport):
     Args:
         accountant: ``prv``, ``rdp`` or ``gdp``, after at least one step.
         delta: δ in (0, 1).
-        poisson: Whether every batch was a Poisson sample, without which no ε of these accountants is a guarantee.
+        poisson: Whether every batch was a Poisson sample, without which no ε of these accountants
+            is a guarantee.
         **facts: Others of :class:`~opacus_shuffle.accountants.report.PrivacyReport`.
 
     Raises:
-        ValueError: If the accountant is another one, an argument is out of range, nothing ran, ``gdp`` has seen several kinds
-            of steps, of which it counts the last only, or ε is not finite.
+        ValueError: If the accountant is another one, an argument is out of range, nothing ran,
+            ``gdp`` has seen several kinds of steps, of which it counts the last only, or ε is not
+            finite.
     """
 
-    def __init__(self, accountant: IAccountant, *, delta: float, poisson: bool = True, **facts: Any) -> None:
+    def __init__(
+        self, accountant: IAccountant, *, delta: float, poisson: bool = True, **facts: Any
+    ) -> None:
         name = accountant.mechanism()
         if type(accountant) not in MEANINGS:
             raise ValueError(
-                f"privacy_report knows the accountants of this package and Opacus's prv, rdp and gdp, got {name!r}: use "
+                "privacy_report knows the accountants of this package and Opacus's prv, rdp and "
+                f"gdp, got {name!r}: use "
                 "get_epsilon(delta)"
             )
-        rounds: Any = [(ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps]
+        rounds: Any = [
+            (ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps
+        ]
         if not rounds:
-            raise ValueError(f"accountant {name!r} has seen no step, got history={accountant.history!r}: train first")
+            raise ValueError(
+                f"accountant {name!r} has seen no step, got history={accountant.history!r}: train "
+                "first"
+            )
         if isinstance(accountant, GaussianAccountant) and len(rounds) > 1:
             raise ValueError(
-                f"accountant 'gdp' counts one kind of steps only, got history={accountant.history!r}: use 'prv' or 'rdp'"
+                "accountant 'gdp' counts one kind of steps only, got "
+                f"history={accountant.history!r}: use 'prv' or 'rdp'"
             )
         guarantee, meaning = MEANINGS[type(accountant)]
         covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
@@ -102,11 +116,15 @@ class OpacusReport(PrivacyReport):
         self._accountant.history = history
         try:
             epsilon = float(self._accountant.get_epsilon(delta))
-        except (ArithmeticError, ValueError):  # of no noise or next to none, each accountant in its own way
+        except (
+            ArithmeticError,
+            ValueError,
+        ):  # of no noise or next to none, each accountant in its own way
             epsilon = math.nan
         if not math.isfinite(epsilon):
             raise ValueError(
-                f"accountant {self._entry.name!r} knows no finite epsilon here, got {epsilon} for history="
+                f"accountant {self._entry.name!r} knows no finite epsilon here, got {epsilon} for "
+                "history="
                 f"{history!r}: add noise"
             )
         return Answer(max(0.0, epsilon))

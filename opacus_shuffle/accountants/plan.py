@@ -24,7 +24,13 @@ from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.core.guarantees import SHUFFLER, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph, text_table
-from opacus_shuffle.core.validation import integer, open_unit_interval, positive, reject_unknown, sampling_rate
+from opacus_shuffle.core.validation import (
+    integer,
+    open_unit_interval,
+    positive,
+    reject_unknown,
+    sampling_rate,
+)
 
 TOLERANCE = 1e-3
 """Relative, of noise multipliers: three digits are enough to plan with, and they are rounded up."""
@@ -35,7 +41,8 @@ COARSE = 0.01
 MOST_USERS = 10**12
 
 UNKNOWN_DIMENSION = (
-    "Without the number of trained parameters (dimension, --dimension) sums of bits are left out, which are nearly as good as "
+    "Without the number of trained parameters (dimension, --dimension) sums of bits are left out, "
+    "which are nearly as good as "
     "a trusted server and trust a shuffler alone."
 )
 
@@ -51,12 +58,14 @@ class PlannedRun:
         round: One round, with the noise that it needs.
         bound: The proved ε of all rounds, within the budget.
         reports: B, the expected number of records in a round's sum.
-        noise_of_sum: Standard deviation of the noise on one coordinate of the sum, over the clipping norm.
-        server_noise_multiplier: Of DP-SGD on a trusted server, at the rate asked for, whose mean gradient is as noisy: what
-            such a run reaches with Opacus alone, this one reaches.
-        users_needed: n from which on the mean gradient is no noisier than that of the server at the n asked for, to one
-            percent; None if no population up to 10¹² is enough.
-        sent: What one user sends over all rounds; None where it sends its record, once, or the dimension is not known.
+        noise_of_sum: Standard deviation of the noise on one coordinate of the sum, over the
+            clipping norm.
+        server_noise_multiplier: Of DP-SGD on a trusted server, at the rate asked for, whose mean
+            gradient is as noisy: what such a run reaches with Opacus alone, this one reaches.
+        users_needed: n from which on the mean gradient is no noisier than that of the server at the
+            n asked for, to one percent; None if no population up to 10¹² is enough.
+        sent: What one user sends over all rounds; None where it sends its record, once, or the
+            dimension is not known.
     """
 
     trusted: str
@@ -80,7 +89,14 @@ class PlannedRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = ("trusted", "mechanism", "reports", "noise_of_sum", "noise_of_mean", "server_noise_multiplier")
+        names = (
+            "trusted",
+            "mechanism",
+            "reports",
+            "noise_of_sum",
+            "noise_of_mean",
+            "server_noise_multiplier",
+        )
         return {
             **{name: getattr(self, name) for name in (*names, "users_needed")},
             **(self.sent.to_dict() if self.sent else {}),
@@ -116,26 +132,42 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rows"}
+        asked = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "rows"
+        }
         return {**asked, "rows": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:
         cells = [
             (
                 row.trusted.removeprefix("the "),
-                *((row.mechanism, round_up(row.round.noise_multiplier)) if row is not self.rows[-1] else ("DP-SGD", "")),
+                *(
+                    (row.mechanism, round_up(row.round.noise_multiplier))
+                    if row is not self.rows[-1]
+                    else ("DP-SGD", "")
+                ),
                 round_up(row.noise_of_mean, 3),
                 round_up(row.server_noise_multiplier, 3),
                 "too many" if row.users_needed is None else f"{row.users_needed:,}",
-                "" if row is self.rows[-1] or (bits := row.round.bits_per_coordinate) is None else f"{bits:,}",
+                ""
+                if row is self.rows[-1] or (bits := row.round.bits_per_coordinate) is None
+                else f"{bits:,}",
             )
             for row in self.rows
         ]
         title = (
-            f"epsilon = {self.target_epsilon:g} at delta = {self.target_delta:g}, zero_out adjacency, proved for every data "
-            f"set: {self.num_users:,} users, {self.steps:,} rounds, sampling rate {self.sample_rate:g}"
+            f"epsilon = {self.target_epsilon:g} at delta = {self.target_delta:g}, zero_out "
+            "adjacency, proved for every data "
+            f"set: {self.num_users:,} users, {self.steps:,} rounds, sampling rate "
+            f"{self.sample_rate:g}"
         )
-        lines = [*paragraph(title), "", *([*paragraph(UNKNOWN_DIMENSION), ""] if self.dimension is None else [])]
+        lines = [
+            *paragraph(title),
+            "",
+            *([*paragraph(UNKNOWN_DIMENSION), ""] if self.dimension is None else []),
+        ]
         lines += [*text_table(HEAD, cells, right=HEAD[2:]), ""]
         for term, text in _GLOSSARY.items():
             lines += paragraph(text, term=term, indent=max(map(len, _GLOSSARY)) + 2)
@@ -177,8 +209,8 @@ def plan(
 ) -> Plan:
     """Returns the noise that a proved ε costs with each kind of trust, and how many users would make up for it.
 
-    Users take part by coins at the sampling rate (samples of fixed size cost much the same), and everyone in every round where
-    a mechanism samples nobody.
+    Users take part by coins at the sampling rate (samples of fixed size cost much the same), and
+    everyone in every round where a mechanism samples nobody.
 
     Args:
         num_users: n, the whole population.
@@ -186,34 +218,58 @@ def plan(
         target_epsilon: ε to stay within, above 0, zero-out adjacency.
         target_delta: δ in (0, 1).
         sample_rate: γ, the expected share of the users in a round.
-        dimension: d, how many parameters are trained. Mechanisms that must know it are left out without it.
-        **fields: Other fields of mechanisms, such as ``honest_fraction``; a mechanism takes those that it has.
+        dimension: d, how many parameters are trained. Mechanisms that must know it are left out
+            without it.
+        **fields: Other fields of mechanisms, such as ``honest_fraction``; a mechanism takes those
+            that it has.
 
     Raises:
         ValueError: If an argument is out of range or no mechanism has such a field.
 
     Formal Guarantees:
-        Every row's ε is proved for every data set and was computed at the noise that the row states.
+        Every row's ε is proved for every data set and was computed at the noise that the row
+        states.
     """
-    asked = {"num_users": integer("num_users", num_users), "sample_rate": sampling_rate("sample_rate", sample_rate)}
-    epsilon, delta = positive("target_epsilon", target_epsilon), open_unit_interval("target_delta", target_delta)
+    asked = {
+        "num_users": integer("num_users", num_users),
+        "sample_rate": sampling_rate("sample_rate", sample_rate),
+    }
+    epsilon, delta = (
+        positive("target_epsilon", target_epsilon),
+        open_unit_interval("target_delta", target_delta),
+    )
     count = integer("steps", steps)
     if dimension is not None:
         asked["dimension"] = integer("dimension", dimension)
     kinds = [kind for kind in MECHANISMS.values() if kind.shuffled]
-    known = sorted({name for kind in kinds for name in kind.field_names()} - {"noise_multiplier"} - asked.keys())
-    reject_unknown("plan", {name: value for name, value in fields.items() if name not in known}, known)
-    ways = [_Way(entry, kind, own, count, epsilon, delta) for kind in kinds for entry, own in _entries(kind, asked, fields)]
+    known = sorted(
+        {name for kind in kinds for name in kind.field_names()}
+        - {"noise_multiplier"}
+        - asked.keys()
+    )
+    reject_unknown(
+        "plan", {name: value for name, value in fields.items() if name not in known}, known
+    )
+    ways = [
+        _Way(entry, kind, own, count, epsilon, delta)
+        for kind in kinds
+        for entry, own in _entries(kind, asked, fields)
+    ]
     if unread := sorted(fields.keys() - {name for way in ways for name in way.fields}):
         given = ", ".join(f"{name}={fields[name]!r}" for name in unread)
-        raise ValueError(f"{given} is about mechanisms that need dimension, which is left out: pass dimension, or leave it out")
+        raise ValueError(
+            f"{given} is about mechanisms that need dimension, which is left out: pass dimension, "
+            "or leave it out"
+        )
     for way in ways:
         way.build(1.0)  # refuses bad fields before others take their time
     best: dict[tuple[str, str], tuple[_Way, Mechanism]] = {}
     for way in ways:
         key = way.entry.trusted, "" if way.entry.baseline else way.kind.name
         round_ = way.calibrated()
-        if round_ and (key not in best or round_.noise_of_mean < (1 - COARSE) * best[key][1].noise_of_mean):
+        if round_ and (
+            key not in best or round_.noise_of_mean < (1 - COARSE) * best[key][1].noise_of_mean
+        ):
             best[key] = way, round_
     chosen = sorted(best.values(), key=lambda pair: pair[0].entry.style.place)
     server = chosen[-1][1].noise_of_mean
@@ -226,14 +282,18 @@ def plan(
             noise_of_sum=round_.noise_of_sum,
             server_noise_multiplier=round_.noise_of_mean * num_users * sample_rate,
             users_needed=way.users_needed(round_, server),
-            sent=sent_per_user([(round_, count)], dimension=dimension) if round_ is not chosen[-1][1] else None,
+            sent=sent_per_user([(round_, count)], dimension=dimension)
+            if round_ is not chosen[-1][1]
+            else None,
         )
         for way, round_ in chosen
     ]
     return Plan(tuple(rows), num_users, count, sample_rate, epsilon, delta, dimension)
 
 
-def _entries(kind: type[Mechanism], asked: dict[str, Any], fields: dict[str, Any]) -> Iterator[tuple[Bound, dict[str, Any]]]:
+def _entries(
+    kind: type[Mechanism], asked: dict[str, Any], fields: dict[str, Any]
+) -> Iterator[tuple[Bound, dict[str, Any]]]:
     """Yields a mechanism's default bound and its baselines at the rate asked for, with the fields that it has."""
     own = {name: value for name, value in {**asked, **fields}.items() if name in kind.field_names()}
     rate = asked["sample_rate"]
@@ -293,7 +353,8 @@ class _Way:
             delta=self.delta,
             lowest=mechanism.num_users,
             highest=MOST_USERS,
-            tolerance=COARSE / 4,  # of ε, which falls with the root of the number of users or faster
+            tolerance=COARSE
+            / 4,  # of ε, which falls with the root of the number of users or faster
         )
         return None if users is None else math.ceil(users)
 
@@ -301,4 +362,6 @@ class _Way:
         """Returns the round of so many users whose mean gradient is as noisy as this."""
         sigma = mechanism.noise_multiplier
         same = self.build(sigma, num_users=users)
-        return self.build(max(sigma * noise / same.noise_of_mean, self.kind.least_noise), num_users=users)
+        return self.build(
+            max(sigma * noise / same.noise_of_mean, self.kind.least_noise), num_users=users
+        )

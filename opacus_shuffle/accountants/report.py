@@ -37,7 +37,8 @@ WEAK = 10.0
 """From here on an ε is not worth calling protection: the probability of any event may change by a factor of 22,000."""
 
 NO_GAIN = (
-    "No gain from shuffling could be proved here: that takes more noise in each report (a noise multiplier above about 1) or "
+    "No gain from shuffling could be proved here: that takes more noise in each report (a noise "
+    "multiplier above about 1) or "
     "more of them in a round."
 )
 
@@ -46,7 +47,8 @@ HOW_IT_RAN = {
     "clients": "what is called a record is a client, with all that it holds",
     "selected": "the server drew who takes part, so that no gain from sampling holds against that server",
     "pytorch_noise": "the noise is PyTorch's own, as in Opacus; on a CPU its generator gives its state away to whoever sees "
-    "enough noise alone; secure_mode=True, and every accountant of this package, draws from a cipher",
+    "enough noise alone; secure_mode=True, and every accountant of this package, draws from a "
+    "cipher",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the expected size",
 }
 
@@ -56,7 +58,11 @@ POINTS = 9
 _COMPARABLE = ("mechanism", "rounds", "delta", "adjacency", "adversary", "trusted")
 """What two values must have in common to speak of the same thing."""
 
-QUOTED = {"noise_multiplier": "noise multiplier", "num_users": "users", "sample_rate": "sampling rate"}
+QUOTED = {
+    "noise_multiplier": "noise multiplier",
+    "num_users": "users",
+    "sample_rate": "sampling rate",
+}
 """The fields of mechanisms that a statement tells, and how it calls them."""
 
 HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
@@ -66,19 +72,25 @@ class PrivacyReport:
     """All bounds on one run of one mechanism, at one δ.
 
     Args:
-        rounds: What ran: mechanisms with their numbers of rounds, at least one (see :meth:`ShuffleAccountant.rounds`).
+        rounds: What ran: mechanisms with their numbers of rounds, at least one (see
+            :meth:`ShuffleAccountant.rounds`).
         delta: δ in (0, 1).
         adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
         orders: Rényi orders in place of the adaptive grid, for the bounds that use any.
-        simulated: The rounds were run by one training run, in one process or several that trust each other.
+        simulated: The rounds were run by one training run, in one process or several that trust
+            each other.
         clients: What reports is a client that may hold many records, which are protected together.
         selected: The server drew who takes part in a round, in place of the clients' own coins.
-        emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
+        emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol
+            is emulated.
         pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
-        predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
+        predictable: Seeds and generators that a user has passed, with which others can draw the
+            noise again.
         sent: What one user has sent; by default what the mechanism says.
-        rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
-        max_grad_norms: What one record's gradient was clipped to, least first, for the statement; none if it is not known.
+        rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with
+            ``allow_rewind=True``.
+        max_grad_norms: What one record's gradient was clipped to, least first, for the statement;
+            none if it is not known.
         num_users: n, of the whole data set; by default the users of a round.
         unchecked: Files from which rounds were loaded that nothing but these files vouches for.
 
@@ -110,12 +122,17 @@ class PrivacyReport:
         unchecked: Sequence[str] = (),
     ) -> None:
         self.kind = self._kind_of(rounds)
-        self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
+        self.rounds = tuple(
+            (mechanism, integer("number of rounds", count)) for mechanism, count in rounds
+        )
         self.delta = open_unit_interval("delta", delta)
         self.adjacency = Adjacency(adjacency)
         self.simulated, self.clients = boolean("simulated", simulated), boolean("clients", clients)
         self.selected, self.emulated = boolean("selected", selected), boolean("emulated", emulated)
-        self.pytorch_noise, self.max_grad_norms = boolean("pytorch_noise", pytorch_noise), tuple(max_grad_norms)
+        self.pytorch_noise, self.max_grad_norms = (
+            boolean("pytorch_noise", pytorch_noise),
+            tuple(max_grad_norms),
+        )
         self.num_users = None if num_users is None else integer("num_users", num_users)
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
@@ -146,7 +163,10 @@ class PrivacyReport:
     @property
     def noisiest(self) -> Mechanism:
         """The round with the most noise on its mean gradient, or on its sum where no number of users is known."""
-        return max((mechanism for mechanism, _ in self.rounds), key=lambda one: one.noise_of_mean or one.noise_of_sum)
+        return max(
+            (mechanism for mechanism, _ in self.rounds),
+            key=lambda one: one.noise_of_mean or one.noise_of_sum,
+        )
 
     def statement(self, model: str = "The model") -> str:
         """Writes what a paper or a model card should say: the ε to quote, its meaning, its proof, and what voids it.
@@ -158,14 +178,28 @@ class PrivacyReport:
         ran = f"{instance_of('model', model, (str,))} was trained by {best.rounds:,} rounds of {self.kind.name} "
         ran += f"({self._settings()})."
         if best.guarantee is Guarantee.PROVED:
-            subject = "With secret randomness, this training would be" if self.predictable else "This training is"
+            subject = (
+                "With secret randomness, this training would be"
+                if self.predictable
+                else "This training is"
+            )
             promised = f"{subject} {promise(best)}, against an adversary who {best.adversary}"
-            promised += f": compared with a run in which {self._changed()} ({best.bound}; {self._cited()})."
+            promised += (
+                f": compared with a run in which {self._changed()} ({best.bound}; {self._cited()})."
+            )
         else:
             promised = f"Its epsilon = {round_up(best.epsilon)} at delta = {best.delta:.3g} ({best.bound}) is "
-            promised += f"{best.guarantee.value}: it is about {best.covers}, trusting {best.trusted}."
-        notes = [f"An epsilon above {WEAK:g} protects next to nothing." if best.epsilon > WEAK else ""]
-        notes += [f"{name.replace('_', ' ').capitalize()}: {text}." for name, text in HOW_IT_RAN.items() if getattr(self, name)]
+            promised += (
+                f"{best.guarantee.value}: it is about {best.covers}, trusting {best.trusted}."
+            )
+        notes = [
+            f"An epsilon above {WEAK:g} protects next to nothing." if best.epsilon > WEAK else ""
+        ]
+        notes += [
+            f"{name.replace('_', ' ').capitalize()}: {text}."
+            for name, text in HOW_IT_RAN.items()
+            if getattr(self, name)
+        ]
         notes += [self._delta_note(), rewound_sentence(self.rewound), on_trust(self.unchecked)]
         warning = not_private(self.predictable) if self.predictable else ""
         return " ".join(filter(None, [ran, warning, promised, *notes]))
@@ -174,14 +208,27 @@ class PrivacyReport:
         """The numbers that a reader needs to repeat the accounting, each with its range where it changed."""
         said = []
         for field in dataclasses.fields(self.rounds[0][0]):
-            values = sorted({getattr(mechanism, field.name) for mechanism, _ in self.rounds}) if field.name in QUOTED else []
+            values = (
+                sorted({getattr(mechanism, field.name) for mechanism, _ in self.rounds})
+                if field.name in QUOTED
+                else []
+            )
             if values:
-                numbers = [f"{value:,}" if isinstance(value, int) else f"{value:.6g}" for value in values]
-                said.append(f"{QUOTED[field.name]} {' to '.join(dict.fromkeys([numbers[0], numbers[-1]]))}")
-        if self.num_users and self.num_users != max(getattr(mechanism, "num_users", 0) for mechanism, _ in self.rounds):
+                numbers = [
+                    f"{value:,}" if isinstance(value, int) else f"{value:.6g}" for value in values
+                ]
+                said.append(
+                    f"{QUOTED[field.name]} {' to '.join(dict.fromkeys([numbers[0], numbers[-1]]))}"
+                )
+        if self.num_users and self.num_users != max(
+            getattr(mechanism, "num_users", 0) for mechanism, _ in self.rounds
+        ):
             said.append(f"a data set of {self.num_users:,} records")
         if norms := [f"{value:g}" for value in self.max_grad_norms]:
-            said.append(f"each record's gradient clipped to norm {' to '.join(dict.fromkeys([norms[0], norms[-1]]))}")
+            said.append(
+                "each record's gradient clipped to norm "
+                f"{' to '.join(dict.fromkeys([norms[0], norms[-1]]))}"
+            )
         return ", ".join(said)
 
     def _cited(self) -> str:
@@ -191,15 +238,22 @@ class PrivacyReport:
 
     def _changed(self) -> str:
         """What the adjacency compares with."""
-        return self.kind.zeroed if self.adjacency is Adjacency.ZERO_OUT else "one record is any other record"
+        return (
+            self.kind.zeroed
+            if self.adjacency is Adjacency.ZERO_OUT
+            else "one record is any other record"
+        )
 
     def _delta_note(self) -> str:
         """A sentence where δ is so large that it allows to publish a record outright; else nothing."""
-        users = self.num_users or max(getattr(mechanism, "num_users", 1) for mechanism, _ in self.rounds)
+        users = self.num_users or max(
+            getattr(mechanism, "num_users", 1) for mechanism, _ in self.rounds
+        )
         if users <= 1 or self.delta <= 1 / users:
             return ""
         return (
-            f"delta = {self.delta:.3g} is above 1/n = {1 / users:.3g}: it would allow a run to publish a random record; ask "
+            f"delta = {self.delta:.3g} is above 1/n = {1 / users:.3g}: it would allow a run to "
+            "publish a random record; ask "
             "for an epsilon at a smaller delta."
         )
 
@@ -211,7 +265,10 @@ class PrivacyReport:
             "delta": first.delta,
             "adjacency": str(first.adjacency),
             "rounds": first.rounds,
-            "settings": [{**finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
+            "settings": [
+                {**finite(dataclasses.asdict(mechanism)), "rounds": count}
+                for mechanism, count in self.rounds
+            ],
             "simulated": self.simulated,
             "clients": self.clients,
             "selected": self.selected,
@@ -264,7 +321,10 @@ class PrivacyReport:
             except ImportError as error:
                 raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
             ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
-        curves = {name: [point for point in points if point[1] > 0] for name, points in self.curves().items()}
+        curves = {
+            name: [point for point in points if point[1] > 0]
+            for name, points in self.curves().items()
+        }
         for name, points in curves.items():
             entry = self._entries()[name]
             style = entry.style
@@ -294,7 +354,9 @@ class PrivacyReport:
         ax.set(xscale="log", yscale=scale, xlabel="rounds", ylabel=f"ε at δ = {self.delta:.3g}")
         ax.set_title(f"{self.kind.name}, {self.adjacency} adjacency", fontsize=11)
         ax.grid(which="major", alpha=0.3)
-        ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
+        ax.legend(
+            fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False
+        )
         return ax
 
     def curves(self) -> dict[str, list[tuple[int, float]]]:
@@ -309,13 +371,21 @@ class PrivacyReport:
     def _title(self) -> str:
         first = self.bounds[0]
         rounds = f"{first.rounds:,} round{'s' if first.rounds > 1 else ''}"
-        return f"{first.mechanism}, {rounds}, delta = {first.delta:.3g}, {first.adjacency} adjacency"
+        return (
+            f"{first.mechanism}, {rounds}, delta = {first.delta:.3g}, {first.adjacency} adjacency"
+        )
 
     def _cells(self) -> list[tuple[str, str, str, str, str]]:
         """The table's rows as text."""
         where = {Guarantee.PAIR: "one pair of data sets", Guarantee.ESTIMATE: "(estimate)"}
         return [
-            (b.trusted.removeprefix("the "), b.bound, round_up(b.epsilon), where.get(b.guarantee, b.covers), b.guarantee.name)
+            (
+                b.trusted.removeprefix("the "),
+                b.bound,
+                round_up(b.epsilon),
+                where.get(b.guarantee, b.covers),
+                b.guarantee.name,
+            )
             for b in self.bounds
         ]
 
@@ -327,13 +397,20 @@ class PrivacyReport:
             return f"{quote.removeprefix('To quote: ')}, {best.guarantee.value}: it is about {best.covers}."
         if best.epsilon > WEAK:
             weak = f"{quote}, which protects next to nothing (above {WEAK:g})."
-            gained = all(bound.bound != "local" or best.epsilon < bound.epsilon for bound in self.bounds)
+            gained = all(
+                bound.bound != "local" or best.epsilon < bound.epsilon for bound in self.bounds
+            )
             return weak if gained else f"{weak} {NO_GAIN}"
         factor = math.exp(best.epsilon)
-        change = f"{round_up(100 * (factor - 1), 2)} %" if factor < 2 else f"a factor of {round_up(factor, 2)}"
+        change = (
+            f"{round_up(100 * (factor - 1), 2)} %"
+            if factor < 2
+            else f"a factor of {round_up(factor, 2)}"
+        )
         fate = "vanishes" if self.adjacency is Adjacency.ZERO_OUT else "is replaced by any other"
         return (
-            f"{quote}. The probability of whatever someone concludes from {self.kind.released} changes by "
+            f"{quote}. The probability of whatever someone concludes from {self.kind.released} "
+            "changes by "
             f"{change} at most, plus delta, when one record {fate}."
         )
 
@@ -352,8 +429,10 @@ class PrivacyReport:
         if most.noise_of_mean is None:  # of rounds of an accountant that knows no number of users
             return ""
         return (
-            f"Noise on one coordinate of {which} round's sum: {most.noise_of_sum:.3g} clipping norms, as DP-SGD has with that "
-            f"noise multiplier; of the mean of {most.expected_reports:,.0f} reports: {most.noise_of_mean:.3g}. A learning rate "
+            f"Noise on one coordinate of {which} round's sum: {most.noise_of_sum:.3g} clipping "
+            "norms, as DP-SGD has with that "
+            f"noise multiplier; of the mean of {most.expected_reports:,.0f} reports: "
+            f"{most.noise_of_mean:.3g}. A learning rate "
             "that was found with less noise is too high."
         )
 
@@ -367,8 +446,12 @@ class PrivacyReport:
             if bound.lower and bound.epsilon > 0:
                 text += f" (between {round_down(bound.lower)} and {round_up(bound.epsilon)})"
             terms.append((bound.bound, text))
-        if left_out := [name for name in self._entries() if all(bound.bound != name for bound in self.bounds)]:
-            terms.append((", ".join(left_out), f"left out: no value for {self.adjacency} adjacency"))
+        if left_out := [
+            name for name in self._entries() if all(bound.bound != name for bound in self.bounds)
+        ]:
+            terms.append(
+                (", ".join(left_out), f"left out: no value for {self.adjacency} adjacency")
+            )
         terms.append((self.adjacency, f"compared with a run in which {self._changed()}"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
@@ -383,13 +466,15 @@ def promise(bound: PrivacyBound) -> str:
     """
     if bound.guarantee is not Guarantee.PROVED:
         raise ValueError(
-            f"bound must be proved for every data set, got {bound.bound!r}, {bound.guarantee.value}: take "
+            f"bound must be proved for every data set, got {bound.bound!r}, "
+            f"{bound.guarantee.value}: take "
             "'certified', or Opacus's 'prv' of Poisson samples"
         )
     name = "zero-out" if bound.adjacency is Adjacency.ZERO_OUT else "replacement"
     alone = "nobody" if bound.trusted == "nobody" else f"{bound.trusted} alone"
     return (
-        f"({round_up(bound.epsilon)}, {bound.delta:.3g})-differentially private for every data set in {name} adjacency, "
+        f"({round_up(bound.epsilon)}, {bound.delta:.3g})-differentially private for every data set "
+        f"in {name} adjacency, "
         f"trusting {alone}"
     )
 
@@ -397,7 +482,8 @@ def promise(bound: PrivacyBound) -> str:
 def not_private(predictable: Sequence[str]) -> str:
     """Returns a warning about a run whose randomness others can draw again."""
     return (
-        f"This run is not private: whoever knows {' or '.join(predictable)} can draw its randomness again and take it off. "
+        f"This run is not private: whoever knows {' or '.join(predictable)} can draw its "
+        "randomness again and take it off. "
         "Every ε of it is that of the same run with secret randomness: for experiments alone."
     )
 
@@ -412,13 +498,19 @@ def on_trust(unchecked: Sequence[str]) -> str:
 def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
     """Returns a warning where an estimate is below what one pair of data sets has for certain; else nothing.
 
-    Nothing is said of two values that are about different adversaries, data sets, rounds or δ: they contradict nothing.
+    Nothing is said of two values that are about different adversaries, data sets, rounds or δ: they
+    contradict nothing.
     """
-    if estimate.guarantee is not Guarantee.ESTIMATE or pair.lower is None or estimate.epsilon >= pair.lower:
+    if (
+        estimate.guarantee is not Guarantee.ESTIMATE
+        or pair.lower is None
+        or estimate.epsilon >= pair.lower
+    ):
         return ""
     if any(getattr(estimate, name) != getattr(pair, name) for name in _COMPARABLE):
         return ""
     return (
-        f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of {pair.bound!r} has "
+        f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data "
+        f"sets of {pair.bound!r} has "
         f"epsilon of at least {round_down(pair.lower)} at this delta."
     )

@@ -1,12 +1,14 @@
 r"""Composes (ε_j, δ_j) steps, whatever they are, with sampling before each of them.
 
-These are Theorems 1 and 2 of Yang, Ji and Xiang's weight shuffling (WS), here to compute what WS computes: for Gaussian steps
-the PRV accountant is far better. Theorem 1: k steps are (ε, δ)-DP together for
+These are Theorems 1 and 2 of Yang, Ji and Xiang's weight shuffling (WS), here to compute what WS
+computes: for Gaussian steps the PRV accountant is far better. Theorem 1: k steps are (ε, δ)-DP
+together for
 
     ε = min{Σ ε_j,  ½ Σ ε_j² + √(2·log(1/δ′)·Σ ε_j²)},   δ′ = δ − Σ δ_j > 0,
 
-and Theorem 2: a step that each record enters with probability at most q is (log(1 + q(e^ε − 1)), qδ)-DP. The paper does not
-print how δ is split between Σ δ_j and δ′; one half each (``delta_split=0.5``) is this library's reading.
+and Theorem 2: a step that each record enters with probability at most q is (log(1 + q(e^ε − 1)),
+qδ)-DP. The paper does not print how δ is split between Σ δ_j and δ′; one half each
+(``delta_split=0.5``) is this library's reading.
 
 >>> epsilon, delta = step_budget(epsilon=0.5, delta=5e-6, steps=500, sample_rate=0.02)
 >>> round(epsilon, 4), round(delta, 10)
@@ -21,7 +23,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from opacus_shuffle.core.validation import integer, not_negative_or_infinite, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.core.validation import (
+    integer,
+    not_negative_or_infinite,
+    open_unit_interval,
+    positive,
+    sampling_rate,
+)
 
 RELATIVE_ERROR = 1e-12
 """Every ε is enlarged by this fraction, above the rounding of its few operations."""
@@ -29,9 +37,16 @@ RELATIVE_ERROR = 1e-12
 
 def subsample(epsilon: float, *, sample_rate: float) -> float:
     """Returns ε of a step on a sample, WS Theorem 2 (its δ becomes ``sample_rate`` times as large)."""
-    epsilon, sample_rate = not_negative_or_infinite("epsilon", epsilon), sampling_rate("sample_rate", sample_rate)
+    epsilon, sample_rate = (
+        not_negative_or_infinite("epsilon", epsilon),
+        sampling_rate("sample_rate", sample_rate),
+    )
     if epsilon > 700:  # (1 − q) + q·e^ε overflows
-        return epsilon if sample_rate == 1 else float(np.logaddexp(math.log1p(-sample_rate), epsilon + math.log(sample_rate)))
+        return (
+            epsilon
+            if sample_rate == 1
+            else float(np.logaddexp(math.log1p(-sample_rate), epsilon + math.log(sample_rate)))
+        )
     return math.log1p(sample_rate * math.expm1(epsilon))
 
 
@@ -43,33 +58,45 @@ def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
     peak = max((epsilon for epsilon, _ in epsilons), default=0.0)
     if peak == 0:
         return 0.0
-    squares = math.fsum((epsilon / peak) ** 2 * count for epsilon, count in epsilons)  # over peak², lest it underflows
-    return min(total, peak * (peak * squares / 2 + math.sqrt(-2 * math.log(slack) * squares))) * (1 + RELATIVE_ERROR)
+    squares = math.fsum(
+        (epsilon / peak) ** 2 * count for epsilon, count in epsilons
+    )  # over peak², lest it underflows
+    return min(total, peak * (peak * squares / 2 + math.sqrt(-2 * math.log(slack) * squares))) * (
+        1 + RELATIVE_ERROR
+    )
 
 
 def compute_epsilon(
-    steps: Sequence[tuple[Callable[[float], float], float, int]], *, delta: float, delta_split: float | None = 0.5
+    steps: Sequence[tuple[Callable[[float], float], float, int]],
+    *,
+    delta: float,
+    delta_split: float | None = 0.5,
 ) -> float:
     """Returns ε of a whole run from what one step's ε is at a given δ.
 
     Args:
-        steps: Per kind of step: its ε ≥ 0 as a non-increasing function of its δ (before sampling), the sampling rate, and the
-            number of repetitions.
+        steps: Per kind of step: its ε ≥ 0 as a non-increasing function of its δ (before sampling),
+            the sampling rate, and the number of repetitions.
         delta: δ in (0, 1) of the run.
-        delta_split: The share of δ that goes to Σ δ_j, in (0, 1); None for the share that gives the smallest ε.
+        delta_split: The share of δ that goes to Σ δ_j, in (0, 1); None for the share that gives the
+            smallest ε.
 
     Returns:
-        ε, rounded up; 0 if the steps together see a record with probability at most their share of δ.
+        ε, rounded up; 0 if the steps together see a record with probability at most their share of
+        δ.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Those of the steps' own ε: proved if they are (WS Theorems 1 and 2 are Theorems 22 and 29 of Steinke's survey,
-        arXiv 2210.00597), for the adjacency in which the record is left out or turned into a null record.
+        Those of the steps' own ε: proved if they are (WS Theorems 1 and 2 are Theorems 22 and 29 of
+        Steinke's survey, arXiv 2210.00597), for the adjacency in which the record is left out or
+        turned into a null record.
     """
     delta = open_unit_interval("delta", delta)
-    seen = math.fsum(sampling_rate("sample_rate", rate) * integer("steps", count) for _, rate, count in steps)
+    seen = math.fsum(
+        sampling_rate("sample_rate", rate) * integer("steps", count) for _, rate, count in steps
+    )
 
     def epsilon(split: float) -> float:
         share, slack = split * delta / seen, (1 - split) * delta
@@ -77,11 +104,15 @@ def compute_epsilon(
             return 0.0
         if not share or not slack:  # shares of a delta near the smallest number
             return math.inf
-        return compose([(subsample(step(share), sample_rate=rate), n) for step, rate, n in steps], slack=slack)
+        return compose(
+            [(subsample(step(share), sample_rate=rate), n) for step, rate, n in steps], slack=slack
+        )
 
     if delta_split is not None:
         return epsilon(open_unit_interval("delta_split", delta_split))
-    best = minimize_scalar(lambda x: epsilon(1 / (1 + math.exp(-x))), bounds=(-12.0, 12.0), method="bounded")
+    best = minimize_scalar(
+        lambda x: epsilon(1 / (1 + math.exp(-x))), bounds=(-12.0, 12.0), method="bounded"
+    )
     return min(float(best.fun), epsilon(0.5))
 
 
@@ -104,7 +135,12 @@ def step_budget(
     steps, rate = integer("steps", steps), sampling_rate("sample_rate", sample_rate)
     split = open_unit_interval("delta_split", delta_split)
     slope = math.sqrt(-2 * math.log(max((1 - split) * delta, math.ulp(0.0))) * steps)
-    # The smaller of Theorem 1's two forms, so the larger of the two roots; the second without cancellation.
-    sampled = max(epsilon / steps, 2 * epsilon / (slope + math.sqrt(slope * slope + 2 * steps * epsilon)))
+    # The smaller of Theorem 1's two forms, so the larger of the two roots; the second without
+    # cancellation.
+    sampled = max(
+        epsilon / steps, 2 * epsilon / (slope + math.sqrt(slope * slope + 2 * steps * epsilon))
+    )
     before = sampled - math.log(rate) if sampled > 700 else math.log1p(math.expm1(sampled) / rate)
-    return before * (1 - RELATIVE_ERROR), min(split * delta / (rate * steps), math.nextafter(1.0, 0.0))
+    return before * (1 - RELATIVE_ERROR), min(
+        split * delta / (rate * steps), math.nextafter(1.0, 0.0)
+    )

@@ -1,9 +1,11 @@
 r"""Covers integer sums under binomial noise: one coordinate by its exact hockey stick, many by one Gaussian mechanism.
 
-User i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the analyzer sees every
-coordinate's sum plus Bin(m, p). Proved for every data set in docs/proofs/02_sums_with_binomial_noise.md: for d = 1 the worst
-case is the integer shift g (2.1, :func:`hockey_stick`); for any d and ‖w − w′‖₂ ≤ g the sums are a post-processing of one
-Gaussian mechanism with μ = c·‖w − w′‖₂ but for a probability d·``lost`` (Theorem 2.5, :func:`gaussian_bound`).
+User i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the
+analyzer sees every coordinate's sum plus Bin(m, p). Proved for every data set in
+docs/proofs/02_sums_with_binomial_noise.md: for d = 1 the worst case is the integer shift g (2.1,
+:func:`hockey_stick`); for any d and ‖w − w′‖₂ ≤ g the sums are a post-processing of one Gaussian
+mechanism with μ = c·‖w − w′‖₂ but for a probability d·``lost`` (Theorem 2.5,
+:func:`gaussian_bound`).
 
 >>> noise = BinomialNoise(trials=40_000, probability=0.5)  # standard deviation 100
 >>> bound = gaussian_bound(noise, shift=100, tail=1e-12)
@@ -35,7 +37,8 @@ from opacus_shuffle.core.validation import integer, open_unit_interval
 
 RELATIVE_ERROR = 1e-9
 """Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more: above the error of SciPy's binomial distribution
-(against 50 digits: 5e-11 at m = 2^30, 6e-9 at 2^40, 1e-7 at 2^50)."""
+(against 50 digits: 5e-11 at m = 2^30, 6e-9 at 2^40, 1e-7 at 2^50).
+"""
 
 MOST_TRIALS = 2**50
 
@@ -62,7 +65,10 @@ class BinomialNoise:
     def __post_init__(self) -> None:
         object.__setattr__(self, "trials", integer("trials", self.trials))
         if self.trials > MOST_TRIALS:
-            raise ValueError(f"trials must not exceed 2**50, beyond which no tails are known well, got {self.trials}")
+            raise ValueError(
+                "trials must not exceed 2**50, beyond which no tails are known well, got "
+                f"{self.trials}"
+            )
         object.__setattr__(self, "probability", open_unit_interval("probability", self.probability))
 
     @property
@@ -97,7 +103,8 @@ def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
         epsilon: ε ≥ 0.
 
     Formal Guarantees:
-        For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact for the worst (2.1).
+        For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact
+        for the worst (2.1).
     """
     return max(_upward(noise, shift, epsilon), _upward(noise.reflected, shift, epsilon))
 
@@ -110,16 +117,23 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
     if shift > m:
         return 1.0
 
-    def beyond(y: Vector) -> npt.NDArray[np.bool_]:  # whether P(B + k = y) > e^ε·P(B = y), which is so from one y on
+    def beyond(
+        y: Vector,
+    ) -> npt.NDArray[np.bool_]:  # whether P(B + k = y) > e^ε·P(B = y), which is so from one y on
         moved, stayed = scipy.stats.binom.pmf(y - shift, m, p), scipy.stats.binom.pmf(y, m, p)
         with np.errstate(divide="ignore", invalid="ignore"):
             larger = np.log(moved) - np.log(stayed) > epsilon
-        return np.where((moved > 0) & (stayed > 0), larger, (moved > stayed) | ((moved == stayed) & (y > m * p)))
+        return np.where(
+            (moved > 0) & (stayed > 0), larger, (moved > stayed) | ((moved == stayed) & (y > m * p))
+        )
 
     first = _first(beyond, shift, m + 1)
     # A step to either side too: the supremum is over all thresholds.
     thresholds = np.array([first - 2, first - 1, first], dtype=np.float64)
-    moved, stayed = scipy.stats.binom.sf(thresholds - shift, m, p), scipy.stats.binom.sf(thresholds, m, p)
+    moved, stayed = (
+        scipy.stats.binom.sf(thresholds - shift, m, p),
+        scipy.stats.binom.sf(thresholds, m, p),
+    )
     with np.errstate(divide="ignore"):
         against = np.exp(np.minimum(np.log(stayed) + epsilon, 1.0))  # e^ε alone might overflow
     margin = noise.relative_error
@@ -136,10 +150,12 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
         tail: What may be lost per coordinate, in (0, 1).
 
     Returns:
-        Slope and loss; an infinite slope where the noise is too small to cover ``shift`` but for ``tail``.
+        Slope and loss; an infinite slope where the noise is too small to cover ``shift`` but for
+        ``tail``.
 
     Formal Guarantees:
-        Theorem 2.5 of docs/proofs/02_sums_with_binomial_noise.md: proved for every data set, replacement adjacency.
+        Theorem 2.5 of docs/proofs/02_sums_with_binomial_noise.md: proved for every data set,
+        replacement adjacency.
     """
     m, p = noise.trials, noise.probability
     lowest = _largest_with_tail(noise, tail / 2) - shift
@@ -148,23 +164,30 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
         return GaussianBound(math.inf, tail)
     step = max(1, math.ceil((highest - lowest + 1) / _BLOCKS))
     ends = np.append(np.arange(lowest - 1, highest, step, dtype=np.float64), float(highest))
-    # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the mode, or the mode's own.
+    # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the
+    # mode, or the mode's own.
     mode = min(math.floor((m + 1) * p), m)
     largest = scipy.stats.binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
-    # Each tail where it is the smaller one. Single outcomes add up to it in a fifth of the time that SciPy's function takes,
-    # with an error of 2^16 roundings (1e-11) at most.
+    # Each tail where it is the smaller one. Single outcomes add up to it in a fifth of the time
+    # that SciPy's function takes, with an error of 2^16 roundings (1e-11) at most.
     half = int(np.searchsorted(ends, m * p))
     if step == 1:
         below = np.cumsum(np.append(scipy.stats.binom.cdf(ends[0], m, p), largest[: half - 1]))
-        above = np.cumsum(np.append(scipy.stats.binom.sf(ends[-1], m, p), largest[half:][::-1]))[::-1]
+        above = np.cumsum(np.append(scipy.stats.binom.sf(ends[-1], m, p), largest[half:][::-1]))[
+            ::-1
+        ]
         smaller = np.concatenate([below, above])
     else:
-        smaller = np.concatenate([scipy.stats.binom.cdf(ends[:half], m, p), scipy.stats.binom.sf(ends[half:], m, p)])
+        smaller = np.concatenate(
+            [scipy.stats.binom.cdf(ends[:half], m, p), scipy.stats.binom.sf(ends[half:], m, p)]
+        )
     if min(smaller[0], smaller[-1]) <= 0:
         return GaussianBound(math.inf, tail)
     quantiles = ndtri(smaller) * np.where(np.arange(len(ends)) < half, 1.0, -1.0)
     densities = np.exp(-quantiles * quantiles / 2) / math.sqrt(2 * math.pi)
-    slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (1 + noise.relative_error)
+    slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (
+        1 + noise.relative_error
+    )
     lost = scipy.stats.binom.cdf(lowest + shift, m, p) + scipy.stats.binom.sf(highest - shift, m, p)
     return GaussianBound(slope, float(lost) * (1 + noise.relative_error))
 
@@ -207,7 +230,11 @@ Rounds = Sequence[tuple[BinomialSum, int]]
 
 def gaussian_equivalent(binomial_sum: BinomialSum, *, lost: float) -> tuple[float, float]:
     """Returns (μ, lost) of one round: it is a μ-Gaussian mechanism but for that probability, which is at most the one given."""
-    bound = gaussian_bound(binomial_sum.noise, shift=binomial_sum.shift, tail=max(lost / binomial_sum.dimension, 1e-300))
+    bound = gaussian_bound(
+        binomial_sum.noise,
+        shift=binomial_sum.shift,
+        tail=max(lost / binomial_sum.dimension, 1e-300),
+    )
     return bound.slope * binomial_sum.shift, bound.lost * binomial_sum.dimension
 
 
@@ -215,9 +242,11 @@ def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> f
     """Returns ε at δ of rounds in which the same users take part, rounded up; ``inf`` where the noise is too small to say.
 
     Args:
-        rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on the earlier ones' sums.
+        rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on
+            the earlier ones' sums.
         delta: δ in (0, 1).
-        distance: The share of the ball's diameter that a user's value may move: 1 for replacement, ½ for becoming zero.
+        distance: The share of the ball's diameter that a user's value may move: 1 for replacement,
+            ½ for becoming zero.
 
     Formal Guarantees:
         Proved for every data set.
@@ -240,13 +269,18 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
     Args:
         rounds: As :func:`compute_epsilon`.
         delta: δ in (0, 1).
-        sample_rate: With which probability the user takes part in a round, unseen, where all others hold what the user's
-            value becomes.
+        sample_rate: With which probability the user takes part in a round, unseen, where all others
+            hold what the user's value becomes.
 
     Returns:
-        ε ≥ 0, rounded down; ``inf`` where nothing that the user sends in some round could also come from the other value.
+        ε ≥ 0, rounded down; ``inf`` where nothing that the user sends in some round could also come
+        from the other value.
     """
-    possible = [(binomial_sum, count) for binomial_sum, count in rounds if binomial_sum.shift <= binomial_sum.noise.trials]
+    possible = [
+        (binomial_sum, count)
+        for binomial_sum, count in rounds
+        if binomial_sum.shift <= binomial_sum.noise.trials
+    ]
     if len(possible) < len(rounds) and sample_rate == 1:
         return math.inf
     if not possible:
@@ -272,13 +306,20 @@ def _shift_distribution(binomial_sum: BinomialSum, reflected: bool) -> RatioDist
     ends = np.unique(np.round(np.linspace(first, last, min(_CELLS, last - first) + 1)))
     stayed = _cell_masses(ends, m, p)
     moved = _cell_masses(ends - binomial_sum.shift, m, p)
-    keep = (stayed > 0) & (moved > 0)  # the rest would be learnt for certain: leaving it out lowers ε
-    return RatioDistribution(moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, binomial_sum.shift / deviation)
+    keep = (stayed > 0) & (
+        moved > 0
+    )  # the rest would be learnt for certain: leaving it out lowers ε
+    return RatioDistribution(
+        moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, binomial_sum.shift / deviation
+    )
 
 
 def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
     """Returns P(ends[i] < B ≤ ends[i + 1]), from whichever tail is the smaller."""
-    below, above = scipy.stats.binom.cdf(ends, trials, probability), scipy.stats.binom.sf(ends, trials, probability)
+    below, above = (
+        scipy.stats.binom.cdf(ends, trials, probability),
+        scipy.stats.binom.sf(ends, trials, probability),
+    )
     return np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
 
 
@@ -288,5 +329,7 @@ def largest_mu(*, epsilon: float, delta: float) -> float:
     def excess(log_mu: float) -> float:
         return max(gaussian.log_delta(mu=math.exp(log_mu), epsilon=epsilon), -1e6) - math.log(delta)
 
-    log_mu = safe_root(excess, unsafe=math.log(1e3), safe=math.log(1e-40), tolerance=1e-12, step=1e-10)
+    log_mu = safe_root(
+        excess, unsafe=math.log(1e3), safe=math.log(1e-40), tolerance=1e-12, step=1e-10
+    )
     return math.exp(log_mu) * (1 - 1e-8)

@@ -1,8 +1,9 @@
 r"""Converts the RDP of many rounds to one (ε, δ), over as many Rényi orders as it takes.
 
-The conversion is Opacus's (Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle Gaussian mechanism (SG).
-As a function of the order ε falls and then rises, so the grid of orders grows until the minimum is inside. At SG's Table 1
-setting orders up to 30 give no more than the conversion's floor at order 30:
+The conversion is Opacus's (Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle
+Gaussian mechanism (SG). As a function of the order ε falls and then rises, so the grid of orders
+grows until the minimum is inside. At SG's Table 1 setting orders up to 30 give no more than the
+conversion's floor at order 30:
 
 >>> from opacus_shuffle.analysis import composition, mean_ratio
 >>> def one_round(orders):
@@ -48,8 +49,8 @@ def epsilon_from_rdp(
     Args:
         rdp: Maps an array of orders to the composed RDP at them, same shape; may not return NaN.
         delta: δ in (0, 1).
-        orders: Fixed orders in (1, 16384] (then the best of them is taken, inside or at the edge). By default the grid
-            grows until the best order is inside it, up to 16384.
+        orders: Fixed orders in (1, 16384] (then the best of them is taken, inside or at the edge).
+            By default the grid grows until the best order is inside it, up to 16384.
 
     Returns:
         ``(epsilon, order)``, ε rounded up and never negative. ``inf`` never appears.
@@ -63,12 +64,15 @@ def epsilon_from_rdp(
         return _convert(rdp, renyi_orders(orders, maximum=MAX_ORDER), delta)
     top = _FIRST_TOP
     while True:
-        epsilon, order = _convert(rdp, np.concatenate([_LOW_ORDERS, np.arange(2.0, top + 1)]), delta)
+        epsilon, order = _convert(
+            rdp, np.concatenate([_LOW_ORDERS, np.arange(2.0, top + 1)]), delta
+        )
         if order < top:
             return epsilon, order
         if top >= MAX_ORDER:
             warnings.warn(
-                f"the best Rényi order lies beyond the largest computed, {MAX_ORDER}: epsilon={round_up(epsilon)} is valid, a "
+                f"the best Rényi order lies beyond the largest computed, {MAX_ORDER}: "
+                f"epsilon={round_up(epsilon)} is valid, a "
                 "smaller one may hold (it is close to the conversion's floor, log(1/delta)/order)",
                 OrderCapWarning,
                 stacklevel=3,
@@ -81,8 +85,13 @@ def _convert(rdp: Callable[[Vector], Vector], orders: Vector, delta: float) -> t
     """The conversion over fixed orders, rounded up; the edge of the grid is the caller's business."""
     values = np.asarray(rdp(orders), dtype=np.float64)
     if not np.all(np.isfinite(values)):
-        raise ValueError(f"the RDP is not finite at order {orders[~np.isfinite(values)][0]:g}; use a larger noise_multiplier")
-    converted = values - (math.log(delta) + np.log(orders)) / (orders - 1) + np.log((orders - 1) / orders)
+        raise ValueError(
+            f"the RDP is not finite at order {orders[~np.isfinite(values)][0]:g}; use a larger "
+            "noise_multiplier"
+        )
+    converted = (
+        values - (math.log(delta) + np.log(orders)) / (orders - 1) + np.log((orders - 1) / orders)
+    )
     best = int(np.argmin(converted))
     epsilon, order = float(converted[best]), float(orders[best])
     return (math.nextafter(epsilon * (1 + RELATIVE_ERROR), math.inf) if epsilon > 0 else 0.0), order

@@ -1,7 +1,8 @@
 """Holds distributions as cells of the real line, and adds independent ones up: what all distributions on grids share.
 
-A cell has a mass and a first moment. Moving a cell's mass to its two ends, with the mean kept, gives a distribution above in
-convex order; sums of independent ones keep that order (docs/proofs/06_distributions_on_grids.md, 6.2 and 6.3).
+A cell has a mass and a first moment. Moving a cell's mass to its two ends, with the mean kept,
+gives a distribution above in convex order; sums of independent ones keep that order
+(docs/proofs/06_distributions_on_grids.md, 6.2 and 6.3).
 
 >>> masses, moments = np.array([0.5, 0.5]), np.array([0.25, 1.0])
 >>> atoms, infinite = atoms_above(masses, moments, cuts=np.array([0.0, 1.0]))
@@ -67,7 +68,8 @@ def mean_of_atoms(
         weight: Of Y₁; 1/2 if ``first`` is ``second``.
         cuts: Where the cells begin; the last one has no end.
         centre: Y₁ + ``centre`` is what tails are measured in, where it is positive.
-        negligible: Outermost cells whose tails are below this are merged: that keeps the order, and arrays short.
+        negligible: Outermost cells whose tails are below this are merged: that keeps the order, and
+            arrays short.
     """
     masses, moments = np.zeros(len(cuts)), np.zeros(len(cuts))
     parts, others = first[0] * weight, second[0] * (1 - weight)
@@ -90,7 +92,9 @@ def mean_of_atoms(
         masses, moments = (np.append(cells[:end], cells[end:].sum()) for cells in (masses, moments))
         cuts = cuts[: end + 1]
     if start > 1:
-        masses, moments = (np.append(cells[:start].sum(), cells[start:]) for cells in (masses, moments))
+        masses, moments = (
+            np.append(cells[:start].sum(), cells[start:]) for cells in (masses, moments)
+        )
         cuts = np.append(cuts[0], cuts[start:])
     return masses, moments, cuts
 
@@ -98,7 +102,8 @@ def mean_of_atoms(
 def atoms_above(masses: Vector, moments: Vector, cuts: Vector) -> tuple[Vector, float]:
     """Returns atoms at the cuts, from cells [cuts₀, cuts₁), …, [cuts_k, ∞), and the part of the mean that is left at infinity.
 
-    What lies below cuts₀ is moved up to it: above in increasing convex order, and in convex order if there is nothing.
+    What lies below cuts₀ is moved up to it: above in increasing convex order, and in convex order
+    if there is nothing.
     """
     # Cells may underflow: who composes such a distribution finds no deviation.
     with np.errstate(divide="ignore", invalid="ignore"):

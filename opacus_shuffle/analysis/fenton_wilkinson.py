@@ -1,16 +1,17 @@
 r"""Computes Theorem 6 of Yang, Ji and Xiang's weight shuffling (WS): an **estimate** and no upper bound on ε.
 
-The shuffled Gaussian releases P(f) + z, P uniform on the permutations of d coordinates, z ~ N(0, σ²I), where ‖f(x)‖ ≤ c′ and
-‖f(x) − f(x′)‖ ≤ c. WS bounds the δ of a pair of data sets *from below*, replaces a sum of log-normals by one log-normal (WS
-Lemma 1), and takes the largest value over pairs by a heuristic. What comes out, by WS Eq. 83 (Eq. 26 misprints its exponents;
-L = log(d − 1)),
+The shuffled Gaussian releases P(f) + z, P uniform on the permutations of d coordinates, z ~ N(0,
+σ²I), where ‖f(x)‖ ≤ c′ and ‖f(x) − f(x′)‖ ≤ c. WS bounds the δ of a pair of data sets *from below*,
+replaces a sum of log-normals by one log-normal (WS Lemma 1), and takes the largest value over pairs
+by a heuristic. What comes out, by WS Eq. 83 (Eq. 26 misprints its exponents; L = log(d − 1)),
 
-    δ = Φ(s₁/2 + (ζ₁ − ε)/s₁) − e^ε·Φ(s₂/2 + (ζ₂ − ε)/s₂),
-    ζ₁ = −log(1 + e^{L−b₁}),   ζ₂ = −log(1 + e^{L−b₂}) − c²/σ²,   b₁ = d·c·c′/((d−1)σ²),   b₂ = d·c·(c + c′)/((d−1)σ²),
-    s_i² = log(1 + (e^{c²/σ²} − 1)·(1 + e^{L−2b_i})/(1 + e^{L−b_i})²),
+    δ = Φ(s₁/2 + (ζ₁ − ε)/s₁) − e^ε·Φ(s₂/2 + (ζ₂ − ε)/s₂), ζ₁ = −log(1 + e^{L−b₁}),   ζ₂ = −log(1 +
+    e^{L−b₂}) − c²/σ²,   b₁ = d·c·c′/((d−1)σ²),   b₂ = d·c·(c + c′)/((d−1)σ²), s_i² = log(1 +
+    (e^{c²/σ²} − 1)·(1 + e^{L−2b_i})/(1 + e^{L−b_i})²),
 
-can be negative, and is false at the paper's own settings: for d = 85.8e6, σ = 0.27372, ε = 0.1976 it says 2.5e-7, while the
-pair of :mod:`opacus_shuffle.analysis.permuted_gaussian` has δ ≥ 1.54e-3 there.
+can be negative, and is false at the paper's own settings: for d = 85.8e6, σ = 0.27372, ε = 0.1976
+it says 2.5e-7, while the pair of :mod:`opacus_shuffle.analysis.permuted_gaussian` has δ ≥ 1.54e-3
+there.
 
 >>> noise_std = compute_noise_std(epsilon=0.1976, delta=2.5e-7, dimension=85_800_000)
 >>> round(noise_std, 4)
@@ -46,17 +47,25 @@ _POINTS = 513
 
 
 def compute_delta(
-    *, epsilon: float, noise_std: float, dimension: Dimension, clip: float = 1.0, batch_clip: float = 1.0
+    *,
+    epsilon: float,
+    noise_std: float,
+    dimension: Dimension,
+    clip: float = 1.0,
+    batch_clip: float = 1.0,
 ) -> float:
     """Returns δ of one shuffled Gaussian by WS Theorem 6 (Eq. 83), as the formula has it: it may be negative.
 
     Args:
         epsilon: ε ≥ 0.
-        noise_std: Absolute standard deviation of the noise on each coordinate of the sum (WS Algorithm 1's σ times ``clip``).
-        dimension: d, the coordinates permuted among themselves; 1 is the unshuffled Gaussian. A sequence is the reading layer
-            by layer: each layer a release of its own, the worst of them counts (and no composition over layers, as in WS).
+        noise_std: Absolute standard deviation of the noise on each coordinate of the sum (WS
+            Algorithm 1's σ times ``clip``).
+        dimension: d, the coordinates permuted among themselves; 1 is the unshuffled Gaussian. A
+            sequence is the reading layer by layer: each layer a release of its own, the worst of
+            them counts (and no composition over layers, as in WS).
         clip: c ≥ ‖f(x) − f(x′)‖, one record's clipped gradient.
-        batch_clip: c′ ≥ ‖f(x)‖, the sum of a batch; may be 0 or infinite (then nothing is left of the gain).
+        batch_clip: c′ ≥ ‖f(x)‖, the sum of a batch; may be 0 or infinite (then nothing is left of
+            the gain).
 
     Returns:
         δ, absolute error below 1e-10 for d up to 1e12 and σ down to 0.05·c.
@@ -73,7 +82,12 @@ def compute_delta(
 
 
 def compute_epsilon(
-    *, noise_std: float, delta: float, dimension: Dimension, clip: float = 1.0, batch_clip: float = 1.0
+    *,
+    noise_std: float,
+    delta: float,
+    dimension: Dimension,
+    clip: float = 1.0,
+    batch_clip: float = 1.0,
 ) -> float:
     """Returns the smallest ε ≥ 0 from which on WS Theorem 6 keeps δ within ``delta``, rounded up; 0 where the formula says so.
 
@@ -96,7 +110,12 @@ def compute_epsilon(
 
 
 def compute_noise_std(
-    *, epsilon: float, delta: float, dimension: Dimension, clip: float = 1.0, batch_clip: float = 1.0
+    *,
+    epsilon: float,
+    delta: float,
+    dimension: Dimension,
+    clip: float = 1.0,
+    batch_clip: float = 1.0,
 ) -> float:
     """Returns the smallest σ above which WS Theorem 6 keeps δ within ``delta``, rounded up: δ is not monotone in σ.
 
@@ -127,7 +146,10 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
     layers = tuple(np.atleast_1d(dimension)) if isinstance(dimension, np.ndarray) else dimension
     layers = tuple(layers) if isinstance(layers, Sequence) else (layers,)
     if not layers or isinstance(dimension, str | bytes):
-        raise ValueError(f"dimension must be a whole number or a non-empty sequence of them, one per layer, got {dimension!r}")
+        raise ValueError(
+            "dimension must be a whole number or a non-empty sequence of them, one per layer, got "
+            f"{dimension!r}"
+        )
     return tuple(integer("dimension", each) for each in layers)
 
 
@@ -141,7 +163,9 @@ def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, flo
 def _parts(ratio: Numbers, d: int, norm: float) -> tuple[Vector, Vector, Vector]:
     """Returns −ζ₁, s₁ for c′ = norm; with c + c′ in its place −ζ₂ − c²/σ², s₂. All in the log domain."""
     inverse = 1 / np.asarray(ratio, dtype=np.float64) ** 2
-    if d == 1 or norm == math.inf:  # nothing to permute, or a batch so large that one place stands out anyhow
+    if (
+        d == 1 or norm == math.inf
+    ):  # nothing to permute, or a batch so large that one place stands out anyhow
         return inverse, np.zeros_like(inverse), np.sqrt(inverse)
     exponent = math.log(d - 1) - d / (d - 1) * norm * inverse
     spread = np.logaddexp(0, exponent)
@@ -154,7 +178,9 @@ def _delta(epsilon: Numbers, ratio: Numbers, d: int, norm: float) -> Vector:
     """Evaluates Eq. 83 for arrays, c = 1."""
     inverse, first, s1 = _parts(ratio, d, norm)
     _, second, s2 = _parts(ratio, d, norm + 1)
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # s may be too small to divide by: then Φ is 0
+    with np.errstate(
+        over="ignore", divide="ignore", invalid="ignore"
+    ):  # s may be too small to divide by: then Φ is 0
         below = np.where(s1 > 0, s1 / 2 - (first + epsilon) / s1, -np.inf)
         above = np.where(s2 > 0, s2 / 2 - (second + inverse + epsilon) / s2, -np.inf)
         return ndtr(below) - np.exp(epsilon + log_ndtr(above))
@@ -166,18 +192,24 @@ def _epsilon(ratio: float, delta: float, d: int, norm: float) -> float:
     high = float(s1**2 / 2 - ndtri(delta) * s1 - first)
     if high <= 0:
         return 0.0
-    return _last_crossing(lambda e: _delta(e, ratio, d, norm) - delta, np.linspace(high, 0.0, _POINTS), otherwise=0.0)
+    return _last_crossing(
+        lambda e: _delta(e, ratio, d, norm) - delta, np.linspace(high, 0.0, _POINTS), otherwise=0.0
+    )
 
 
 def _noise_ratio(epsilon: float, delta: float, d: int, norm: float) -> float:
     """Returns σ/c for one d; as ζ₁ ≤ 0 and s₁ ≤ c/σ, Φ(c/2σ − εσ/c) ≤ δ is enough, a quadratic equation."""
     z = float(ndtri(delta))
-    double = 2 * min(epsilon, 1e300)  # which stays finite, and asks for less than 2e-6 as any larger one does
+    double = 2 * min(
+        epsilon, 1e300
+    )  # which stays finite, and asks for less than 2e-6 as any larger one does
     root = math.sqrt(z * z + double)
     high = min(max((root - z) / double, 2e-6), 1e12)  # = 1/(z + root) without cancellation
     octaves = math.ceil(math.log2(high / 1e-6))
     grid = high * np.exp2(-np.arange(octaves * _PER_OCTAVE + 1) / _PER_OCTAVE)
-    return _last_crossing(lambda r: _delta(epsilon, r, d, norm) - delta, grid[grid >= 1e-6], otherwise=1e-6)
+    return _last_crossing(
+        lambda r: _delta(epsilon, r, d, norm) - delta, grid[grid >= 1e-6], otherwise=1e-6
+    )
 
 
 def _last_crossing(excess: Callable[[Numbers], Vector], grid: Vector, otherwise: float) -> float:

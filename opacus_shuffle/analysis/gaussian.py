@@ -1,7 +1,8 @@
 r"""Computes ε of the Gaussian mechanism with no shuffler: what every record keeps, whatever the other records are.
 
-T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with μ = Δ·sqrt(Σ 1/σ_t²), whose curve
-is δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). Shuffling the reports is post-processing. Sampling the users is not used here.
+T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with μ =
+Δ·sqrt(Σ 1/σ_t²), whose curve is δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). Shuffling the reports is
+post-processing. Sampling the users is not used here.
 
 >>> from opacus_shuffle.analysis import gaussian
 >>> round(gaussian.compute_epsilon(mu=1 / 9.48, delta=1 / 60_000), 4)  # one round at sigma = 9.48, zero-out
@@ -27,8 +28,9 @@ RELATIVE_ERROR = 1e-8
 def log_delta(*, mu: float, epsilon: float) -> float:
     """Returns log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation.
 
-    For small μ the two terms cancel. There δ = e^{ε/2}·(G(μ/2) − G(−μ/2)) with G(s) = e^{xs}Φ(x + s), x = −ε/μ, is
-    e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times ``|G‴/G′| = |x² − φ/(xΦ + φ)|`` < 3.
+    For small μ the two terms cancel. There δ = e^{ε/2}·(G(μ/2) − G(−μ/2)) with G(s) = e^{xs}Φ(x +
+    s), x = −ε/μ, is e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times ``|G‴/G′| = |x²
+    − φ/(xΦ + φ)|`` < 3.
     """
     finite_number("epsilon", epsilon)
     if not_negative("mu", mu) == 0:
@@ -43,7 +45,9 @@ def _log_delta(mu: float, epsilon: float) -> float:
         # xΦ + φ at −x, over φ(x): 1 less x times Mills' ratio.
         rest = 1 - x * math.sqrt(math.pi / 2) * float(erfcx(x / math.sqrt(2)))
         if x < 1e4 and rest > 0:
-            return epsilon / 2 + math.log(mu) - x * x / 2 - math.log(2 * math.pi) / 2 + math.log(rest)
+            return (
+                epsilon / 2 + math.log(mu) - x * x / 2 - math.log(2 * math.pi) / 2 + math.log(rest)
+            )
     first = float(log_ndtr(mu / 2 - epsilon / mu))
     second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     if second < first:
@@ -57,11 +61,13 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     """Returns the smallest ε ≥ 0 with δ(ε) ≤ ``delta``, rounded up.
 
     Args:
-        mu: Mean shift over standard deviation, Δ·sqrt(Σ 1/σ²), ≥ 0; Δ = 1 for zero-out and 2 for replacement adjacency.
+        mu: Mean shift over standard deviation, Δ·sqrt(Σ 1/σ²), ≥ 0; Δ = 1 for zero-out and 2 for
+            replacement adjacency.
         delta: δ in (0, 1).
 
     Raises:
-        ValueError: If an argument is out of range, or μ above 1e150, where ε leaves double precision.
+        ValueError: If an argument is out of range, or μ above 1e150, where ε leaves double
+            precision.
 
     Formal Guarantees:
         Proved for every data set and exact for the worst one (Balle & Wang 2018, Theorem 8).
@@ -70,9 +76,13 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     if not_negative("mu", mu) == 0 or log_delta(mu=mu, epsilon=0.0) <= math.log(delta):
         return 0.0
     if mu > _LARGEST:
-        raise ValueError(f"mu must be at most {_LARGEST:g}, got {mu!r}: its ε, about mu²/2, is no number; use more noise")
+        raise ValueError(
+            f"mu must be at most {_LARGEST:g}, got {mu!r}: its ε, about mu²/2, is no number; use "
+            "more noise"
+        )
 
-    # Φ(μ/2 − ε/μ) ≤ δ/2 already at this end. For a large μ it is but some 1/μ above the root, which rounding hides.
+    # Φ(μ/2 − ε/μ) ≤ δ/2 already at this end. For a large μ it is but some 1/μ above the root, which
+    # rounding hides.
     epsilon = high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     if mu < _LARGE:
         epsilon = safe_root(

@@ -1,10 +1,12 @@
 r"""Computes the certificate: an ε of shuffled Gaussian reports that holds for **every** data set.
 
-The idea: with probability about α = e^{−(t/σ + 1/2σ²)} an other user sends what a user at zero would send, a *clone* of zero.
-Among k clones, user 1's report hides as in the papers' pair with k + 1 users (:mod:`opacus_shuffle.analysis.mean_ratio`). Two
-ways to make "about" exact, both proved in docs/proofs/01_gaussian_clones.md: **mended** clones (Theorem 1.4) and **truncated**
-ones (Theorem 1.6), whose slack does not grow with n, so they are usually the better where σ is above about 1. Rounds, sampling
-and replacement are 1.5 and 1.8 to 1.15. Few clones (σ below about 1 at n = 60000) mean no certified gain.
+The idea: with probability about α = e^{−(t/σ + 1/2σ²)} an other user sends what a user at zero
+would send, a *clone* of zero. Among k clones, user 1's report hides as in the papers' pair with k +
+1 users (:mod:`opacus_shuffle.analysis.mean_ratio`). Two ways to make "about" exact, both proved in
+docs/proofs/01_gaussian_clones.md: **mended** clones (Theorem 1.4) and **truncated** ones (Theorem
+1.6), whose slack does not grow with n, so they are usually the better where σ is above about 1.
+Rounds, sampling and replacement are 1.5 and 1.8 to 1.15. Few clones (σ below about 1 at n = 60000)
+mean no certified gain.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=9.48, num_users=60_000), 1)]
 >>> round(compute_epsilon(rounds, delta=1 / 60_000), 5), round(compute_epsilon(rounds, delta=1 / 60_000, clones="truncated"), 5)
@@ -30,7 +32,15 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import Merged, Rounds, ShuffledRound, coarsen, merge, tail_for, unshuffled_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import (
+    Merged,
+    Rounds,
+    ShuffledRound,
+    coarsen,
+    merge,
+    tail_for,
+    unshuffled_epsilon,
+)
 from opacus_shuffle.core.validation import finite_number, noise_level, one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
@@ -53,24 +63,29 @@ _FEW_KINDS, _FEWER_BITS, _COARSER = 4, 5, 0.06
 """For histories with more kinds of rounds, coarser groups and grids: rounded up as ever, by about 1 % of ε more."""
 
 
-def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended") -> float:
+def compute_epsilon(
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended"
+) -> float:
     """Returns ε of adaptive rounds at δ, for every data set, rounded up.
 
     Args:
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
         delta: δ in (0, 1).
-        adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"`` (it becomes any other).
+        adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"`` (it becomes any
+            other).
         clones: Which proof: ``"mended"`` or ``"truncated"``.
 
     Returns:
-        ε, never above the unshuffled reports', which it is at σ below 0.05, or with next to no clones.
+        ε, never above the unshuffled reports', which it is at σ below 0.05, or with next to no
+        clones.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        (ε, δ)-differential privacy of the shuffled reports of all rounds together, for every data set whose records are clipped
-        to norm 1, adaptively chosen rounds included. Theorems 1.4, 1.6, 9.1 and 9.2 of docs/proofs/.
+        (ε, δ)-differential privacy of the shuffled reports of all rounds together, for every data
+        set whose records are clipped to norm 1, adaptively chosen rounds included. Theorems 1.4,
+        1.6, 9.1 and 9.2 of docs/proofs/.
     """
     delta = open_unit_interval("delta", delta)
     distance = _DISTANCES[one_of("adjacency", adjacency, tuple(_DISTANCES))]
@@ -80,15 +95,21 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
     return min(best, _with_clones(merged, delta, clones, distance)) if best else 0.0
 
 
-def smallest_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> tuple[float, Clones | None]:
+def smallest_epsilon(
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
+) -> tuple[float, Clones | None]:
     """Returns the smaller ε of both proofs, and which it is by; None where neither gains anything from shuffling.
 
-    The proof that promises less from afar is left out, half of the work, unless its promise is below what the other one found.
+    The proof that promises less from afar is left out, half of the work, unless its promise is
+    below what the other one found.
     """
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=_DISTANCES[adjacency])
     if all(_clones(kind, _SMALLEST_MARGIN) < _FEWEST_CLONES for kind, _ in rounds):
         return unshuffled, None
-    promised = {clones: rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones) for clones in KINDS}
+    promised = {
+        clones: rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
+        for clones in KINDS
+    }
     first, second = sorted(KINDS, key=promised.__getitem__)
     best, proof = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=first), first
     if promised[second] <= 1.05 * best or best >= unshuffled:
@@ -98,7 +119,9 @@ def smallest_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out
     return best, proof if best < unshuffled else None
 
 
-def rough_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones | None = None) -> float:
+def rough_epsilon(
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones | None = None
+) -> float:
     """Returns about what :func:`compute_epsilon` does, in milliseconds: no bound, but where to look for one.
 
     Args:
@@ -108,16 +131,25 @@ def rough_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", 
         clones: As there; None for the smaller of both.
     """
     if clones is None:
-        return min(rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=proof) for proof in KINDS)
+        return min(
+            rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=proof) for proof in KINDS
+        )
     merged, distance = coarsen(merge(rounds), "upper"), _DISTANCES[adjacency]
-    return _gaussian_fixed_point(merged, delta, clones, distance, unshuffled_epsilon(merged, delta=delta, distance=distance))
+    return _gaussian_fixed_point(
+        merged, delta, clones, distance, unshuffled_epsilon(merged, delta=delta, distance=distance)
+    )
 
 
-def _gaussian_fixed_point(rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float) -> float:
+def _gaussian_fixed_point(
+    rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float
+) -> float:
     """Returns the ε that is its own guess, as if the mixtures were Gaussian, which costs next to nothing."""
     guess = 0.0
     for _ in range(10):
-        guess, last = min(_best_margin(rounds, delta, clones, guess, distance)[1], unshuffled), guess
+        guess, last = (
+            min(_best_margin(rounds, delta, clones, guess, distance)[1], unshuffled),
+            guess,
+        )
         if abs(guess - last) <= 1e-3:
             break
     return guess
@@ -139,7 +171,8 @@ def _clones(kind: ShuffledRound, margin: float) -> float:
 def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) -> float:
     """Returns ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use.
 
-    Of two records that are ``distance`` = 2 apart the worst are opposite (9.3); at 1, one of them is zero.
+    Of two records that are ``distance`` = 2 apart the worst are opposite (9.3); at 1, one of them
+    is zero.
     """
     tail = tail_for(rounds, delta)
     if tail is None:
@@ -149,15 +182,21 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     few = len(rounds) <= _FEW_KINDS
 
-    # The slack is multiplied by e^ε: the margin has to be made for an ε that is not below what comes out, nor far above it.
+    # The slack is multiplied by e^ε: the margin has to be made for an ε that is not below what
+    # comes out, nor far above it.
     guess = _gaussian_fixed_point(rounds, delta, clones, distance, unshuffled)
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)
         if all(_clones(kind, margin) < _FEWEST_CLONES for kind, _ in rounds):
             break
-        mixtures = [(_mixture(kind, margin, clones, budget, tail, distance, few=few), count) for kind, count in rounds]
-        epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta))
+        mixtures = [
+            (_mixture(kind, margin, clones, budget, tail, distance, few=few), count)
+            for kind, count in rounds
+        ]
+        epsilon = privacy_loss.compute_epsilon(
+            mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta)
+        )
         close = abs(epsilon - guess) <= 0.02 or (1 - _SMALL_GAIN) * best <= epsilon < math.inf
         if epsilon < best:
             best, good = epsilon, guess
@@ -167,7 +206,9 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
         if too_low < epsilon < math.inf:
             guess = min(epsilon, unshuffled)
         else:
-            guess = min((too_low + good) / 2 if good < math.inf else max(2 * guess, 1.0), unshuffled)
+            guess = min(
+                (too_low + good) / 2 if good < math.inf else max(2 * guess, 1.0), unshuffled
+            )
     return best
 
 
@@ -183,12 +224,16 @@ def _slack(rounds: Merged, margin: float, clones: Clones, delta: float) -> tuple
     missing = float(ndtr(-margin))
     if clones == "mended":
         sigmas = [(kind.noise_multiplier, count * kind.others) for kind, count in rounds]
-        distance = sum(others * clone_probability(sigma, margin) * missing for sigma, others in sigmas)
+        distance = sum(
+            others * clone_probability(sigma, margin) * missing for sigma, others in sigmas
+        )
         return distance, distance
     gained = lost = 0.0
     for kind, count in rounds:
         shift, rate = 1 / kind.noise_multiplier, kind.sample_rate
-        gained += count * (rate * _mass(max(margin, shift / 2) - shift, shift) + (1 - rate) * missing)
+        gained += count * (
+            rate * _mass(max(margin, shift / 2) - shift, shift) + (1 - rate) * missing
+        )
         lost += count * (rate * _mass(margin, shift) + (1 - rate) * missing)
     return gained / (1 - delta), lost / (1 - delta)
 
@@ -198,7 +243,9 @@ def _mass(start: float, length: float) -> float:
     return float(ndtr(-start) - ndtr(-start - length)) + 1e-15 * float(ndtr(-start))
 
 
-def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, distance: float) -> tuple[float, float]:
+def _best_margin(
+    rounds: Merged, delta: float, clones: Clones, guess: float, distance: float
+) -> tuple[float, float]:
     """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian, and about the ε that it gives."""
 
     def epsilon(margin: float) -> float:
@@ -209,25 +256,42 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, dis
         variance = 0.0
         for kind, count in rounds:
             size = 1 + _clones(kind, margin)
-            stretch = math.exp(min(-float(log_ndtr(margin)) * size, 10.0)) if clones == "truncated" else 1.0
+            stretch = (
+                math.exp(min(-float(log_ndtr(margin)) * size, 10.0))
+                if clones == "truncated"
+                else 1.0
+            )
             u = kind.noise_multiplier**-2
             spread = math.expm1(min(u, 600.0)) if distance == 1 else 4 * math.sinh(min(u, 600.0))
             variance += count * math.log1p(stretch**2 * kind.sample_rate**2 * spread / size)
         mu = math.sqrt(variance)
         spent = gaussian.compute_epsilon(mu=mu, delta=left)
-        # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0 or
-        # not by chance (10.4).
+        # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0
+        # or not by chance (10.4).
         return spent if spent > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(left)
 
-    best = minimize_scalar(epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3})
+    best = minimize_scalar(
+        epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3}
+    )
     return float(best.x), max(float(best.fun), 0.0)
 
 
 def _mixture(
-    kind: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float, distance: float, *, few: bool = True
+    kind: ShuffledRound,
+    margin: float,
+    clones: Clones,
+    budget: float,
+    tail: float,
+    distance: float,
+    *,
+    few: bool = True,
 ) -> Mixture:
     """Returns the round's R as a mixture over pool sizes (1.7, 1.14); ``budget`` of probability may be lost to rare ones."""
-    sigma, probability, stretch = kind.noise_multiplier, clone_probability(kind.noise_multiplier, margin), 0.0
+    sigma, probability, stretch = (
+        kind.noise_multiplier,
+        clone_probability(kind.noise_multiplier, margin),
+        0.0,
+    )
     if clones == "truncated":
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
@@ -246,14 +310,26 @@ def _mixture(
             factor = math.exp(stretch * (size - 1))
             if distance == 2:
                 ratio = opposite_reports(
-                    noise_multiplier=sigma, num_users=users, sample_rate=rate, factor=factor, tail=tail, negligible=budget
+                    noise_multiplier=sigma,
+                    num_users=users,
+                    sample_rate=rate,
+                    factor=factor,
+                    tail=tail,
+                    negligible=budget,
                 )
             else:
                 resolution = RESOLUTION if few else _COARSER
-                distribution = mean_distribution(noise_multiplier=sigma, num_users=users, resolution=resolution, tail=tail)
+                distribution = mean_distribution(
+                    noise_multiplier=sigma, num_users=users, resolution=resolution, tail=tail
+                )
                 ratio = distribution.scaled(rate * factor)
                 if factor > 1:  # atoms pushed below R = 0 count as lost, factor and all
-                    lost += weight * share * factor * float(distribution.masses[ratio.offsets <= -ratio.centre].sum())
+                    lost += (
+                        weight
+                        * share
+                        * factor
+                        * float(distribution.masses[ratio.offsets <= -ratio.centre].sum())
+                    )
             parts.append((weight * share, ratio))
     return Mixture(tuple(parts), lost)
 
@@ -277,10 +353,14 @@ def _pools(
     present = gamma * inside.pmf(sizes - 1)
     absent = (1 - gamma) * outside.pmf(sizes) if gamma < 1 else np.zeros(len(sizes))
     weights = present + absent
-    rare = gamma * (inside.cdf(low - 2) + inside.sf(high)) + (1 - gamma) * (outside.cdf(low - 1) + outside.sf(high + 1))
+    rare = gamma * (inside.cdf(low - 2) + inside.sf(high)) + (1 - gamma) * (
+        outside.cdf(low - 1) + outside.sf(high + 1)
+    )
     yield float(max(rare, 0.0)), 0, []
     rates, lowest, highest = _membership(kind, probability, sizes, present, weights, budget)
-    dropped = np.maximum(np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (bits - 1), 0)  # bits of each size
+    dropped = np.maximum(
+        np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (bits - 1), 0
+    )  # bits of each size
     groups = np.maximum((sizes >> dropped) << dropped, 1)
     for group in np.unique(groups):
         chosen = (groups == group) & (weights > 0)
@@ -291,13 +371,26 @@ def _pools(
         mean = min(float(weights[chosen] @ rates[chosen]) / total * (1 + 1e-12), ceiling)
         share = min(max((mean - floor) / (ceiling - floor), 0.0), 1.0) if ceiling > floor else 1.0
         largest = int(sizes[chosen].max())
-        yield total, int(group), [(part, (largest, rate)) for part, rate in ((1 - share, floor), (share, ceiling)) if part > 0]
+        yield (
+            total,
+            int(group),
+            [
+                (part, (largest, rate))
+                for part, rate in ((1 - share, floor), (share, ceiling))
+                if part > 0
+            ],
+        )
     if kind.sampling == "poisson":
         yield budget / 4, 0, []  # the absent users' number outside the range that _membership takes
 
 
 def _membership(
-    kind: ShuffledRound, clone: float, sizes: Counts, present: Vector, weights: Vector, budget: float
+    kind: ShuffledRound,
+    clone: float,
+    sizes: Counts,
+    present: Vector,
+    weights: Vector,
+    budget: float,
 ) -> tuple[Vector, Vector, Vector]:
     """Returns π given the pool's size: its mean and its range over what else is revealed (1.10, 1.11)."""
 
@@ -318,8 +411,11 @@ def _membership(
 def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
     """Returns whole numbers outside which a binomial lies with at most ``probability`` on either side."""
     if probability > 1e-12:
-        return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(probability, trials, chance)
-    # Quantiles of less than the rounding of 1 would come out as the number of trials: Bernstein's inequality instead.
+        return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(
+            probability, trials, chance
+        )
+    # Quantiles of less than the rounding of 1 would come out as the number of trials: Bernstein's
+    # inequality instead.
     mean = trials * chance
     tail = -math.log(probability)
     reach = tail / 3 + np.sqrt(tail**2 / 9 + 2 * mean * (1 - chance) * tail)

@@ -1,11 +1,13 @@
 r"""Computes exact Rényi moments of the mean ratio R, which is all that Liew and Takahashi's shuffle Gaussian mechanism (SG) is.
 
-A user's report has likelihood ratio X = exp((2x − 1)/2σ²), x ~ N(0, σ²), between "my record has norm C" and "my record is
-zero". When n such reports are shuffled and the other records are all zero, the view's likelihood ratio is the mean of n
-independent copies, R = (X₁ + … + Xₙ)/n, and D_λ(moved ‖ all zero) = log E[R^λ] / (λ − 1). SG ICLR Theorem 1 writes E[R^λ] as
-a sum over the integer partitions of λ, exponentially many; here all orders up to λ come from three passes of O(λ²) time:
-cumulants of X, central moments of the mean, and moments. Every term is positive, so no digit is lost to cancellation
-(docs/proofs/05_moments_of_the_mean_ratio.md, 5.1 to 5.4). More users never cost more (5.5, SG's Conjecture 1).
+A user's report has likelihood ratio X = exp((2x − 1)/2σ²), x ~ N(0, σ²), between "my record has
+norm C" and "my record is zero". When n such reports are shuffled and the other records are all
+zero, the view's likelihood ratio is the mean of n independent copies, R = (X₁ + … + Xₙ)/n, and
+D_λ(moved ‖ all zero) = log E[R^λ] / (λ − 1). SG ICLR Theorem 1 writes E[R^λ] as a sum over the
+integer partitions of λ, exponentially many; here all orders up to λ come from three passes of O(λ²)
+time: cumulants of X, central moments of the mean, and moments. Every term is positive, so no digit
+is lost to cancellation (docs/proofs/05_moments_of_the_mean_ratio.md, 5.1 to 5.4). More users never
+cost more (5.5, SG's Conjecture 1).
 
 >>> from opacus_shuffle.analysis.mean_ratio import compute_rdp
 >>> rdp = compute_rdp(noise_multiplier=9.48, num_users=60_000, orders=[2, 24])
@@ -42,16 +44,18 @@ def compute_rdp(
 ) -> Any:
     """Returns the exact RDP of one round of the shuffle Gaussian pair, at every order asked for.
 
-    Integer orders are exact (relative error below 1e-10), also above n. Between two integers log E[R^λ] is replaced by its
-    chord, which lies above it (moments are log-convex). No value exceeds the unshuffled λ/2σ², which n = 1 and γ = 1 have.
+    Integer orders are exact (relative error below 1e-10), also above n. Between two integers log
+    E[R^λ] is replaced by its chord, which lies above it (moments are log-convex). No value exceeds
+    the unshuffled λ/2σ², which n = 1 and γ = 1 have.
 
     Args:
-        noise_multiplier: Local σ: one report's noise over the clipping norm; Opacus adds √B·σ to the sum of B reports.
+        noise_multiplier: Local σ: one report's noise over the clipping norm; Opacus adds √B·σ to
+            the sum of B reports.
         num_users: n, the whole population (for ``sampling=None``, the users of the round).
         orders: One order or several, each in (1, 16384].
         sample_rate: γ. Without replacement, m = round(γ·n) users take part and γ is m/n.
-        sampling: ``None`` (everyone takes part, γ must be 1), ``"fixed_size"`` or ``"poisson"`` (each user takes
-            part with probability γ, the count is revealed).
+        sampling: ``None`` (everyone takes part, γ must be 1), ``"fixed_size"`` or ``"poisson"``
+            (each user takes part with probability γ, the count is revealed).
 
     Returns:
         The RDP: a float for one order, else an array of shape ``(len(orders),)``.
@@ -60,8 +64,9 @@ def compute_rdp(
         ValueError: If an argument is out of range, or γ < 1 comes without a ``sampling``.
 
     Formal Guarantees:
-        Exact for one pair of data sets (everyone at zero against one record at norm C, zero-out adjacency) and one
-        direction; the other was smaller wherever it was tried (5.6). Not an upper bound over all data sets.
+        Exact for one pair of data sets (everyone at zero against one record at norm C, zero-out
+        adjacency) and one direction; the other was smaller wherever it was tried (5.6). Not an
+        upper bound over all data sets.
 
     Source: SG ICLR Theorem 1; the recurrences, subsampling and check-in are this library's.
     """
@@ -73,7 +78,9 @@ def compute_rdp(
         sample_rate=sample_rate,
         sampling=sampling,
     )
-    rdp = np.minimum(rdp_from_log_moments(moments, vector), vector / (2 * float(noise_multiplier) ** 2))
+    rdp = np.minimum(
+        rdp_from_log_moments(moments, vector), vector / (2 * float(noise_multiplier) ** 2)
+    )
     return rdp if isinstance(orders, Iterable) else float(rdp[0])
 
 
@@ -83,28 +90,39 @@ def rdp_from_log_moments(moments: Vector, orders: Vector) -> Vector:
 
 
 def log_moments(
-    *, noise_multiplier: float, num_users: int, max_order: int, sample_rate: float = 1.0, sampling: Sampling = None
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    max_order: int,
+    sample_rate: float = 1.0,
+    sampling: Sampling = None,
 ) -> Vector:
     """Returns log E[R^λ] for λ = 0, …, ``max_order`` (arguments as in :func:`compute_rdp`), read-only and cached."""
     sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
     return _log_moments(sigma, users, integer("max_order", max_order), rate, sampling)
 
 
-def check_round(noise_multiplier: float, num_users: int, sample_rate: float, sampling: Sampling) -> tuple[float, int, float]:
+def check_round(
+    noise_multiplier: float, num_users: int, sample_rate: float, sampling: Sampling
+) -> tuple[float, int, float]:
     """Returns σ, n and γ, checked; with a fixed size γ is m/n, m = round(γ·n)."""
     sigma = noise_level("noise_multiplier", noise_multiplier)
     users = integer("num_users", num_users)
     rate = sampling_rate("sample_rate", sample_rate)
     one_of("sampling", sampling, (None, "fixed_size", "poisson"))
     if sampling is None and rate != 1.0:
-        raise ValueError(f"sample_rate={rate!r} needs sampling='fixed_size' or 'poisson', got sampling=None")
+        raise ValueError(
+            f"sample_rate={rate!r} needs sampling='fixed_size' or 'poisson', got sampling=None"
+        )
     if sampling == "fixed_size":
         rate = integer("round(sample_rate * num_users)", round(rate * users)) / users
     return sigma, users, rate
 
 
 @functools.lru_cache(maxsize=256)
-def _log_moments(sigma: float, users: int, max_order: int, rate: float, sampling: Sampling) -> Vector:
+def _log_moments(
+    sigma: float, users: int, max_order: int, rate: float, sampling: Sampling
+) -> Vector:
     """Makes the three passes: cumulants, central moments, moments (5.1 to 5.4 of the proofs)."""
     cumulants = _log_scaled_cumulants(sigma**-2, max_order)
     powers = np.arange(max_order + 1)
@@ -115,11 +133,15 @@ def _log_moments(sigma: float, users: int, max_order: int, rate: float, sampling
         central = _log_power(series, users)
     else:
         reports = round(rate * users)
-        central = _log_central_moments(cumulants - (powers - 1) * np.log(reports)) + powers * np.log(rate)
+        central = _log_central_moments(
+            cumulants - (powers - 1) * np.log(reports)
+        ) + powers * np.log(rate)
     factorials = gammaln(powers + 1.0)
     excess = np.full(max_order + 1, -np.inf)
     for order in range(2, max_order + 1):
-        excess[order] = logsumexp(factorials[order] - factorials[order - 2 :: -1] + central[2 : order + 1])
+        excess[order] = logsumexp(
+            factorials[order] - factorials[order - 2 :: -1] + central[2 : order + 1]
+        )
     moments = np.logaddexp(0.0, excess)
     moments.setflags(write=False)
     return moments

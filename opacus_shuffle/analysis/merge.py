@@ -16,13 +16,17 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float64]
 
 
-def merged_kinds(kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector], Vector], *, most: int) -> list[list[int]]:
+def merged_kinds(
+    kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector], Vector], *, most: int
+) -> list[list[int]]:
     """Returns which kinds of rounds are to be joined, so that ``most`` are left at most.
 
     Args:
-        kinds: What describes each kind, shape (k, c), every number such that a larger one costs more.
+        kinds: What describes each kind, shape (k, c), every number such that a larger one costs
+            more.
         counts: How many rounds of each kind there are.
-        size: What a round of each of these kinds costs: a class costs what the largest of its numbers do together.
+        size: What a round of each of these kinds costs: a class costs what the largest of its
+            numbers do together.
         most: How many may be left.
     """
     worst, number, own = kinds.copy(), counts.astype(np.float64), size(kinds)
@@ -56,4 +60,6 @@ def merged_kinds(kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector
         for again in np.flatnonzero(left & np.isin(nearest, (one, other))):
             look(int(again))
         look(one)
-    return [sorted(kind_members) for kind_members, is_left in zip(members, left, strict=True) if is_left]
+    return [
+        sorted(kind_members) for kind_members, is_left in zip(members, left, strict=True) if is_left
+    ]

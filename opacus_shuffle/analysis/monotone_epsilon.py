@@ -1,7 +1,7 @@
 r"""ε near zero, at δ that no longer mean much, where its search may waver: chords cut off the spikes.
 
-Every pair's δ is a convex function of e^ε, so what holds at two δ holds between them on the chord in
-e^ε, and what holds at a smaller δ holds at a larger one. From :data:`FIRST` on, an ε below
+Every pair's δ is a convex function of e^ε, so what holds at two δ holds between them on the chord
+in e^ε, and what holds at a smaller δ holds at a larger one. From :data:`FIRST` on, an ε below
 :data:`SMALL` is therefore at most what such chords between fixed points give, twice as large each
 (10.1 to 10.3 of docs/proofs/10_from_one_epsilon_to_another.md).
 

@@ -1,15 +1,16 @@
 r"""Computes how well n − 1 reports of zero hide that a record becomes its opposite: the worst replacement there is.
 
-With X± = e^{±√u·z − u/2}, z ~ N(0, 1), u = 1/σ², a report of zero has likelihood ratios X₊ and X₋ to the two reports that are
-compared, at distance 2. Among n shuffled reports the round is the pair of measures with densities 1 − π + π·X̄₊ and
-1 − π + π·X̄₋, where X̄± are means of n copies and π is the probability that user 1 takes part. Its hockey stick at e^ε, with
-θ = tanh(ε/2), is
+With X± = e^{±√u·z − u/2}, z ~ N(0, 1), u = 1/σ², a report of zero has likelihood ratios X₊ and X₋
+to the two reports that are compared, at distance 2. Among n shuffled reports the round is the pair
+of measures with densities 1 − π + π·X̄₊ and 1 − π + π·X̄₋, where X̄± are means of n copies and π is
+the probability that user 1 takes part. Its hockey stick at e^ε, with θ = tanh(ε/2), is
 
     π·(1 + e^ε)·E(W̄_θ − θ/π)₊,    W_θ = ((1 − θ)(X₊ − 1) − (1 + θ)(X₋ − 1))/2,
 
-which needs, for every θ, the distribution of a mean of one number per report. It is convex in θ, so a few θ bound all of them.
-The curve of hockey sticks gives one distribution of a likelihood ratio, above the true one in both directions at once, as they
-are equal. Proofs: docs/proofs/09_replacement.md.
+which needs, for every θ, the distribution of a mean of one number per report. It is convex in θ, so
+a few θ bound all of them. The curve of hockey sticks gives one distribution of a likelihood ratio,
+above the true one in both directions at once, as they are equal. Proofs:
+docs/proofs/09_replacement.md.
 
 >>> replaced = opposite_reports(noise_multiplier=9.48, num_users=60_000)
 >>> round(float(replaced.hockey_stick(0.001)), 8), round(float(replaced.reverse_hockey_stick(0.001)), 8)
@@ -44,7 +45,8 @@ _STEP, _GROWTH = 0.05, 8.0
 _SLOPES, _MORE_SLOPES = (1.0, 2.0), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 """Which ε the slopes θ = tanh(ε/2) are made for, times a power of two between 2 and 4 standard deviations of log R.
 
-That power is the same for many numbers of users, which share what their slopes need. Fewer users have more slopes.
+That power is the same for many numbers of users, which share what their slopes need. Fewer users
+have more slopes.
 """
 _FEW_USERS = 32
 _LARGEST_SLOPE = 0.9999
@@ -72,16 +74,21 @@ def opposite_reports(
         negligible: Probabilities that need not be computed well.
 
     Formal Guarantees:
-        Propositions 9.3 to 9.5: an upper bound, up to floating-point rounding of sums of positive terms (relative 1e-13).
+        Propositions 9.3 to 9.5: an upper bound, up to floating-point rounding of sums of positive
+        terms (relative 1e-13).
     """
-    deviation = math.sqrt(math.log1p(4 * sample_rate**2 * _variance(noise_multiplier**-2, 0.0) / num_users))
+    deviation = math.sqrt(
+        math.log1p(4 * sample_rate**2 * _variance(noise_multiplier**-2, 0.0) / num_users)
+    )
     if deviation == 0:
         return RatioDistribution(np.array([0.0]), np.ones(1), 1.0, 0.0, 0.0)
     end = math.asinh(_LARGEST_LOSS / (_GROWTH * deviation)) * _GROWTH / _STEP
     epsilons = _GROWTH * deviation * np.sinh(np.arange(math.ceil(end)) * (_STEP / _GROWTH))
     thetas = np.tanh(epsilons / 2)
     resolution = _RESOLUTION if noise_multiplier >= 2 else _COARSER
-    means = functools.partial(_mean, noise_multiplier, users=num_users, tail=tail, resolution=resolution)
+    means = functools.partial(
+        _mean, noise_multiplier, users=num_users, tail=tail, resolution=resolution
+    )
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
     multiples = _SLOPES if num_users >= _FEW_USERS else _MORE_SLOPES
     slopes = [0.0, *(math.tanh(each * unit / 2) for each in multiples), 1.0]
@@ -95,7 +102,9 @@ def opposite_reports(
         columns = np.arange(len(thetas))
         chords = (1 - share) * sticks[places, columns] + share * sticks[places + 1, columns]
         curve = factor * np.minimum(sample_rate * (1 + np.exp(epsilons)) * chords, alone)
-        curve = np.minimum.accumulate(np.minimum(curve, 1.0))  # hockey sticks are at most 1, and fall
+        curve = np.minimum.accumulate(
+            np.minimum(curve, 1.0)
+        )  # hockey sticks are at most 1, and fall
         further = math.tanh(farther * math.atanh(slopes[-2]))
         if np.interp(slopes[-2], thetas, curve) <= negligible or further > _LARGEST_SLOPE:
             break
@@ -106,12 +115,17 @@ def opposite_reports(
 
 
 @functools.lru_cache(maxsize=4096)
-def _mean(sigma: float, slope: float, *, users: int, tail: float, resolution: float) -> tuple[Atoms, float]:
+def _mean(
+    sigma: float, slope: float, *, users: int, tail: float, resolution: float
+) -> tuple[Atoms, float]:
     """Returns atoms above the mean of ``users`` copies of W_θ in increasing convex order, and its part at infinity."""
     if users == 1:
         return _one_report(sigma, slope, tail, resolution)
     small = users // 2
-    halves = [_mean(sigma, slope, users=part, tail=tail, resolution=resolution) for part in (small, users - small)]
+    halves = [
+        _mean(sigma, slope, users=part, tail=tail, resolution=resolution)
+        for part in (small, users - small)
+    ]
     (first, infinite), (second, other) = halves
     weight = small / users
     low, high = min(first[0][0], second[0][0]), max(first[0][-1], second[0][-1])
@@ -119,7 +133,9 @@ def _mean(sigma: float, slope: float, *, users: int, tail: float, resolution: fl
     cuts = growing_grid(_WIDENING * deviation, low, high, deviation * resolution)
     if cuts[-2] < high:
         cuts[-1] = high  # none lies beyond, and that W_1 never exceeds 1 counts
-    masses, moments, cuts = mean_of_atoms(first, second, weight=weight, cuts=cuts, centre=0.0, negligible=float(ndtr(-tail)))
+    masses, moments, cuts = mean_of_atoms(
+        first, second, weight=weight, cuts=cuts, centre=0.0, negligible=float(ndtr(-tail))
+    )
     atoms, beyond = atoms_above(masses, moments, cuts)
     return (cuts, atoms), beyond + weight * infinite + (1 - weight) * other
 
@@ -150,7 +166,9 @@ def _hockey_sticks(mean: tuple[Atoms, float], thresholds: Vector) -> Vector:
     """Returns E(W − threshold)₊ at many thresholds."""
     (places, masses), infinite = mean
     at = np.searchsorted(places, thresholds, side="right")
-    above, moments = (np.append(np.cumsum(each[::-1])[::-1], 0.0) for each in (masses, masses * places))
+    above, moments = (
+        np.append(np.cumsum(each[::-1])[::-1], 0.0) for each in (masses, masses * places)
+    )
     return np.maximum(moments[at] - thresholds * above[at], 0.0) + infinite
 
 
@@ -158,18 +176,25 @@ def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
     """Returns the hockey sticks of one report, which more users never exceed, enlarged by more than rounding."""
     root, tau = 1 / sigma, np.exp(epsilons)
     middle = (1 - rate) / rate * np.expm1(epsilons) / 2 * math.exp(root**2 / 2)
-    z = np.log(middle + np.hypot(middle, np.exp(epsilons / 2))) / root  # where π(X₊ − τX₋) = (1 − π)(τ − 1)
-    sticks = rate * (ndtr(root - z) - tau * ndtr(-root - z)) - (1 - rate) * np.expm1(epsilons) * ndtr(-z)
+    z = (
+        np.log(middle + np.hypot(middle, np.exp(epsilons / 2))) / root
+    )  # where π(X₊ − τX₋) = (1 − π)(τ − 1)
+    sticks = rate * (ndtr(root - z) - tau * ndtr(-root - z)) - (1 - rate) * np.expm1(
+        epsilons
+    ) * ndtr(-z)
     return np.maximum(sticks, 0.0) * (1 + 1e-9) + 1e-15 * tau
 
 
 def _hull_distribution(epsilons: Vector, curve: Vector, scale: float) -> RatioDistribution:
     """Returns the R whose hockey sticks in both directions are the lower convex hull of the points, which start at ε = 0.
 
-    As a function of τ = e^ε the hockey stick h is convex, and h(1/τ) = 1 − 1/τ + h(τ)/τ, as both directions are equal.
+    As a function of τ = e^ε the hockey stick h is convex, and h(1/τ) = 1 − 1/τ + h(τ)/τ, as both
+    directions are equal.
     """
     beyond = np.expm1(epsilons)  # τ − 1
-    first = int(np.argmin(curve + (1 - curve) * np.tanh(epsilons / 2)))  # the chord between τ and 1/τ, at 1
+    first = int(
+        np.argmin(curve + (1 - curve) * np.tanh(epsilons / 2))
+    )  # the chord between τ and 1/τ, at 1
     hull, slopes = [first], [-(1 - curve[first]) / (beyond[first] + 2)]
     for point in range(first + 1, len(curve)):
         slope = (curve[point] - curve[hull[-1]]) / (beyond[point] - beyond[hull[-1]])
@@ -187,5 +212,9 @@ def _hull_distribution(epsilons: Vector, curve: Vector, scale: float) -> RatioDi
     centre = 1.0 if scale < 0.1 else 0.0
     ratios = np.expm1(logs) if centre else np.exp(logs)
     return RatioDistribution(
-        np.append(-centre, ratios), np.concatenate([[infinite], mirrored, masses]), centre, infinite, scale
+        np.append(-centre, ratios),
+        np.concatenate([[infinite], mirrored, masses]),
+        centre,
+        infinite,
+        scale,
     )

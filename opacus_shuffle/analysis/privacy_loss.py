@@ -1,9 +1,11 @@
 r"""Computes one ε at δ from the distributions of R of many rounds: losses on one grid, composed by FFT.
 
-The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid and are
-convolved, in both directions (loss log R under the moved data set, −log R under the other); ε is the larger. Opacus's own grid
-has an *absolute* error in ε (0.01 by default), while ε here may be 6e-4. So this one bounds the truth from one side, and losses
-are tilted so that the FFT works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to 6.8).
+The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one
+grid and are convolved, in both directions (loss log R under the moved data set, −log R under the
+other); ε is the larger. Opacus's own grid has an *absolute* error in ε (0.01 by default), while ε
+here may be 6e-4. So this one bounds the truth from one side, and losses are tilted so that the FFT
+works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to
+6.8).
 
 >>> from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 >>> def week(side):
@@ -53,8 +55,8 @@ class Mixture:
 
     Attributes:
         parts: (probability, distribution) pairs.
-        lost: Probability with which the adversary learns everything. The probabilities and it add up to 1, or to 1 + ``lost``
-            at most where an upper bound counts something in both.
+        lost: Probability with which the adversary learns everything. The probabilities and it add
+            up to 1, or to 1 + ``lost`` at most where an upper bound counts something in both.
     """
 
     parts: tuple[tuple[float, RatioDistribution], ...]
@@ -67,7 +69,9 @@ class Mixture:
 
     def clipped(self, budget: float, side: Side) -> Mixture:
         """The mixture with the tails of every part clipped."""
-        return dataclasses.replace(self, parts=tuple((weight, part.clipped(budget, side)) for weight, part in self.parts))
+        return dataclasses.replace(
+            self, parts=tuple((weight, part.clipped(budget, side)) for weight, part in self.parts)
+        )
 
     @property
     def span(self) -> float:
@@ -79,14 +83,16 @@ class Mixture:
 Rounds = Sequence[tuple[Mixture, int]]
 
 
-def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0)) -> float:
+def compute_epsilon(
+    rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0)
+) -> float:
     """Returns the smallest ε with δ(ε) + slack₀ + e^ε·slack₁ ≤ δ in both directions, rounded up.
 
     Args:
         rounds: Mixtures of **upper** distributions, each with its number of rounds.
         delta: δ in (0, 1).
-        slack: What the two data sets' views have, over all rounds, that is not in what ``rounds`` describes: in total variation
-            both numbers are that distance.
+        slack: What the two data sets' views have, over all rounds, that is not in what ``rounds``
+            describes: in total variation both numbers are that distance.
 
     Returns:
         ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` leave nothing of δ.
@@ -106,33 +112,55 @@ def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], side: Sid
         return math.inf
     rounds = [(mixture.clipped(_CLIPPED * delta / total, side), count) for mixture, count in rounds]
     deviation = math.sqrt(
-        sum(count * sum(weight * part.scale**2 for weight, part in mixture.parts) for mixture, count in rounds)
+        sum(
+            count * sum(weight * part.scale**2 for weight, part in mixture.parts)
+            for mixture, count in rounds
+        )
     )
     widest = max(mixture.span for mixture, _ in rounds)
-    width = max(_STEP * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, widest / _LARGEST_GRID)
+    width = max(
+        _STEP * deviation / math.sqrt(total),
+        _WINDOW * deviation / _LARGEST_GRID,
+        widest / _LARGEST_GRID,
+    )
     if width == 0:
         return 0.0
-    return max(_direction_epsilon(rounds, delta, slack, width, side, reverse) for reverse in (False, True))
+    return max(
+        _direction_epsilon(rounds, delta, slack, width, side, reverse) for reverse in (False, True)
+    )
 
 
 def _direction_epsilon(
-    rounds: Rounds, delta: float, given: tuple[float, float], width: float, side: Side, reverse: bool
+    rounds: Rounds,
+    delta: float,
+    given: tuple[float, float],
+    width: float,
+    side: Side,
+    reverse: bool,
 ) -> float:
     """Returns ε in one direction."""
     counts = [count for _, count in rounds]
-    for coarser in _COARSER:  # a rare loss far out may ask for a longer window than there is: then with fewer points to a unit
+    # a rare loss far out may ask for a longer window than there is: then with fewer points to a
+    # unit
+    for coarser in _COARSER:
         if width * coarser > _WIDEST:
             break
         losses = [_loss(mixture, width * coarser, side, reverse) for mixture, _ in rounds]
-        left, slack = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True)), given
-        # Where the lost part counts in full beside the rest, a round's masses add up to 1 + infinite at most: over all rounds
-        # to e^left, for what else is lost and for the slack of a round among the others.
+        left, slack = (
+            sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True)),
+            given,
+        )
+        # Where the lost part counts in full beside the rest, a round's masses add up to 1 +
+        # infinite at most: over all rounds to e^left, for what else is lost and for the slack of a
+        # round among the others.
         if side == "upper":
             growth = math.exp(min(left, 1.0))
             left, slack = left * growth, (given[0] * growth, given[1] * growth)
         if left + sum(slack) >= delta:
             return math.inf
-        if not any(np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses):  # nothing is learnt, ever
+        if not any(
+            np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses
+        ):  # nothing is learnt, ever
             return 0.0
         composed = _compose(losses, counts, width * coarser, math.log(delta))
         if composed is not None:
@@ -140,7 +168,9 @@ def _direction_epsilon(
     return math.inf if side == "upper" else 0.0
 
 
-def _smallest_epsilon(composed: _Composed, delta: float, left: float, slack: tuple[float, float], side: Side) -> float:
+def _smallest_epsilon(
+    composed: _Composed, delta: float, left: float, slack: tuple[float, float], side: Side
+) -> float:
     """Returns where log δ(ε) meets log δ: on the safe side and enlarged, or (``"lower"``) on either side and reduced."""
     sign = 1.0 if side == "upper" else -1.0
 
@@ -160,8 +190,12 @@ def _smallest_epsilon(composed: _Composed, delta: float, left: float, slack: tup
                 return 0.0
             low = 0.0
     if side == "lower":
-        return crossing(excess, low, high, tolerance=1e-12 * high, relative_tolerance=1e-12) * (1 - RELATIVE_ERROR)
-    root = safe_root(excess, unsafe=low, safe=high, tolerance=1e-12 * high, relative_tolerance=1e-12)
+        return crossing(excess, low, high, tolerance=1e-12 * high, relative_tolerance=1e-12) * (
+            1 - RELATIVE_ERROR
+        )
+    root = safe_root(
+        excess, unsafe=low, safe=high, tolerance=1e-12 * high, relative_tolerance=1e-12
+    )
     return math.nextafter(root * (1 + RELATIVE_ERROR), math.inf)
 
 
@@ -197,10 +231,14 @@ def _spread(distribution: RatioDistribution, width: float) -> _OnGrid:
     finite = np.isfinite(logs)
     position = logs[finite] / width
     below = np.floor(position).astype(np.int64)
-    upward = distribution.masses[finite] * np.clip(np.expm1((position - below) * width) / math.expm1(width), 0.0, 1.0)
+    upward = distribution.masses[finite] * np.clip(
+        np.expm1((position - below) * width) / math.expm1(width), 0.0, 1.0
+    )
     first = int(below.min())
     size = int(below.max()) - first + 2
-    masses: Vector = np.bincount(below - first, distribution.masses[finite] - upward, size).astype(np.float64)
+    masses: Vector = np.bincount(below - first, distribution.masses[finite] - upward, size).astype(
+        np.float64
+    )
     masses += np.bincount(below - first + 1, upward, size)
     return _OnGrid(first, masses, float(distribution.masses[~finite].sum()), distribution.infinite)
 
@@ -208,8 +246,8 @@ def _spread(distribution: RatioDistribution, width: float) -> _OnGrid:
 def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
     """Merges (and splits) neighbouring atoms until every group's mean is a grid point: below the distribution (6.6).
 
-    From left to right a group collects mass until its mean has risen to its grid point. The last group never gets there: its
-    mass, of the size of the tails, is left out, which only lowers δ.
+    From left to right a group collects mass until its mean has risen to its grid point. The last
+    group never gets there: its mass, of the size of the tails, is left out, which only lowers δ.
     """
     mass_at: dict[int, float] = {}
     logs = distribution.log_ratios.tolist()
@@ -217,7 +255,11 @@ def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
     for log_ratio, left in zip(logs, distribution.masses.tolist(), strict=True):
         ratio = math.exp(log_ratio)
         if mass:
-            gain = (ratio - target) if abs(log_ratio - point * width) > 0.1 else target * math.expm1(log_ratio - point * width)
+            gain = (
+                (ratio - target)
+                if abs(log_ratio - point * width) > 0.1
+                else target * math.expm1(log_ratio - point * width)
+            )
             if gain * left < deficit:
                 mass, deficit = mass + left, deficit - gain * left
                 continue
@@ -246,21 +288,29 @@ class _Composed:
     error: float
     chernoff: float
 
-    def log_delta(self, epsilon: float, sign: float, left: float, slack: tuple[float, float]) -> float:
+    def log_delta(
+        self, epsilon: float, sign: float, left: float, slack: tuple[float, float]
+    ) -> float:
         """Returns log of δ(ε), with the errors added (sign 1) or taken off (sign −1)."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         beyond = self.losses[start:] - epsilon
         weights = -np.expm1(-beyond) * np.exp(-self.theta * beyond)
-        largest = (self.theta / (1 + self.theta)) ** self.theta / (1 + self.theta)  # of the weights, at any loss
+        largest = (self.theta / (1 + self.theta)) ** self.theta / (
+            1 + self.theta
+        )  # of the weights, at any loss
         inside = float(weights @ self.masses[start:]) + sign * self.error * largest
         if inside <= 0:
             return -1e6
         log_inside = math.log(inside) + self.log_norm - self.theta * epsilon
-        rest = sign * left + slack[0] + (math.exp(min(epsilon, 700.0)) * slack[1] if slack[1] else 0.0)
+        rest = (
+            sign * left + slack[0] + (math.exp(min(epsilon, 700.0)) * slack[1] if slack[1] else 0.0)
+        )
         return float(np.logaddexp(log_inside, math.log(rest))) if rest > 0 else log_inside
 
 
-def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log_delta: float) -> _Composed | None:
+def _compose(
+    losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log_delta: float
+) -> _Composed | None:
     """Tilts, convolves, and bounds what window and rounding may lose (6.7); ``None``: too large."""
     filled = [np.flatnonzero(loss.masses) for loss in losses]
     values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
@@ -273,19 +323,30 @@ def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log
     def total_log_moment(theta: float) -> float:
         return sum(count * log_moment(index, theta) for index, count in enumerate(counts))
 
-    deviation = math.sqrt(sum(count * float(v**2 @ p) for v, p, count in zip(values, masses, counts, strict=True)))
+    deviation = math.sqrt(
+        sum(count * float(v**2 @ p) for v, p, count in zip(values, masses, counts, strict=True))
+    )
     if not 0 < deviation < math.inf:  # distributions whose masses underflow, at δ below about 1e-30
         return None
 
     def chernoff(theta: float) -> float:
         # E(1 − e^{ε−L})₊ ≤ E e^{θ(L−ε)} · θ^θ/(1+θ)^{1+θ}
-        return (total_log_moment(theta) - log_delta - math.log1p(theta) - theta * math.log1p(1 / theta)) / theta
+        return (
+            total_log_moment(theta) - log_delta - math.log1p(theta) - theta * math.log1p(1 / theta)
+        ) / theta
 
-    theta = math.exp(_minimum(lambda log_theta: chernoff(math.exp(log_theta)), -math.log(deviation)))
+    theta = math.exp(
+        _minimum(lambda log_theta: chernoff(math.exp(log_theta)), -math.log(deviation))
+    )
     norms = [log_moment(index, theta) for index in range(len(losses))]
-    tilted = [np.exp(log + theta * v - norm) for log, v, norm in zip(logs, values, norms, strict=True)]
+    tilted = [
+        np.exp(log + theta * v - norm) for log, v, norm in zip(logs, values, norms, strict=True)
+    ]
     centres = [round(float(v @ p) / width) for v, p in zip(values, tilted, strict=True)]
-    ends = [(loss.first - c, loss.first + len(loss.masses) - 1 - c) for loss, c in zip(losses, centres, strict=True)]
+    ends = [
+        (loss.first - c, loss.first + len(loss.masses) - 1 - c)
+        for loss, c in zip(losses, centres, strict=True)
+    ]
     reach = int(np.abs(ends).max())
 
     def escape(indices: Sequence[int], sign: float) -> float:
@@ -293,23 +354,31 @@ def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log
 
         def bound(log_slope: float) -> float:
             slope = sign * math.exp(log_slope)
-            growth = sum(counts[i] * (log_moment(i, theta + slope) - norms[i] - slope * centres[i] * width) for i in indices)
+            growth = sum(
+                counts[i] * (log_moment(i, theta + slope) - norms[i] - slope * centres[i] * width)
+                for i in indices
+            )
             return (growth - math.log(_OUTSIDE)) / abs(slope)
 
         return bound(_minimum(bound, -math.log(deviation)))
 
-    groups = [[index] for index in range(len(losses))] + ([list(range(len(losses)))] if len(losses) > 1 else [])
+    groups = [[index] for index in range(len(losses))] + (
+        [list(range(len(losses)))] if len(losses) > 1 else []
+    )
     window = max(escape(group, sign) for group in groups for sign in (1.0, -1.0))
     if max(reach, window / width) > _LARGEST_WINDOW:
         return None
     size = 2 * next_fast_len(max(reach, math.ceil(window / width)) + 2, real=True)
     spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
-    for loss, count, at, probabilities, centre in zip(losses, counts, filled, tilted, centres, strict=True):
+    for loss, count, at, probabilities, centre in zip(
+        losses, counts, filled, tilted, centres, strict=True
+    ):
         around = np.zeros(size)  # loss 0 comes first, those below it last
         around[loss.first - centre + at] = probabilities
         spectrum *= rfft(around) ** count
     shift = sum(count * centre for count, centre in zip(counts, centres, strict=True))
-    # Rounding: a power multiplies the relative error of the spectrum, of which some tens of entries matter.
+    # Rounding: a power multiplies the relative error of the spectrum, of which some tens of entries
+    # matter.
     rounding = 1e-14 * (100.0 + sum(counts))
     return _Composed(
         losses=(np.arange(size) - size // 2 + shift) * width,
@@ -323,4 +392,8 @@ def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log
 
 def _minimum(function: Callable[[float], float], guess: float) -> float:
     """Returns nearly where a function of a logarithm that falls and then rises is smallest."""
-    return float(minimize_scalar(function, bounds=(guess - 12.0, guess + 9.0), method="bounded", options={"xatol": 1e-3}).x)
+    return float(
+        minimize_scalar(
+            function, bounds=(guess - 12.0, guess + 9.0), method="bounded", options={"xatol": 1e-3}
+        ).x
+    )

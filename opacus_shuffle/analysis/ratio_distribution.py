@@ -1,10 +1,12 @@
 r"""Computes a discrete distribution that provably lies above (or below) that of the mean ratio R in convex order.
 
-R is the likelihood ratio of a shuffled round (:mod:`opacus_shuffle.analysis.mean_ratio`): the mean of n independent copies of
-X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Both directions' hockey sticks are expectations of convex functions of R, so such a
-distribution bounds both at once. X is cut into cells along its logarithm; a cell's mass goes to its two ends (**upper**) or to
-its mean (**lower**), and R_n comes from R_⌊n/2⌋ and R_⌈n/2⌉ (docs/proofs/06_distributions_on_grids.md, 6.1 to 6.5). With the
-default step, upper and lower ε differ by some tenths of a percent for n from 1 to 10⁷.
+R is the likelihood ratio of a shuffled round (:mod:`opacus_shuffle.analysis.mean_ratio`): the mean
+of n independent copies of X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Both directions' hockey sticks
+are expectations of convex functions of R, so such a distribution bounds both at once. X is cut into
+cells along its logarithm; a cell's mass goes to its two ends (**upper**) or to its mean
+(**lower**), and R_n comes from R_⌊n/2⌋ and R_⌈n/2⌉ (docs/proofs/06_distributions_on_grids.md, 6.1
+to 6.5). With the default step, upper and lower ε differ by some tenths of a percent for n from 1 to
+10⁷.
 
 >>> upper = mean_distribution(noise_multiplier=9.48, num_users=60_000)
 >>> lower = mean_distribution(noise_multiplier=9.48, num_users=60_000, side="lower")
@@ -22,7 +24,13 @@ from typing import Literal
 import numpy as np
 from scipy.special import ndtr
 
-from opacus_shuffle.analysis.discretization import atoms_above, growing_grid, lognormal_moments, mean_of_atoms, normal_masses
+from opacus_shuffle.analysis.discretization import (
+    atoms_above,
+    growing_grid,
+    lognormal_moments,
+    mean_of_atoms,
+    normal_masses,
+)
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
 from opacus_shuffle.core.validation import one_of
 
@@ -68,12 +76,15 @@ class RatioDistribution:
     def scaled(self, rate: float) -> RatioDistribution:
         """Returns the distribution of 1 + rate·(R − 1), at least 0; any rate ≥ 0."""
         offsets = np.maximum(self.offsets * rate + (1 - rate) * (1 - self.centre), -self.centre)
-        return RatioDistribution(offsets, self.masses, self.centre, self.infinite * rate, self.scale * rate)
+        return RatioDistribution(
+            offsets, self.masses, self.centre, self.infinite * rate, self.scale * rate
+        )
 
     def clipped(self, budget: float, side: Side) -> RatioDistribution:
         """Moves away the outermost atoms, up to a probability of ``budget`` at either end, so that few decades are left (6.5).
 
-        Upper: to R = 0 and to infinity, the next atom inside taking what keeps the mean. Lower: left out.
+        Upper: to R = 0 and to infinity, the next atom inside taking what keeps the mean. Lower:
+        left out.
         """
         ratios = self.offsets + self.centre
         above = np.cumsum((self.masses * ratios)[::-1])[::-1]
@@ -123,40 +134,59 @@ def mean_distribution(
     """Returns the distribution of R for one round; its size is of order 20/resolution, whatever n is.
 
     Args:
-        noise_multiplier: Local σ, at least 0.05 (less where a longer ``tail`` asks for more, see :func:`has_distribution`).
+        noise_multiplier: Local σ, at least 0.05 (less where a longer ``tail`` asks for more, see
+            :func:`has_distribution`).
         num_users: n, the whole population.
         sample_rate: γ; without replacement m = round(γ·n) take part.
         sampling: ``None``, ``"fixed_size"`` or ``"poisson"``.
         side: ``"upper"`` is above R in convex order, ``"lower"`` below.
-        resolution: Grid step in standard deviations of log R; time grows with its inverse square, the error with its square.
+        resolution: Grid step in standard deviations of log R; time grows with its inverse square,
+            the error with its square.
         tail: Where the tails of one report end, in standard deviations.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Exact in convex order, up to floating-point rounding of sums of positive terms (relative 1e-13).
+        Exact in convex order, up to floating-point rounding of sums of positive terms (relative
+        1e-13).
 
-    Source: this library's; the mean-preserving split of one variable is "connect the dots" (Doroshenko et al. 2022).
+    Source: this library's; the mean-preserving split of one variable is "connect the dots"
+    (Doroshenko et al. 2022).
     """
     sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
     one_of("side", side, ("upper", "lower"))
     if not has_distribution(sigma, tail):
-        raise ValueError(f"noise_multiplier={sigma!r} is too small for the distribution of the mean ratio: use 0.05 or more")
+        raise ValueError(
+            f"noise_multiplier={sigma!r} is too small for the distribution of the mean ratio: use "
+            "0.05 or more"
+        )
     if sampling == "fixed_size":
         return _distribution(sigma, 1.0, round(rate * users), side, resolution, tail).scaled(rate)
     return _distribution(sigma, rate, users, side, resolution, tail)
 
 
 @functools.lru_cache(maxsize=4096)
-def _distribution(sigma: float, rate: float, users: int, side: Side, resolution: float, tail: float) -> RatioDistribution:
+def _distribution(
+    sigma: float, rate: float, users: int, side: Side, resolution: float, tail: float
+) -> RatioDistribution:
     """Returns the mean of ``users`` copies of 1 − B + B·X: halves, and halves of halves."""
     if users == 1:
         return _one_report(sigma, rate, side, resolution, tail)
     small = users // 2
-    first, second = (_distribution(sigma, rate, part, side, resolution, tail) for part in (small, users - small))
+    first, second = (
+        _distribution(sigma, rate, part, side, resolution, tail) for part in (small, users - small)
+    )
     scale = _scale(sigma, rate, users)
-    return _mean(first, second, weight=small / users, scale=scale, side=side, resolution=resolution, tail=tail)
+    return _mean(
+        first,
+        second,
+        weight=small / users,
+        scale=scale,
+        side=side,
+        resolution=resolution,
+        tail=tail,
+    )
 
 
 def _scale(sigma: float, rate: float, users: int) -> float:
@@ -176,7 +206,9 @@ def _offsets_of(log_ratios: Vector, centre: float) -> Vector:
     return np.concatenate([[-centre], np.expm1(log_ratios) if centre else np.exp(log_ratios)])
 
 
-def _one_report(sigma: float, rate: float, side: Side, resolution: float, tail: float) -> RatioDistribution:
+def _one_report(
+    sigma: float, rate: float, side: Side, resolution: float, tail: float
+) -> RatioDistribution:
     """Returns 1 − B + B·X on the grid; masses and first moments of the cells are exact (6.2, 6.4)."""
     root = 1 / sigma
     half = root * root / 2
@@ -191,7 +223,9 @@ def _one_report(sigma: float, rate: float, side: Side, resolution: float, tail: 
         at_one = int(np.searchsorted(grid, 0.0, side="right"))
         masses[at_one] += 1 - rate
         moments[at_one] += (1 - rate) * (1 - centre)
-    return _settle(masses, moments, _offsets_of(grid, centre), centre=centre, scale=scale, side=side)
+    return _settle(
+        masses, moments, _offsets_of(grid, centre), centre=centre, scale=scale, side=side
+    )
 
 
 def _mean(
@@ -206,19 +240,26 @@ def _mean(
 ) -> RatioDistribution:
     """Returns the distribution of weight·R₁ + (1 − weight)·R₂ for independent R₁, R₂, on a grid of its own."""
     centre = first.centre
-    lows = [distribution.offsets[distribution.offsets > -centre].min() for distribution in (first, second)]
+    lows = [
+        distribution.offsets[distribution.offsets > -centre].min()
+        for distribution in (first, second)
+    ]
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
     cuts = _offsets_of(_cut_points(scale, low, high, resolution), centre)
     one = first.offsets, first.masses
     other = one if first is second else (second.offsets, second.masses)
-    masses, moments, cuts = mean_of_atoms(one, other, weight=weight, cuts=cuts, centre=centre, negligible=float(ndtr(-tail)))
+    masses, moments, cuts = mean_of_atoms(
+        one, other, weight=weight, cuts=cuts, centre=centre, negligible=float(ndtr(-tail))
+    )
     distribution = _settle(masses, moments, cuts, centre=centre, scale=scale, side=side)
     infinite = distribution.infinite + weight * first.infinite + (1 - weight) * second.infinite
     return dataclasses.replace(distribution, infinite=infinite)
 
 
-def _settle(masses: Vector, moments: Vector, cuts: Vector, *, centre: float, scale: float, side: Side) -> RatioDistribution:
+def _settle(
+    masses: Vector, moments: Vector, cuts: Vector, *, centre: float, scale: float, side: Side
+) -> RatioDistribution:
     """Returns atoms from cells [cuts₀, cuts₁), …, [cuts_k, ∞): at their ends (upper) or at their means (lower)."""
     if side == "lower":
         some = masses > 0

@@ -1,15 +1,18 @@
 r"""Computes what it gains for noised sums that nobody learns whose records are in them.
 
-Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``, and μ/2-Gaussian-private where a
-record becomes zero.
+Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``, and
+μ/2-Gaussian-private where a record becomes zero.
 
 ``"fixed_size"``  Every round draws its B of n records anew, without replacement; γ = B/n. Proved in
-                  docs/proofs/03_secret_samples.md: one round's hockey sticks are at most h(α) + γ·``lost``, h(α) =
-                  γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1), which is the curve of one pair with a known
-                  likelihood ratio (3.2); rounds compose (3.3). A record that becomes zero is a replacement too.
-``"poisson"``     Every record is in by a secret coin of its own, at the rate γ, and who is not in counts as zero. Proved in
-                  docs/proofs/08_secret_check_in.md: where a record becomes zero a round is Poisson-subsampled DP-SGD's, with
-                  the noise multiplier 2/μ (Theorem 8.1); under replacement h holds as above (8.2).
+                  docs/proofs/03_secret_samples.md: one round's hockey sticks are at most h(α) +
+                  γ·``lost``, h(α) = γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1),
+                  which is the curve of one pair with a known likelihood ratio (3.2); rounds compose
+                  (3.3). A record that becomes zero is a replacement too.
+``"poisson"``     Every record is in by a secret coin of its own, at the rate γ, and who is not in
+counts as zero. Proved in
+                  docs/proofs/08_secret_check_in.md: where a record becomes zero a round is
+                  Poisson-subsampled DP-SGD's, with the noise multiplier 2/μ (Theorem 8.1); under
+                  replacement h holds as above (8.2).
 
 >>> rounds = [(SampledSum(mu=0.5, sample_rate=0.01), 1000)]
 >>> round(compute_epsilon(rounds, delta=1e-6), 3)
@@ -32,7 +35,14 @@ from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, merge, tail_for
 from opacus_shuffle.core.solve import bracket, log_excess, safe_root
-from opacus_shuffle.core.validation import finite_number, integer, one_of, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.core.validation import (
+    finite_number,
+    integer,
+    one_of,
+    open_unit_interval,
+    positive,
+    sampling_rate,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +51,8 @@ class SampledSum:
 
     Attributes:
         mu: μ of the sum under replacement, were everyone in it.
-        sample_rate: γ, the share of all records in the sample, or the probability of each to be in it.
+        sample_rate: γ, the share of all records in the sample, or the probability of each to be in
+            it.
         lost: The probability that μ does not cover.
         sampling: ``"fixed_size"``, or ``"poisson"``: each record by a coin of its own.
     """
@@ -63,10 +74,13 @@ class SampledSum:
 Rounds = Sequence[tuple[SampledSum, int]]
 
 
-def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> RatioDistribution:
+def sampled_distribution(
+    *, mu: float, sample_rate: float, tail: float = TAILS[0]
+) -> RatioDistribution:
     """Returns an upper distribution of one round's R; its hockey sticks are the same in both directions.
 
-    It lies above h at every α, for every data set (3.2, 3.4). μ, γ and ``tail`` have :func:`mean_distribution`'s limits.
+    It lies above h at every α, for every data set (3.2, 3.4). μ, γ and ``tail`` have
+    :func:`mean_distribution`'s limits.
     """
     gamma = sampling_rate("sample_rate", sample_rate)
     whole = mean_distribution(noise_multiplier=1 / mu, num_users=1, tail=tail)
@@ -87,9 +101,11 @@ def compute_epsilon(rounds: Rounds, *, delta: float, zeroed: bool = False) -> fl
     """Returns ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large.
 
     Args:
-        rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on earlier ones' sums.
+        rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on
+            earlier ones' sums.
         delta: δ in (0, 1).
-        zeroed: A record becomes zero; else it is replaced by any other, which a record that becomes zero is, too.
+        zeroed: A record becomes zero; else it is replaced by any other, which a record that becomes
+            zero is, too.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -103,13 +119,20 @@ def compute_epsilon(rounds: Rounds, *, delta: float, zeroed: bool = False) -> fl
 
 
 @functools.lru_cache(maxsize=256)
-def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float, zeroed: bool) -> float:
+def _compute_epsilon(
+    rounds: tuple[tuple[SampledSum, int], ...], delta: float, zeroed: bool
+) -> float:
     """Returns ε of merged rounds."""
     if all(sampled_sum.sample_rate == 1.0 for sampled_sum, _ in rounds):
         lost = math.fsum(sampled_sum.lost * count for sampled_sum, count in rounds)
-        total = math.sqrt(math.fsum(sampled_sum.mu**2 * count for sampled_sum, count in rounds)) * (0.5 if zeroed else 1.0)
+        total = math.sqrt(math.fsum(sampled_sum.mu**2 * count for sampled_sum, count in rounds)) * (
+            0.5 if zeroed else 1.0
+        )
         return gaussian.compute_epsilon(mu=total, delta=delta - lost) if lost < delta else math.inf
-    gaussians = [(ShuffledRound(noise_multiplier=1 / sampled_sum.mu, num_users=1), count) for sampled_sum, count in rounds]
+    gaussians = [
+        (ShuffledRound(noise_multiplier=1 / sampled_sum.mu, num_users=1), count)
+        for sampled_sum, count in rounds
+    ]
     tail = tail_for(gaussians, delta)
     if tail is None:
         return math.inf
@@ -117,10 +140,22 @@ def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float, z
     for sampled_sum, count in _coarsen(rounds):
         if zeroed and sampled_sum.sampling == "poisson":
             alone = mean_distribution(noise_multiplier=2 / sampled_sum.mu, num_users=1, tail=tail)
-            mixtures.append((Mixture(((1.0, alone.scaled(sampled_sum.sample_rate)),), lost=sampled_sum.lost), count))
+            mixtures.append(
+                (
+                    Mixture(((1.0, alone.scaled(sampled_sum.sample_rate)),), lost=sampled_sum.lost),
+                    count,
+                )
+            )
             continue
-        distribution = sampled_distribution(mu=sampled_sum.mu, sample_rate=sampled_sum.sample_rate, tail=tail)
-        mixtures.append((Mixture(((1.0, distribution),), lost=sampled_sum.sample_rate * sampled_sum.lost), count))
+        distribution = sampled_distribution(
+            mu=sampled_sum.mu, sample_rate=sampled_sum.sample_rate, tail=tail
+        )
+        mixtures.append(
+            (
+                Mixture(((1.0, distribution),), lost=sampled_sum.sample_rate * sampled_sum.lost),
+                count,
+            )
+        )
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
@@ -128,22 +163,33 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledS
     """Leaves few different rounds: each of the largest μ, γ and loss of those that it stands for (h grows with μ and γ)."""
     if len(rounds) <= MOST_KINDS:
         return rounds
-    numbers = np.array([(sampled_sum.mu, sampled_sum.sample_rate, sampled_sum.lost) for sampled_sum, _ in rounds])
+    numbers = np.array(
+        [(sampled_sum.mu, sampled_sum.sample_rate, sampled_sum.lost) for sampled_sum, _ in rounds]
+    )
 
     def size(rows: Vector) -> Vector:
         return np.log1p(rows[:, 1] * np.expm1(np.minimum(rows[:, 0] ** 2, 600.0)))
 
     merged = []
-    for few in merged_kinds(numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS):
+    for few in merged_kinds(
+        numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS
+    ):
         mu, rate, lost = (float(number) for number in numbers[few].max(axis=0))
         # What holds for a sample of fixed size holds for coins, too.
         kinds = {rounds[index][0].sampling for index in few}
         kind = kinds.pop() if len(kinds) == 1 else "fixed_size"
-        merged.append((SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=kind), sum(rounds[i][1] for i in few)))
+        merged.append(
+            (
+                SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=kind),
+                sum(rounds[i][1] for i in few),
+            )
+        )
     return merge(merged)
 
 
-def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0) -> float:
+def largest_mu(
+    *, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0
+) -> float:
     """Returns the largest μ (to 1e-6, rounded down) of each of ``rounds`` rounds that are (ε, δ)-DP together, sampled or not.
 
     Args:
@@ -159,7 +205,10 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
     target, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
     count = integer("rounds", rounds)
     if count * lost >= delta:
-        raise ValueError(f"lost={lost!r} in each of {count} rounds leaves nothing of delta={delta!r}: ask for a larger delta")
+        raise ValueError(
+            f"lost={lost!r} in each of {count} rounds leaves nothing of delta={delta!r}: ask for a "
+            "larger delta"
+        )
 
     def spent(mu: float) -> float:
         everyone = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=delta - count * lost)
@@ -177,8 +226,11 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
     unsafe, safe = bracket(excess, start, towards_safe=down, towards_unsafe=up)
     if safe is None:
         raise ValueError(
-            f"no mu above 1e-9 keeps {count} rounds within epsilon={epsilon!r}: ask for more, or take fewer rounds"
+            f"no mu above 1e-9 keeps {count} rounds within epsilon={epsilon!r}: ask for more, or "
+            "take fewer rounds"
         )
     if unsafe is None:
-        raise ValueError(f"epsilon={epsilon!r} at delta={delta!r} allows any mu up to 1e6: this needs no noise")
+        raise ValueError(
+            f"epsilon={epsilon!r} at delta={delta!r} allows any mu up to 1e6: this needs no noise"
+        )
     return math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=2e-7, step=1e-7))

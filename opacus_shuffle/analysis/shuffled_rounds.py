@@ -1,8 +1,9 @@
 r"""Computes ε of shuffled Gaussian reports: for the papers' pair of data sets, without a shuffler, and for a trusted sum.
 
-``pair_epsilon`` encloses the exact value for one pair of data sets (all others at zero, one record at norm C becomes zero), in
-both directions. ``unshuffled_epsilon`` is what remains if the shuffler is not trusted, ``sampled_gaussian_epsilon`` DP-SGD's,
-where a trusted server adds the reports up. The latter two cover every data set.
+``pair_epsilon`` encloses the exact value for one pair of data sets (all others at zero, one record
+at norm C becomes zero), in both directions. ``unshuffled_epsilon`` is what remains if the shuffler
+is not trusted, ``sampled_gaussian_epsilon`` DP-SGD's, where a trusted server adds the reports up.
+The latter two cover every data set.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1, sampling="poisson"), 5540)]
 >>> lower, upper = pair_epsilon(rounds, delta=1 / 60_000)
@@ -25,7 +26,13 @@ from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
 from opacus_shuffle.analysis.merge import merged_kinds
 from opacus_shuffle.analysis.privacy_loss import Mixture
-from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, Side, has_distribution, mean_distribution
+from opacus_shuffle.analysis.ratio_distribution import (
+    TAILS,
+    RatioDistribution,
+    Side,
+    has_distribution,
+    mean_distribution,
+)
 from opacus_shuffle.core.validation import integer, open_unit_interval
 
 MOST_KINDS, MOST_SHUFFLED_KINDS = 40, 10
@@ -43,7 +50,8 @@ class ShuffledRound:
         noise_multiplier: σ of one report over the clipping norm.
         num_users: n, the whole population.
         sample_rate: γ. Without replacement, m = round(γ·n) users take part and γ becomes m/n.
-        sampling: How the users are drawn: ``None`` (all of them), ``"fixed_size"`` or ``"poisson"``.
+        sampling: How the users are drawn: ``None`` (all of them), ``"fixed_size"`` or
+            ``"poisson"``.
     """
 
     noise_multiplier: float
@@ -52,7 +60,9 @@ class ShuffledRound:
     sampling: Sampling = None
 
     def __post_init__(self) -> None:
-        rate = check_round(self.noise_multiplier, self.num_users, self.sample_rate, self.sampling)[2]
+        rate = check_round(self.noise_multiplier, self.num_users, self.sample_rate, self.sampling)[
+            2
+        ]
         object.__setattr__(self, "sample_rate", rate)
 
     @property
@@ -82,22 +92,31 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
         delta: δ in (0, 1).
 
     Returns:
-        ``(lower, upper)``, some tenths of a percent apart for σ ≥ 0.5 (several percent for more than 10 different rounds, whose
-        numbers are rounded). Below σ = 0.05 the upper one is the unshuffled Gaussian's and the lower one 0.
+        ``(lower, upper)``, some tenths of a percent apart for σ ≥ 0.5 (several percent for more
+        than 10 different rounds, whose numbers are rounded). Below σ = 0.05 the upper one is the
+        unshuffled Gaussian's and the lower one 0.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        For one pair of data sets, both directions (SG ICLR Theorems 1–3 without slack). No guarantee for every data set.
+        For one pair of data sets, both directions (SG ICLR Theorems 1–3 without slack). No
+        guarantee for every data set.
     """
-    return enclosed(merge(rounds), open_unit_interval("delta", delta), _distribution, unshuffled_epsilon)
+    return enclosed(
+        merge(rounds), open_unit_interval("delta", delta), _distribution, unshuffled_epsilon
+    )
 
 
 def rough_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
     """Returns about what :func:`pair_epsilon` does, as if log R were Gaussian: no bound, but where to look for one."""
     variance = sum(
-        count * math.log1p(kind.sample_rate**2 * math.expm1(min(kind.noise_multiplier**-2, 600.0)) / max(kind.others, 1.0))
+        count
+        * math.log1p(
+            kind.sample_rate**2
+            * math.expm1(min(kind.noise_multiplier**-2, 600.0))
+            / max(kind.others, 1.0)
+        )
         for kind, count in rounds
     )
     return gaussian.compute_epsilon(mu=math.sqrt(variance), delta=delta)
@@ -112,15 +131,18 @@ def enclosed(
 ) -> tuple[float, float]:
     """Returns a lower and an upper value of ε for rounds with these distributions of R.
 
-    ``distribution`` maps a round, a side and a tail to a distribution on that side of the round's R. ``largest`` maps rounds
-    and δ to an ε that holds anyhow: no upper value exceeds it.
+    ``distribution`` maps a round, a side and a tail to a distribution on that side of the round's
+    R. ``largest`` maps rounds and δ to an ε that holds anyhow: no upper value exceeds it.
     """
     most = largest(rounds, delta=delta)
     if most == 0 or (tail := tail_for(rounds, delta)) is None:
         return 0.0, most
 
     def composition(side: Side) -> list[tuple[Mixture, int]]:
-        return [(Mixture.of(distribution(kind, side, tail)), count) for kind, count in coarsen(rounds, side)]
+        return [
+            (Mixture.of(distribution(kind, side, tail)), count)
+            for kind, count in coarsen(rounds, side)
+        ]
 
     upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), most)
     return privacy_loss.lower_epsilon(composition("lower"), delta=delta), upper
@@ -132,21 +154,28 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
     Args:
         rounds: As :func:`pair_epsilon`.
         delta: δ in (0, 1).
-        distance: How far a record may move, in clipping norms: 1 for zero-out, 2 for replacement adjacency.
+        distance: How far a record may move, in clipping norms: 1 for zero-out, 2 for replacement
+            adjacency.
 
     Formal Guarantees:
-        Proved for every data set: what the shuffler does to these reports is post-processing. Exact for the worst one (up to
-        0.1 % where γ < 1, where T rounds count as little more than γT).
+        Proved for every data set: what the shuffler does to these reports is post-processing. Exact
+        for the worst one (up to 0.1 % where γ < 1, where T rounds count as little more than γT).
     """
     delta = open_unit_interval("delta", delta)
     rounds = merge(rounds)
     mu = distance * math.sqrt(sum(count / kind.noise_multiplier**2 for kind, count in rounds))
     everyone = gaussian.compute_epsilon(mu=mu, delta=delta)
-    if all(kind.sample_rate == 1.0 for kind, _ in rounds) or any(kind.noise_multiplier / distance < 1e-6 for kind, _ in rounds):
+    if all(kind.sample_rate == 1.0 for kind, _ in rounds) or any(
+        kind.noise_multiplier / distance < 1e-6 for kind, _ in rounds
+    ):
         return everyone
-    if delta >= -math.expm1(sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)):
+    if delta >= -math.expm1(
+        sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)
+    ):
         return 0.0  # the user takes part in no round at all but with probability δ
-    scaled = merge([(kind.with_noise(kind.noise_multiplier / distance), count) for kind, count in rounds])
+    scaled = merge(
+        [(kind.with_noise(kind.noise_multiplier / distance), count) for kind, count in rounds]
+    )
     tail = tail_for(scaled, delta)
     return everyone if tail is None else min(everyone, _participation_epsilon(scaled, delta, tail))
 
@@ -157,18 +186,24 @@ def _participation_epsilon(rounds: Merged, delta: float, tail: float) -> float:
     mixtures = []
     for kind, count in coarsen(_alone(rounds), "upper", most=MOST_KINDS):
         report = kind.one_report(tail)
-        nothing = RatioDistribution(np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0)
-        mixtures.append((Mixture(((kind.sample_rate, report), (1 - kind.sample_rate, nothing))), count))
+        nothing = RatioDistribution(
+            np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0
+        )
+        mixtures.append(
+            (Mixture(((kind.sample_rate, report), (1 - kind.sample_rate, nothing))), count)
+        )
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
 def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     """Returns ε ≥ 0 at δ of DP-SGD, rounded up: user 1's record enters each round's noised sum with probability γ, in secret.
 
-    It is Opacus's PRV accountant's, but with a relative error (0.1 %) in place of an absolute one (0.01).
+    It is Opacus's PRV accountant's, but with a relative error (0.1 %) in place of an absolute one
+    (0.01).
 
     Args:
-        rounds: As :func:`pair_epsilon`; ``noise_multiplier`` is that of the **sum**, ``num_users`` is not used.
+        rounds: As :func:`pair_epsilon`; ``noise_multiplier`` is that of the **sum**, ``num_users``
+            is not used.
         delta: δ in (0, 1).
 
     Formal Guarantees:
@@ -177,10 +212,16 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     delta = open_unit_interval("delta", delta)
     merged = merge(rounds)
     everyone = unshuffled_epsilon(merged, delta=delta)
-    if all(kind.sample_rate == 1.0 for kind, _ in merged) or (tail := tail_for(merged, delta)) is None:
+    if (
+        all(kind.sample_rate == 1.0 for kind, _ in merged)
+        or (tail := tail_for(merged, delta)) is None
+    ):
         return everyone
     coarse = coarsen(_alone(merged), "upper", most=MOST_KINDS)
-    mixtures = [(Mixture.of(kind.one_report(tail).scaled(kind.sample_rate)), count) for kind, count in coarse]
+    mixtures = [
+        (Mixture.of(kind.one_report(tail).scaled(kind.sample_rate)), count)
+        for kind, count in coarse
+    ]
     return min(everyone, privacy_loss.compute_epsilon(mixtures, delta=delta))
 
 
@@ -189,7 +230,10 @@ def _alone(rounds: Rounds) -> Merged:
     return merge(
         (
             ShuffledRound(
-                noise_multiplier=kind.noise_multiplier, num_users=1, sample_rate=kind.sample_rate, sampling="poisson"
+                noise_multiplier=kind.noise_multiplier,
+                num_users=1,
+                sample_rate=kind.sample_rate,
+                sampling="poisson",
             ),
             count,
         )
@@ -208,9 +252,10 @@ def merge(rounds: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
 def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> Merged:
     """Leaves few different rounds: those that cost least together become one kind that tells more than each, or less (1.18).
 
-    For an upper ε that kind has the smallest σ, the fewest users and the largest γ (or sample of fixed size) among them, for
-    a lower one the other ends. A thousand rounds that differ by a factor of 10 in one of the three cost 5 to 10 % of ε; where
-    all three differ at random ε may double.
+    For an upper ε that kind has the smallest σ, the fewest users and the largest γ (or sample of
+    fixed size) among them, for a lower one the other ends. A thousand rounds that differ by a
+    factor of 10 in one of the three cost 5 to 10 % of ε; where all three differ at random ε may
+    double.
 
     Args:
         rounds: Merged rounds.
@@ -221,7 +266,9 @@ def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> M
         return rounds
     merged: list[tuple[ShuffledRound, int]] = []
     for sampling in dict.fromkeys(kind.sampling for kind, _ in rounds):
-        merged += _joined([(kind, count) for kind, count in rounds if kind.sampling == sampling], side, most)
+        merged += _joined(
+            [(kind, count) for kind, count in rounds if kind.sampling == sampling], side, most
+        )
     return merge(merged)
 
 
@@ -233,17 +280,23 @@ def _joined(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRou
     def size(rows: Vector) -> Vector:
         """The variance of log R, roughly; on the other side the less it is, the more is lost."""
         noise, users, drawn = np.abs(rows).T
-        return sign * np.log1p(drawn * np.expm1(np.minimum(noise**-2, 600.0)) / users ** (2 if fixed else 1))
+        return sign * np.log1p(
+            drawn * np.expm1(np.minimum(noise**-2, 600.0)) / users ** (2 if fixed else 1)
+        )
 
     def numbers(one: ShuffledRound) -> tuple[float, int, float]:
         drawn = round(one.sample_rate * one.num_users) if fixed else one.sample_rate
         return -one.noise_multiplier, -one.num_users, drawn
 
-    described = sign * np.array([numbers(kind) for kind, _ in rounds])  # larger numbers are on the safe side
+    described = sign * np.array(
+        [numbers(kind) for kind, _ in rounds]
+    )  # larger numbers are on the safe side
     rows, fine = described, _FINE
     while len(np.unique(rows, axis=0)) > _MANY:
         powers = np.log2(np.abs(described)) * fine
-        rows = np.sign(described) * 2 ** (np.where(described < 0, np.floor(powers), np.ceil(powers)) / fine)
+        rows = np.sign(described) * 2 ** (
+            np.where(described < 0, np.floor(powers), np.ceil(powers)) / fine
+        )
         whole = slice(1, 3 if fixed else 2)
         rows[:, whole] = np.ceil(rows[:, whole])
         rows, fine = np.clip(rows, described, described.max(axis=0)), fine / 2
@@ -266,7 +319,9 @@ def tail_for(rounds: Rounds, delta: float) -> float | None:
     smallest = 1e-6 * delta / sum(count for _, count in rounds)
     tail = next((tail for tail in TAILS if ndtr(-tail) <= smallest), None)
     # A tenth of σ leaves room for coarsening.
-    fits = tail is not None and all(has_distribution(0.9 * kind.noise_multiplier, tail) for kind, _ in rounds)
+    fits = tail is not None and all(
+        has_distribution(0.9 * kind.noise_multiplier, tail) for kind, _ in rounds
+    )
     return tail if fits else None
 
 

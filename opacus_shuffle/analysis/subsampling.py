@@ -1,9 +1,11 @@
 r"""Computes Liew and Takahashi's (SG) own bounds for subsampled and checked-in shuffling, ICLR Theorems 2 and 3 as printed.
 
-They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the exact value of the same
-pair, often a hundred times smaller. They are here because ``bound="published"`` means what the paper prints: this file follows
-the ICLR text (arXiv Eq. 17–18 and Theorem 3 combine logarithms of ε's without exponentials). Eq. 11 and 13 keep the rate γ
-given that k users came, where it is k/n; Theorem 3's "if Eq. 12 decreases with n" always holds (5.5 of docs/proofs/).
+They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the
+exact value of the same pair, often a hundred times smaller. They are here because
+``bound="published"`` means what the paper prints: this file follows the ICLR text (arXiv Eq. 17–18
+and Theorem 3 combine logarithms of ε's without exponentials). Eq. 11 and 13 keep the rate γ given
+that k users came, where it is k/n; Theorem 3's "if Eq. 12 decreases with n" always holds (5.5 of
+docs/proofs/).
 
 >>> from opacus_shuffle.analysis import mean_ratio, subsampling
 >>> setting = dict(noise_multiplier=0.86, num_users=60_000, sample_rate=0.001, sampling="fixed_size", orders=2)
@@ -21,7 +23,14 @@ import numpy as np
 from scipy.special import gammaln
 
 from opacus_shuffle.analysis import mean_ratio
-from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, check_round, log_expm1, log_moments, logsumexp
+from opacus_shuffle.analysis.mean_ratio import (
+    MAX_ORDER,
+    Vector,
+    check_round,
+    log_expm1,
+    log_moments,
+    logsumexp,
+)
 from opacus_shuffle.core.validation import finite_number, one_of, renyi_orders
 
 
@@ -40,11 +49,11 @@ def compute_rdp(
         noise_multiplier: Local σ: one report's noise over the clipping norm.
         num_users: n, the whole population.
         sample_rate: γ in (0, 1]. Without replacement, m = round(γ·n) users take part and γ is m/n.
-        orders: One order or several, each in (1, 16384]. The theorems hold at integers; between two of them log E[R^λ] is
-            bounded by the chord of its bounds.
+        orders: One order or several, each in (1, 16384]. The theorems hold at integers; between two
+            of them log E[R^λ] is bounded by the chord of its bounds.
         sampling: ``"fixed_size"`` or ``"poisson"``.
-        chernoff_slack: Δ of Theorem 3, in [0, 1], only for ``"poisson"``. Theorem 3 holds for every Δ: by default each order
-            takes the best of a grid (32 values, 8 beyond order 512).
+        chernoff_slack: Δ of Theorem 3, in [0, 1], only for ``"poisson"``. Theorem 3 holds for every
+            Δ: by default each order takes the best of a grid (32 values, 8 beyond order 512).
 
     Returns:
         The RDP: a float for one order, else an array of shape ``(len(orders),)``.
@@ -53,9 +62,9 @@ def compute_rdp(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Theorem 2: an upper bound for one pair of data sets (everyone at zero against one record at norm C), none over all
-        data sets. Theorem 3 as printed can fall below the exact value of its own pair where n·γ < 1 (docs/errata.rst); the
-        accountants take the larger of the two.
+        Theorem 2: an upper bound for one pair of data sets (everyone at zero against one record at
+        norm C), none over all data sets. Theorem 3 as printed can fall below the exact value of its
+        own pair where n·γ < 1 (docs/errata.rst); the accountants take the larger of the two.
 
     Source: SG ICLR Theorem 2 (Eq. 10, from Wang et al. 2019, Theorem 9) and Theorem 3 (Eq. 13).
     """
@@ -65,10 +74,14 @@ def compute_rdp(
     max_order = max(2, int(np.ceil(vector.max())))
     if sampling == "fixed_size":
         if chernoff_slack is not None:
-            raise ValueError(f"chernoff_slack={chernoff_slack} belongs to sampling='poisson' alone; leave it out")
+            raise ValueError(
+                f"chernoff_slack={chernoff_slack} belongs to sampling='poisson' alone; leave it out"
+            )
         bounds = _theorem_2(sigma, round(rate * users), rate, max_order)
     else:
-        bounds = _theorem_3(sigma, users, rate, max_order, _slacks(chernoff_slack, users * rate, max_order))
+        bounds = _theorem_3(
+            sigma, users, rate, max_order, _slacks(chernoff_slack, users * rate, max_order)
+        )
     rdp = mean_ratio.rdp_from_log_moments(bounds, vector)
     return rdp if isinstance(orders, Iterable) else float(rdp[0])
 
@@ -76,8 +89,12 @@ def compute_rdp(
 def _slacks(chernoff_slack: float | None, expected_reports: float, max_order: int) -> list[float]:
     """Returns the Δ that was asked for, or a grid: below 1/√(nγ) the Chernoff factor e^{−Δ²nγ/2} is worth nothing."""
     if chernoff_slack is None:
-        grid = np.geomspace(min(0.5, 1 / np.sqrt(expected_reports)), 1.0, 32 if max_order <= 512 else 8)
-        return list({int((1 - slack) * expected_reports): slack for slack in grid}.values())  # per count the largest Δ
+        grid = np.geomspace(
+            min(0.5, 1 / np.sqrt(expected_reports)), 1.0, 32 if max_order <= 512 else 8
+        )
+        return list(
+            {int((1 - slack) * expected_reports): slack for slack in grid}.values()
+        )  # per count the largest Δ
     if not 0 <= finite_number("chernoff_slack", chernoff_slack) <= 1:
         raise ValueError(f"chernoff_slack must lie in [0, 1], got {chernoff_slack!r}")
     return [float(chernoff_slack)]
@@ -101,13 +118,16 @@ def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vecto
     return bounds
 
 
-def _theorem_3(sigma: float, users: int, rate: float, max_order: int, slacks: list[float]) -> Vector:
+def _theorem_3(
+    sigma: float, users: int, rate: float, max_order: int, slacks: list[float]
+) -> Vector:
     """Returns Eq. 13 before its factor 1/(λ − 1), at each order for its best Δ."""
     one = _theorem_2(sigma, 1, rate, max_order)
     bounds = np.full(max_order + 1, np.inf)
     for slack in slacks:
         few = one - slack**2 * users * rate / 2
-        # Rounded down where the paper assumes an integer: the Chernoff term already covers every count up to (1 − Δ)nγ.
+        # Rounded down where the paper assumes an integer: the Chernoff term already covers every
+        # count up to (1 − Δ)nγ.
         many = _theorem_2(sigma, int((1 - slack) * users * rate) + 1, rate, max_order)
         bounds = np.minimum(bounds, np.logaddexp(few, many))
     bounds[:2] = 0.0  # E[1] = E[R] = 1

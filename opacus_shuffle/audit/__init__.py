@@ -9,7 +9,11 @@ from __future__ import annotations
 from opacus_shuffle.audit.alignment import Alignment, align
 from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import LowerBound, audit_scores, epsilon_lower_bound
-from opacus_shuffle.audit.mechanism_audits import audit_gaussian, audit_permuted_gaussian, audit_shuffle_gauss
+from opacus_shuffle.audit.mechanism_audits import (
+    audit_gaussian,
+    audit_permuted_gaussian,
+    audit_shuffle_gauss,
+)
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.audit.training_audit import audit_training
 

@@ -1,7 +1,8 @@
 """The re-aligning adversary: reads the permutation between two releases off them, and undoes it.
 
-Weight shuffling releases W_t and W_{t+1} = P[W_t + a small update]. Whoever sees both finds, for each row of the second, the
-row of the first that is nearest: shuffled weights hide little from an adversary who follows a run.
+Weight shuffling releases W_t and W_{t+1} = P[W_t + a small update]. Whoever sees both finds, for
+each row of the second, the row of the first that is nearest: shuffled weights hide little from an
+adversary who follows a run.
 
 >>> import torch
 >>> from opacus_shuffle.permutation import find_permutations
@@ -53,8 +54,9 @@ class Alignment:
     def recovered(self, true_plan: PermutationPlan) -> float:
         """Returns the share of coordinates that were put back where they were, over all factors; 0 if none move.
 
-        A coordinate inside of another (a unit of a head, say) is right only if the other one is, too. Units whose weights were
-        all equal before the step, such as zeros, nobody can tell apart: which of them is which is right by chance alone.
+        A coordinate inside of another (a unit of a head, say) is right only if the other one is,
+        too. Units whose weights were all equal before the step, such as zeros, nobody can tell
+        apart: which of them is which is right by chance alone.
 
         Args:
             true_plan: What really happened, from the same specification.
@@ -77,7 +79,8 @@ class Alignment:
         """Returns the second release in the order of the first: permuted copies of what moves, the rest as it is.
 
         Args:
-            tensors: ``after``, or anything of its names and shapes, such as gradients or optimizer state.
+            tensors: ``after``, or anything of its names and shapes, such as gradients or optimizer
+                state.
 
         Raises:
             ValueError: If a tensor has another shape.
@@ -95,13 +98,15 @@ class Alignment:
 def align(spec: PermutationSpec, before: StateDict, after: StateDict) -> Alignment:
     """Finds the permutation P with ``after`` ≈ P[``before``] from the weights alone.
 
-    Slices are paired along one factor at a time, by the assignment of the smallest total squared distance (Jonker & Volgenant),
-    tensors weighted by how much they changed. Axes permuted by factors not known yet are sorted, which no permutation changes;
-    when every factor has a guess, each is matched again with the others undone, until nothing changes (as in the weight
-    matching of Ainsworth et al. 2023). Factors inside of others (the units of a head, channels of a group) follow those. The
-    cost of n slices grows as n³ at worst.
+    Slices are paired along one factor at a time, by the assignment of the smallest total squared
+    distance (Jonker & Volgenant), tensors weighted by how much they changed. Axes permuted by
+    factors not known yet are sorted, which no permutation changes; when every factor has a guess,
+    each is matched again with the others undone, until nothing changes (as in the weight matching
+    of Ainsworth et al. 2023). Factors inside of others (the units of a head, channels of a group)
+    follow those. The cost of n slices grows as n³ at worst.
 
-    It is a guess: no part of it is guaranteed, and :meth:`Alignment.recovered` measures it where the truth is known.
+    It is a guess: no part of it is guaranteed, and :meth:`Alignment.recovered` measures it where
+    the truth is known.
 
     Args:
         spec: The group, which is public: it follows from the architecture.
@@ -121,13 +126,18 @@ def align(spec: PermutationSpec, before: StateDict, after: StateDict) -> Alignme
         earlier = dict(tables)
         left = {cell: _left(cell, *pair, tables) for cell, pair in grids.items()}
         for number in sorted(identity, key=lambda number: len(spec.factors[number].inside)):
-            # What is inside of this factor was matched under its old table, so its order says nothing now.
+            # What is inside of this factor was matched under its old table, so its order says
+            # nothing now.
             inner = {other for other in identity if number in spec.factors[other].inside}
             unknown = inner | (identity.keys() - tables.keys())
-            tables[number] = _match(number, grids, tables, unknown, left).reshape_as(identity[number])
+            tables[number] = _match(number, grids, tables, unknown, left).reshape_as(
+                identity[number]
+            )
         if earlier and all(torch.equal(table, earlier[number]) for number, table in tables.items()):
             break
-    return Alignment(PermutationPlan(tuple(tables.get(number) for number in range(len(spec.factors)))), spec)
+    return Alignment(
+        PermutationPlan(tuple(tables.get(number) for number in range(len(spec.factors)))), spec
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +167,9 @@ class Cell:
         tensor = tensor.contiguous()
         return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
 
-    def moved(self, grid: torch.Tensor, tables: Tables, stay: int = -1, unknown: Set[int] = frozenset()) -> torch.Tensor:
+    def moved(
+        self, grid: torch.Tensor, tables: Tables, stay: int = -1, unknown: Set[int] = frozenset()
+    ) -> torch.Tensor:
         """The grid with every dimension of a known factor permuted, but for dimension ``stay``; outer ones first."""
         for axis in sorted(range(len(self.sizes)), key=lambda axis: len(self.outer[axis])):
             number = self.factors[axis]
@@ -168,7 +180,11 @@ class Cell:
 
     def slices(self, grid: torch.Tensor, axis: int, unknown: Set[int]) -> torch.Tensor:
         """What to compare along a dimension: (coordinates of outer factors, its own, entries), unknown dimensions sorted."""
-        rest = [place for place in range(len(self.sizes)) if place != axis and place not in self.outer[axis]]
+        rest = [
+            place
+            for place in range(len(self.sizes))
+            if place != axis and place not in self.outer[axis]
+        ]
         known = [place for place in rest if self.factors[place] not in unknown]
         unordered = [place for place in rest if self.factors[place] in unknown]
         outer = math.prod(self.sizes[place] for place in self.outer[axis])
@@ -191,7 +207,9 @@ def cut(spec: PermutationSpec) -> Iterator[Cell]:
         inside = {axis for block in blocks for axis in range(block.start + 1, block.stop)}
         for terms in itertools.product(*(block.terms for block in blocks)):
             term_of = dict(zip(starts, terms, strict=True))
-            dimensions: list[tuple[int, int, int, tuple[int, ...]]] = []  # as Cell has them: size, stride, factor, outer
+            dimensions: list[
+                tuple[int, int, int, tuple[int, ...]]
+            ] = []  # as Cell has them: size, stride, factor, outer
             offset = 0
             for axis in range(len(shape)):
                 if axis in inside:
@@ -199,13 +217,23 @@ def cut(spec: PermutationSpec) -> Iterator[Cell]:
                 if axis not in starts:
                     dimensions.append((shape[axis], math.prod(shape[axis + 1 :]), -1, ()))
                     continue
-                term, first, unit = term_of[axis], len(dimensions), math.prod(shape[starts[axis].stop :])
+                term, first, unit = (
+                    term_of[axis],
+                    len(dimensions),
+                    math.prod(shape[starts[axis].stop :]),
+                )
                 numbers = [number for number, _ in term.grid]
                 offset += term.offset * unit
                 for place, (number, stride) in enumerate(term.grid):
                     factor = spec.factors[number]
-                    outer = tuple(first + nearest(numbers, each, place) for each in factor.inside) if factor.free else ()
-                    dimensions.append((factor.size, stride * unit, number if factor.free else -1, outer))
+                    outer = (
+                        tuple(first + nearest(numbers, each, place) for each in factor.inside)
+                        if factor.free
+                        else ()
+                    )
+                    dimensions.append(
+                        (factor.size, stride * unit, number if factor.free else -1, outer)
+                    )
             sizes, strides, factors, outers = zip(*dimensions, strict=True)
             if max(factors) >= 0:
                 yield Cell(name, sizes, strides, offset, factors, outers)
@@ -231,14 +259,19 @@ def _match(
         for axis in (axis for axis, factor in enumerate(cell.factors) if factor == number):
             one = cell.slices(new, axis, unknown)
             other = cell.slices(cell.moved(old, tables, axis, unknown), axis, unknown)
-            middle = other.mean(1, keepdim=True)  # what all slices share says nothing, and would cost digits
-            # Weighted least squares: each tensor is divided by the spread of what happened to it in between.
+            middle = other.mean(
+                1, keepdim=True
+            )  # what all slices share says nothing, and would cost digits
+            # Weighted least squares: each tensor is divided by the spread of what happened to it in
+            # between.
             scale = left[cell] ** -0.5 if left[cell] > 0 else 0.0
             ones.append((one - middle) * scale)
             others.append(((other - middle) * scale).to(ones[0].device))
     # Squared norms are the same for every assignment, so products decide.
     products = (torch.cat(ones, 2) @ torch.cat(others, 2).mT).numpy(force=True)
-    assigned = [torch.from_numpy(linear_sum_assignment(group, maximize=True)[1]) for group in products]
+    assigned = [
+        torch.from_numpy(linear_sum_assignment(group, maximize=True)[1]) for group in products
+    ]
     return torch.stack(assigned)
 
 
@@ -249,16 +282,24 @@ def _moving(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[st
         tensor = tensors[key].detach()
         moving[name] = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
         if not bool(torch.isfinite(moving[name]).all()):
-            raise ValueError(f"{argument}[{key!r}] must be finite everywhere: a run that diverged cannot be aligned")
+            raise ValueError(
+                f"{argument}[{key!r}] must be finite everywhere: a run that diverged cannot be "
+                "aligned"
+            )
     for name in spec.shapes:
         if name not in moving:
-            raise ValueError(f"{argument} must hold every tensor that moves, {name} is missing: pass a state_dict")
+            raise ValueError(
+                f"{argument} must hold every tensor that moves, {name} is missing: pass a "
+                "state_dict"
+            )
     return moving
 
 
 def _names(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str, str]:
     """Returns, for every key of a state dict whose tensor moves, its name in the specification; refuses other shapes."""
-    canonical = {alias: name for name in spec.shapes for alias in (name, *spec.aliases.get(name, ()))}
+    canonical = {
+        alias: name for name in spec.shapes for alias in (name, *spec.aliases.get(name, ()))
+    }
     names = {}
     for key, tensor in instance_of(argument, tensors, (Mapping,)).items():
         name = canonical.get(key if key in canonical else plain_name(key))
@@ -267,7 +308,8 @@ def _names(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str
         shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         if shape != spec.shapes[name]:
             raise ValueError(
-                f"{argument} does not fit the PermutationSpec: {name} should have shape {spec.shapes[name]}, got {shape}"
+                f"{argument} does not fit the PermutationSpec: {name} should have shape "
+                f"{spec.shapes[name]}, got {shape}"
             )
         names[key] = name
     return names

@@ -1,8 +1,9 @@
 """``GradientCanary``: one more record in the sum of a DP optimizer's batch, or not, as a secret coin says.
 
-The white-box audit of Nasr et al. 2023 ("Tight Auditing of Differentially Private Machine Learning") with their Dirac canary:
-the record's gradient is zero but for one entry, of the clipping norm's size. It is put into the sum just before noise is added
-(before a batch clipping too), so it works on stock Opacus optimizers as on ours, in every grad-sample mode.
+The white-box audit of Nasr et al. 2023 ("Tight Auditing of Differentially Private Machine
+Learning") with their Dirac canary: the record's gradient is zero but for one entry, of the clipping
+norm's size. It is put into the sum just before noise is added (before a batch clipping too), so it
+works on stock Opacus optimizers as on ours, in every grad-sample mode.
 
 >>> import torch
 >>> from opacus import GradSampleModule
@@ -39,8 +40,9 @@ class CanaryTrial:
 
     Attributes:
         present: Whether the canary was in the sum.
-        background: What the released entry would be without canary and noise: the other records' sum, clipped as a batch
-            where the optimizer does that. An adversary who knows all other records can compute it.
+        background: What the released entry would be without canary and noise: the other records'
+            sum, clipped as a batch where the optimizer does that. An adversary who knows all other
+            records can compute it.
         observed: The entry of the noised sum.
     """
 
@@ -72,13 +74,14 @@ class GradientCanary:
             of a virtual step not.
 
     Raises:
-        ValueError: If the optimizer is distributed or its ``add_noise`` is wrapped, or there is no such
-            entry.
+        ValueError: If the optimizer is distributed or its ``add_noise`` is wrapped, or there is no
+            such entry.
 
     Note:
-        With batch clipping to c′ (WS Algorithm 1) the sum f with the canary shrinks by c′/‖f + canary‖ where that is below 1.
-        :attr:`CanaryTrial.background` is the entry of f clipped *without* the canary: the score without it is pure noise, and
-        with it is smaller than ``size``.
+        With batch clipping to c′ (WS Algorithm 1) the sum f with the canary shrinks by c′/‖f +
+        canary‖ where that is below 1. :attr:`CanaryTrial.background` is the entry of f clipped
+        *without* the canary: the score without it is pure noise, and with it is smaller than
+        ``size``.
     """
 
     def __init__(
@@ -92,13 +95,18 @@ class GradientCanary:
         instance_of("optimizer", optimizer, (DPOptimizer,))
         if getattr(optimizer, "world_size", 1) > 1:
             raise ValueError(
-                f"optimizer must run on one process, got {type(optimizer).__name__}: each rank has a part of the sum; audit "
+                f"optimizer must run on one process, got {type(optimizer).__name__}: each rank has "
+                "a part of the sum; audit "
                 "the same training on one"
             )
         instance_of("parameter", parameter, (torch.Tensor,))
-        numbers = [number for number, trained in enumerate(optimizer.params) if trained is parameter]
+        numbers = [
+            number for number, trained in enumerate(optimizer.params) if trained is parameter
+        ]
         if not numbers:
-            raise ValueError("parameter must be one that optimizer trains: take it from model.parameters()")
+            raise ValueError(
+                "parameter must be one that optimizer trains: take it from model.parameters()"
+            )
         check_generator("generator", generator)
         flat = integer("index", index, minimum=0, maximum=parameter.numel() - 1)
         self.index = tuple(map(int, np.unravel_index(flat, parameter.shape)))
@@ -118,7 +126,10 @@ class GradientCanary:
 
     def __enter__(self) -> GradientCanary:
         if "add_noise" in vars(self._optimizer):
-            raise ValueError("optimizer has an add_noise of its own, another canary's or a wrapper: take that away first")
+            raise ValueError(
+                "optimizer has an add_noise of its own, another canary's or a wrapper: take that "
+                "away first"
+            )
         self._add_noise = self._optimizer.add_noise
         self._optimizer.add_noise = self._add_noise_with_canary
         return self
@@ -142,8 +153,13 @@ class GradientCanary:
     def _batch_factor(self) -> float:
         """Returns the factor by which batch clipping will shrink the sum as it is now."""
         optimizer = self._optimizer
-        if getattr(optimizer, "batch_clip", None) is None or id(self.parameter) not in optimizer.shuffled:
+        if (
+            getattr(optimizer, "batch_clip", None) is None
+            or id(self.parameter) not in optimizer.shuffled
+        ):
             return 1.0  # what stays where it is is not clipped as a batch
-        sums = [moving.summed_grad for moving in optimizer.params if id(moving) in optimizer.shuffled]
+        sums = [
+            moving.summed_grad for moving in optimizer.params if id(moving) in optimizer.shuffled
+        ]
         length = math.sqrt(sum(float(torch.linalg.vector_norm(total)) ** 2 for total in sums))
         return min(1.0, optimizer.batch_clip / length) if length else 1.0

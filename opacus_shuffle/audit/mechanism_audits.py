@@ -1,8 +1,9 @@
 r"""Audits of the mechanisms themselves, as they stand in the papers: each is run millions of times with and without a record.
 
-The shuffle Gaussian is Liew and Takahashi's (SG); the permuted Gaussian is that of weight shuffling (WS, Yang, Ji and Xiang;
-Definition 6 there calls it shuffled). One pair of data sets, one adversary, one test: so these audits say what a formula is
-worth, not whether a training run is programmed correctly.
+The shuffle Gaussian is Liew and Takahashi's (SG); the permuted Gaussian is that of weight shuffling
+(WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled). One pair of data sets, one
+adversary, one test: so these audits say what a formula is worth, not whether a training run is
+programmed correctly.
 
 >>> result = audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=100_000, generator=torch.Generator().manual_seed(0))
 >>> [round(claim.epsilon, 2) for claim in result.claims], [finding.lower.epsilon <= 4.38 for finding in result.findings]
@@ -35,10 +36,22 @@ from opacus_shuffle.accountants.mechanisms import ShuffledWeights, ShuffleGauss
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
-from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered, PrivacyBound
+from opacus_shuffle.core.guarantees import (
+    EVERY_DATA_SET,
+    Adjacency,
+    Guarantee,
+    NotCovered,
+    PrivacyBound,
+)
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import finite_number, integer, noise_level, one_of, open_unit_interval
+from opacus_shuffle.core.validation import (
+    finite_number,
+    integer,
+    noise_level,
+    one_of,
+    open_unit_interval,
+)
 
 Vector = npt.NDArray[np.float64]
 
@@ -69,7 +82,8 @@ def audit_gaussian(
 ) -> AuditResult:
     """Audits one Gaussian step, where everything is known: a test of the audit itself.
 
-    N(0, σ²) against N(1, σ²), in clipping norms: the noised sum of nothing but the record, projected on its direction.
+    N(0, σ²) against N(1, σ²), in clipping norms: the noised sum of nothing but the record,
+    projected on its direction.
 
     Args:
         noise_multiplier: σ over the clipping norm.
@@ -79,8 +93,8 @@ def audit_gaussian(
         generator: A CPU generator, for repeatable audits; by default a secret one.
 
     Returns:
-        The exact ε as the claim (Balle & Wang 2018), and two findings: from counts alone, and with the Gaussian trade-off curve
-        that the mechanism has (Nasr et al. 2023), which comes closer.
+        The exact ε as the claim (Balle & Wang 2018), and two findings: from counts alone, and with
+        the Gaussian trade-off curve that the mechanism has (Nasr et al. 2023), which comes closer.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -118,9 +132,9 @@ def audit_shuffle_gauss(
     r"""Audits the shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
 
     All others hold v = ``others``; user 1 holds a₁ = 1 or a₀, 0 or −1. The test goes by the exact
-    likelihood ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ p_{a₀}(yᵢ)/p_v(yᵢ),
-    summed over the rounds: no test for this pair of data sets is better. With ``others=0`` it is the
-    papers' pair, with −1 a worse one.
+    likelihood ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ
+    p_{a₀}(yᵢ)/p_v(yᵢ), summed over the rounds: no test for this pair of data sets is better. With
+    ``others=0`` it is the papers' pair, with −1 a worse one.
 
     Args:
         noise_multiplier: Local σ, one report's noise over the clipping norm.
@@ -129,29 +143,37 @@ def audit_shuffle_gauss(
         others: Every other user's value, in [−1, 1] clipping norms.
         steps: Rounds, with fresh noise and a fresh permutation each.
         adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −1.
-        trials: Runs under each hypothesis, at least 1000; by default as many as take 4·10⁸ reports, up to a million.
+        trials: Runs under each hypothesis, at least 1000; by default as many as take 4·10⁸ reports,
+            up to a million.
         confidence: In (0, 1).
         generator: A CPU generator, for repeatable audits; by default a secret one.
 
     Returns:
-        The claims of :func:`opacus_shuffle.accountants.compute.privacy_bound` that cover the adjacency, and one finding.
+        The claims of :func:`opacus_shuffle.accountants.compute.privacy_bound` that cover the
+        adjacency, and one finding.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        With probability ``confidence`` the ε of this pair of data sets at δ is at least the finding. ``published`` and ``pair``
-        are about the pair with ``others=0`` only.
+        With probability ``confidence`` the ε of this pair of data sets at δ is at least the
+        finding. ``published`` and ``pair`` are about the pair with ``others=0`` only.
     """
-    mechanism, steps = ShuffleGauss(noise_multiplier=noise_multiplier, num_users=num_users), integer("steps", steps)
+    mechanism, steps = (
+        ShuffleGauss(noise_multiplier=noise_multiplier, num_users=num_users),
+        integer("steps", steps),
+    )
     sigma, users = mechanism.noise_multiplier, mechanism.num_users
     if users > MOST_USERS:
         raise ValueError(
-            f"num_users must not exceed {MOST_USERS:,}, got {users}: every run draws all reports; audit fewer users"
+            f"num_users must not exceed {MOST_USERS:,}, got {users}: every run draws all reports; "
+            "audit fewer users"
         )
     others = finite_number("others", others)
     if not -1 <= others <= 1:
-        raise ValueError(f"others must lie in [-1, 1], in units of the clipping norm, got {others!r}")
+        raise ValueError(
+            f"others must lie in [-1, 1], in units of the clipping norm, got {others!r}"
+        )
     neighbours = Adjacency(adjacency)
     absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -1.0
     if trials is None:
@@ -159,15 +181,27 @@ def audit_shuffle_gauss(
     delta, trials, confidence = common(delta, trials, confidence, draws=users * steps)
     rng = numpy_generator(generator)
     scores = likelihood_ratios(
-        present=(1 - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
+        present=(1 - others) / sigma,
+        absent=(absent - others) / sigma,
+        users=users,
+        steps=steps,
+        trials=trials,
+        rng=rng,
     )
-    claims = claimed([(mechanism, steps)], ("published", "pair", "certified"), delta=delta, adjacency=neighbours)
+    claims = claimed(
+        [(mechanism, steps)], ("published", "pair", "certified"), delta=delta, adjacency=neighbours
+    )
     sees = "sees every shuffled report of every round, and knows all other users' values"
     return AuditResult(
-        f"shuffle Gaussian, noise multiplier {sigma:.6g}, {plural(users, 'user')}, {plural(steps, 'round')}, {neighbours}",
+        f"shuffle Gaussian, noise multiplier {sigma:.6g}, {plural(users, 'user')}, "
+        f"{plural(steps, 'round')}, {neighbours}",
         delta,
         claims,
-        (Finding("likelihood ratio", audit_scores(*scores, delta=delta, confidence=confidence), sees),),
+        (
+            Finding(
+                "likelihood ratio", audit_scores(*scores, delta=delta, confidence=confidence), sees
+            ),
+        ),
         (
             f"Audited: all other users hold {others:g}, and one user holds 1 or {absent:g}.",
             *reach(claims, trials, delta, confidence),
@@ -190,44 +224,54 @@ def audit_permuted_gaussian(
 ) -> AuditResult:
     r"""Runs the mechanism with and without the record, and shows what one test tells.
 
-    Per step the adversary sees d noised coordinates in uniformly random order. ``"one_coordinate"``: the test goes by the
-    largest coordinate of all steps, drawn from its closed distribution: with K ~ Bin(T, q) steps that the record takes part in,
-    the largest of T·d − K coordinates of noise, and the largest of K around c. Else it goes by the likelihood ratio of the T
-    sums of coordinates. A better test can only show a larger ε.
+    Per step the adversary sees d noised coordinates in uniformly random order.
+    ``"one_coordinate"``: the test goes by the largest coordinate of all steps, drawn from its
+    closed distribution: with K ~ Bin(T, q) steps that the record takes part in, the largest of T·d
+    − K coordinates of noise, and the largest of K around c. Else it goes by the likelihood ratio of
+    the T sums of coordinates. A better test can only show a larger ε.
 
     Args:
         noise_multiplier: σ/c, of the **sum** (as DP-SGD's).
         dimension: d, coordinates that are permuted among themselves, up to 2⁵³.
         delta: δ in (0, 1).
         steps: T.
-        sample_rate: q, with which the record takes part in a step (Poisson sampling; the adversary is not told).
-        batch_clip: c′/c, the norm that the sum is clipped to before the noise: below 1 it shrinks the record's gradient.
+        sample_rate: q, with which the record takes part in a step (Poisson sampling; the adversary
+            is not told).
+        batch_clip: c′/c, the norm that the sum is clipped to before the noise: below 1 it shrinks
+            the record's gradient.
         pair: ``"one_coordinate"``, ``"all_but_one"`` or ``"oblique"``.
-        trials: Runs under each hypothesis, at least 1000, half of them to choose the test. By default 10⁷, for the other two
-            pairs no more than take 2·10⁸ random numbers, one per step.
+        trials: Runs under each hypothesis, at least 1000, half of them to choose the test. By
+            default 10⁷, for the other two pairs no more than take 2·10⁸ random numbers, one per
+            step.
         confidence: In (0, 1).
         generator: A CPU generator, for repeatable audits; by default a secret one.
 
     Returns:
-        The claims ``published`` (WS Theorem 6, composed), ``pair`` (the first pair, exactly; not with the second) and
-        ``certified`` (DP-SGD's own), and one finding.
+        The claims ``published`` (WS Theorem 6, composed), ``pair`` (the first pair, exactly; not
+        with the second) and ``certified`` (DP-SGD's own), and one finding.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        With probability ``confidence`` the pair's ε at δ, and so that of any bound for all data sets that satisfy these
-        conditions, is at least the finding, for an adversary who sees the permuted gradients and nothing else.
+        With probability ``confidence`` the pair's ε at δ, and so that of any bound for all data
+        sets that satisfy these conditions, is at least the finding, for an adversary who sees the
+        permuted gradients and nothing else.
     """
     dimension, steps = integer("dimension", dimension), integer("steps", steps)
     mechanism = ShuffledWeights(
-        noise_multiplier=noise_multiplier, sample_rate=sample_rate, dimension=dimension, batch_clip=batch_clip
+        noise_multiplier=noise_multiplier,
+        sample_rate=sample_rate,
+        dimension=dimension,
+        batch_clip=batch_clip,
     )
     rate = mechanism.sample_rate
     one_of("pair", pair, PAIRS)
     single = pair == "one_coordinate"
     if not single and dimension < 2:
-        raise ValueError(f"pair={pair!r} needs a dimension of at least 2, got {dimension}: use 'one_coordinate'")
+        raise ValueError(
+            f"pair={pair!r} needs a dimension of at least 2, got {dimension}: use 'one_coordinate'"
+        )
     if trials is None:
         trials = 10_000_000 if single else min(10_000_000, max(FEWEST, 100_000_000 // steps))
     delta, trials, confidence = common(delta, trials, confidence, draws=1 if single else steps)
@@ -235,21 +279,33 @@ def audit_permuted_gaussian(
     shift = mechanism.record_norm / mechanism.noise_multiplier
     test = "largest coordinate" if single else "sum of coordinates"
     if single:
-        scores = largest_coordinates(shift=shift, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng)
+        scores = largest_coordinates(
+            shift=shift, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng
+        )
     else:
-        mean = shift * (math.sqrt((dimension - 1) / dimension) if pair == "all_but_one" else math.cos(math.radians(46)))
-        scores = summed_coordinates(mean=mean, steps=steps, sample_rate=rate, trials=trials, rng=rng)
+        mean = shift * (
+            math.sqrt((dimension - 1) / dimension)
+            if pair == "all_but_one"
+            else math.cos(math.radians(46))
+        )
+        scores = summed_coordinates(
+            mean=mean, steps=steps, sample_rate=rate, trials=trials, rng=rng
+        )
     bounds = ("published", "pair", "certified") if single else ("published", "certified")
     claims = claimed([(mechanism, steps)], bounds, delta=delta)
     sees = "sees the noised gradient of every step, its coordinates in random order, and knows all other records"
     return AuditResult(
-        f"permuted Gaussian, noise multiplier {mechanism.noise_multiplier:.6g}, dimension {dimension:,}, "
+        f"permuted Gaussian, noise multiplier {mechanism.noise_multiplier:.6g}, dimension "
+        f"{dimension:,}, "
         + plural(steps, "step")
         + (f", sample rate {rate:.4g}" if rate < 1 else ""),
         delta,
         claims,
         (Finding(test, audit_scores(*scores, delta=delta, confidence=confidence), sees),),
-        (f"Audited: the gradients of all others add up to zero, {PAIRS[pair]}.", *reach(claims, trials, delta, confidence)),
+        (
+            f"Audited: the gradients of all others add up to zero, {PAIRS[pair]}.",
+            *reach(claims, trials, delta, confidence),
+        ),
     )
 
 
@@ -257,7 +313,9 @@ def numpy_generator(generator: torch.Generator | None) -> np.random.Generator:
     """Returns NumPy's faster generator, keyed by 256 bits drawn from the torch one (from a secret one if it is None)."""
     check_generator("generator", generator)
     source = SecretGenerator() if generator is None else generator
-    return np.random.default_rng(torch.randint(0, 2**32, (8,), dtype=torch.int64, generator=source).tolist())
+    return np.random.default_rng(
+        torch.randint(0, 2**32, (8,), dtype=torch.int64, generator=source).tolist()
+    )
 
 
 def chunks(total: int, width: int = 1) -> Iterator[slice]:
@@ -267,7 +325,9 @@ def chunks(total: int, width: int = 1) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
-def claimed(rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: str = "zero_out") -> tuple[Claim, ...]:
+def claimed(
+    rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: str = "zero_out"
+) -> tuple[Claim, ...]:
     """Returns what these bounds say of the rounds, but for those that have no value for the adjacency or an infinite one."""
     covered = []
     for bound in bounds:
@@ -324,19 +384,23 @@ def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple
     trials = integer("trials", trials, minimum=FEWEST)
     if trials > MOST_TRIALS or trials * draws > MOST_DRAWS:
         raise ValueError(
-            f"trials must not exceed {MOST_TRIALS:,}, nor all random numbers together {MOST_DRAWS:,}, got {trials:,} trials "
+            f"trials must not exceed {MOST_TRIALS:,}, nor all random numbers together "
+            f"{MOST_DRAWS:,}, got {trials:,} trials "
             f"of {draws:,} numbers each: take fewer trials, steps or num_users"
         )
     return open_unit_interval("delta", delta), trials, open_unit_interval("confidence", confidence)
 
 
-def reach(claims: tuple[Claim, ...], trials: int, delta: float, confidence: float) -> tuple[str, ...]:
+def reach(
+    claims: tuple[Claim, ...], trials: int, delta: float, confidence: float
+) -> tuple[str, ...]:
     """Returns a sentence if not even a perfect test could have shown as much as is claimed."""
     counted = trials - trials // 2
     most = epsilon_lower_bound(0, 0, counted, delta, confidence).epsilon
     beyond = ", ".join(claim.name for claim in claims if claim.epsilon > most)
     said = (
-        f"Counts alone, from {counted:,} runs, cannot show an epsilon above {round_up(most, 3)}, so they could not contradict"
+        f"Counts alone, from {counted:,} runs, cannot show an epsilon above {round_up(most, 3)}, "
+        "so they could not contradict"
     )
     return (f"{said} {beyond}: that takes more trials.",) if beyond else ()
 
@@ -347,7 +411,13 @@ def plural(count: int, noun: str) -> str:
 
 
 def largest_coordinates(
-    *, shift: float, dimension: int, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
+    *,
+    shift: float,
+    dimension: int,
+    steps: int,
+    sample_rate: float,
+    trials: int,
+    rng: np.random.Generator,
 ) -> tuple[Vector, Vector]:
     """Draws the largest coordinate of all steps in units of the noise, per run, without the record and with it."""
     coordinates = float(steps) * dimension
@@ -364,8 +434,9 @@ def largest_coordinates(
 def largest_normal(count: npt.ArrayLike, size: int, rng: np.random.Generator) -> Vector:
     """Draws ``size`` times the largest of ``count`` (one number, or one per draw) standard normals; −∞ of none at all.
 
-    It is Φ⁻¹(U^{1/count}): one random number, however large the count is. With the exponential E = −log U that is the quantile
-    whose logarithm is −E/count, and inverting log Φ loses nothing where Φ itself rounds to 1.
+    It is Φ⁻¹(U^{1/count}): one random number, however large the count is. With the exponential E =
+    −log U that is the quantile whose logarithm is −E/count, and inverting log Φ loses nothing where
+    Φ itself rounds to 1.
     """
     exponential = rng.standard_exponential(size)
     with np.errstate(divide="ignore"):

@@ -94,11 +94,16 @@ class AuditResult:
 
     def __post_init__(self) -> None:
         if not self.findings:
-            raise ValueError("findings must hold at least one Finding, got none: there is nothing to report")
-        for name, bound in [(c.name, c.bound) for c in self.claims] + [(f.name, f.lower) for f in self.findings]:
+            raise ValueError(
+                "findings must hold at least one Finding, got none: there is nothing to report"
+            )
+        for name, bound in [(c.name, c.bound) for c in self.claims] + [
+            (f.name, f.lower) for f in self.findings
+        ]:
             if bound.delta != self.delta:
                 raise ValueError(
-                    f"claims and findings must be at the audit's delta={self.delta!r}, got {name!r} at {bound.delta!r}"
+                    f"claims and findings must be at the audit's delta={self.delta!r}, got "
+                    f"{name!r} at {bound.delta!r}"
                 )
 
     @property
@@ -117,7 +122,11 @@ class AuditResult:
         return tuple(
             claim
             for claim in self.claims
-            if any(claim.epsilon < finding.lower.epsilon for finding in self.findings if claim.faces(finding))
+            if any(
+                claim.epsilon < finding.lower.epsilon
+                for finding in self.findings
+                if claim.faces(finding)
+            )
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +135,9 @@ class AuditResult:
             "title": self.title,
             "delta": self.delta,
             "confidence": round(self.confidence, 12),
-            "claims": [{**claim.bound.to_dict(), "against": list(claim.against)} for claim in self.claims],
+            "claims": [
+                {**claim.bound.to_dict(), "against": list(claim.against)} for claim in self.claims
+            ],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "contradicted": [claim.name for claim in self.contradicted],
             "notes": list(self.notes),
@@ -140,12 +151,24 @@ class AuditResult:
     def _cells(self) -> list[tuple[str, str, str, str]]:
         """The table's rows as text: claims rounded up, findings down."""
         cells = [
-            (f"claimed: {c.name}", f"<= {round_up(c.epsilon)}", ABOUT[c.bound.guarantee], c.bound.guarantee.name)
+            (
+                f"claimed: {c.name}",
+                f"<= {round_up(c.epsilon)}",
+                ABOUT[c.bound.guarantee],
+                c.bound.guarantee.name,
+            )
             for c in self.claims
         ]
         for finding in self.findings:
             status = f"{_percent(finding.lower.confidence)} confidence"
-            cells.append((f"found: {finding.name}", f">= {round_down(finding.lower.epsilon)}", "the pair audited", status))
+            cells.append(
+                (
+                    f"found: {finding.name}",
+                    f">= {round_down(finding.lower.epsilon)}",
+                    "the pair audited",
+                    status,
+                )
+            )
         return cells
 
     def _sentences(self) -> list[str]:
@@ -161,18 +184,27 @@ class AuditResult:
             sentences.append(f"{said}.")
         sentences += [self._verdict(claim) for claim in self.claims]
         if len(self.contradicted) < len(self.claims):
-            sentences.append("An audit only bounds epsilon from below: what it does not contradict it does not prove.")
+            sentences.append(
+                "An audit only bounds epsilon from below: what it does not contradict it does not "
+                "prove."
+            )
         return [*sentences, *self.notes]
 
     def _evidence(self, finding: Finding) -> str:
         bound = finding.lower
         counts = (
-            f"Found ({finding.name}; adversary: {finding.adversary}): {bound.false_positives:,} false positives in "
-            f"{bound.trials[0]:,} runs without the record and {bound.trials[1] - bound.false_negatives:,} true positives in "
+            f"Found ({finding.name}; adversary: {finding.adversary}): {bound.false_positives:,} "
+            "false positives in "
+            f"{bound.trials[0]:,} runs without the record and "
+            f"{bound.trials[1] - bound.false_negatives:,} true positives in "
             f"{bound.trials[1]:,} with it"
         )
         mu = "" if bound.mu is None else f", mu of at least {round_down(bound.mu)}"
-        recovered = "" if finding.recovered is None else f"; {100 * finding.recovered:.4g} % of the permuted rows put back"
+        recovered = (
+            ""
+            if finding.recovered is None
+            else f"; {100 * finding.recovered:.4g} % of the permuted rows put back"
+        )
         nothing = "" if bound.epsilon else "; this test showed nothing"
         return f"{counts} ({METHODS[bound.method]}{mu}){recovered}{nothing}."
 
@@ -182,13 +214,18 @@ class AuditResult:
         says = f"Bound {name} says at most {round_up(claim.epsilon)} ({claim.bound.covers}: {claim.bound.guarantee.value})."
         above = [finding for finding in self.findings if claim.epsilon < finding.lower.epsilon]
         beyond = ", ".join(finding.name for finding in above if not claim.faces(finding))
-        more = f" Found above it, by adversaries who see more than it speaks of: {beyond}." if beyond else ""
+        more = (
+            f" Found above it, by adversaries who see more than it speaks of: {beyond}."
+            if beyond
+            else ""
+        )
         if claim not in self.contradicted:
             return f"{says} It is not contradicted.{more}"
         if claim.bound.guarantee is not Guarantee.PROVED:
             return f"{says} The audit is above it: that value is no upper bound here.{more}"
         return (
-            f"{says} The audit is above it: either what was audited is not what the bound was computed for, or this is one of "
+            f"{says} The audit is above it: either what was audited is not what the bound was "
+            "computed for, or this is one of "
             "the rare audits that err."
         )
 

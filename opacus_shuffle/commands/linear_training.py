@@ -61,7 +61,15 @@ class Kind:
 
 
 KINDS = (
-    Kind(trusted="a server", how="DP-SGD", accountant="prv", bound="prv", rounds=60, learning_rate=4.0, sampled=True),
+    Kind(
+        trusted="a server",
+        how="DP-SGD",
+        accountant="prv",
+        bound="prv",
+        rounds=60,
+        learning_rate=4.0,
+        sampled=True,
+    ),
     Kind(
         trusted="a shuffler",
         how="sums of bits",
@@ -100,7 +108,8 @@ class Outcome:
         kind: Which.
         bound: ε spent, with its meaning; never above the budget.
         accuracy: Share of the test records that are classified rightly.
-        bytes_per_user: What one user sends over the whole run, without the labels of bits; None for the record itself.
+        bytes_per_user: What one user sends over the whole run, without the labels of bits; None for
+            the record itself.
         noise_multiplier: Of the sum or of each report, as the accountant means it.
     """
 
@@ -148,7 +157,8 @@ def train_kind(
         ValueError: If no noise meets the budget.
     """
     records, entries = train_set.tensors[0].shape
-    # Features have unit length: a bias would be half of every gradient's squared norm, and clipping would halve the rest.
+    # Features have unit length: a bias would be half of every gradient's squared norm, and clipping
+    # would halve the rest.
     network = nn.Linear(entries, CLASSES, bias=False)
     nn.init.zeros_(network.weight)
     epochs = kind.epochs(records)
@@ -162,15 +172,21 @@ def train_kind(
             "optimizer": sgd,
             "data_loader": DataLoader(train_set, batch_size=kind.batch_size(records)),
             "max_grad_norm": CLIPPING_NORM,
-            "grad_sample_mode": "hooks" if bits else "ghost",  # ghost clipping takes no gradient per record
+            "grad_sample_mode": "hooks"
+            if bits
+            else "ghost",  # ghost clipping takes no gradient per record
             "local_noise": kind.accountant == "shuffle_gauss",
         }
         budget: dict[str, Any] = {"target_epsilon": epsilon, "target_delta": delta}
         if kind.bound == "local":
             noise = _unshuffled_noise(records, epochs, **budget)
-            model, optimizer, *criterion, loader = engine.make_private(**run, noise_multiplier=noise)
+            model, optimizer, *criterion, loader = engine.make_private(
+                **run, noise_multiplier=noise
+            )
         else:
-            model, optimizer, *criterion, loader = engine.make_private_with_epsilon(**run, **budget, epochs=epochs)
+            model, optimizer, *criterion, loader = engine.make_private_with_epsilon(
+                **run, **budget, epochs=epochs
+            )
     loss = criterion[0] if criterion else functional.cross_entropy
     for _ in range(epochs):
         for x, y in loader:
@@ -185,14 +201,18 @@ def train_kind(
         right = functional.linear(held_out, network.weight).argmax(1) == labels
     return Outcome(
         kind=kind,
-        bound=next(bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound),
+        bound=next(
+            bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound
+        ),
         accuracy=float(right.double().mean()),
         bytes_per_user=None if sent is None else sent.bytes_per_user,
         noise_multiplier=float(optimizer.noise_multiplier),
     )
 
 
-def _unshuffled_noise(records: int, rounds: int, *, target_epsilon: float, target_delta: float) -> float:
+def _unshuffled_noise(
+    records: int, rounds: int, *, target_epsilon: float, target_delta: float
+) -> float:
     """The noise of each report with which all of one user's reports, seen by name, stay within a budget."""
 
     def spent(noise_multiplier: float) -> float:

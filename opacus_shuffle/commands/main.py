@@ -17,13 +17,20 @@ from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 COMMANDS = {
     "compare": ("compare", "train at one proved epsilon, trusting a server, a shuffler or nobody"),
-    "train": ("train", "train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon"),
+    "train": (
+        "train",
+        "train a small CNN on real images in the shuffle model; ends with accuracy and a table of "
+        "epsilon",
+    ),
     "plan": ("plan", "what noise a budget costs, and how many users would do, by who is trusted"),
     "epsilon": ("epsilon", "epsilon of some rounds, and what it covers"),
     "noise": ("epsilon", "the smallest noise within a budget"),
     "report": ("epsilon", "every bound side by side, from no trust to full"),
     "plot": ("epsilon", "a picture of the report: epsilon over rounds"),
-    "audit": ("audit", "attack weight shuffling: at its paper's own setting, and in a small training run"),
+    "audit": (
+        "audit",
+        "attack weight shuffling: at its paper's own setting, and in a small training run",
+    ),
 }
 """Every command's module, which is imported when the command is given (flags need no PyTorch), and its line of help."""
 
@@ -33,9 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PrivacyAssumptionWarning)  # what is printed says it already
+                warnings.simplefilter(
+                    "ignore", PrivacyAssumptionWarning
+                )  # what is printed says it already
                 warnings.filterwarnings(
-                    "ignore", message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest"
+                    "ignore",
+                    message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest",
                 )
                 return _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
@@ -59,9 +69,16 @@ def _run(arguments: list[str]) -> int:
     namespace, unknown = parser(name).parse_known_args(arguments)
     options = vars(namespace)
     if unknown:
-        return _complain(f"unrecognized arguments: {' '.join(unknown)}; see opacus-shuffle {name or ''} --help", 2)
+        return _complain(
+            f"unrecognized arguments: {' '.join(unknown)}; see opacus-shuffle {name or ''} --help",
+            2,
+        )
     if "command" not in options:
-        return _complain("which command? opacus-shuffle compare is the one to begin with; see opacus-shuffle --help", 2)
+        return _complain(
+            "which command? opacus-shuffle compare is the one to begin with; see opacus-shuffle "
+            "--help",
+            2,
+        )
     as_json = options.pop("json")
     values, text = options.pop("command")(options)
     print(json.dumps(values) if as_json else text)
@@ -91,13 +108,16 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(name: str | None = None) -> argparse.ArgumentParser:
     """Returns the parser of all commands, of which only the one with this name knows its flags."""
-    everything = _Parser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
+    everything = _Parser(
+        prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus."
+    )
     everything.add_argument("--version", action="version", version=f"opacus-shuffle {__version__}")
     commands = everything.add_subparsers(metavar=f"{{{','.join(COMMANDS)}}}")
     for command, (module, summary) in COMMANDS.items():
         job = commands.add_parser(command, help=summary)
         if command == name:
-            # A command's function takes the options, and returns values for JSON and what to print instead.
+            # A command's function takes the options, and returns values for JSON and what to print
+            # instead.
             importlib.import_module(f"opacus_shuffle.commands.{module}").add_flags(job, command)
             job.add_argument("--json", action="store_true", help="for machines, unrounded")
     return everything

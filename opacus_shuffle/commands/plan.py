@@ -11,10 +11,18 @@ from opacus_shuffle.commands import flags
 
 def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--num-users", required=True, type=flags.number, metavar="N", help="n, the whole population")
-    parser.add_argument("--steps", required=True, type=flags.number, metavar="T", help="rounds (training steps)")
-    parser.add_argument("--target-epsilon", "--epsilon", required=True, type=float, help="epsilon to stay within")
-    parser.add_argument("--target-delta", "--delta", required=True, type=float, help="delta of every epsilon")
+    parser.add_argument(
+        "--num-users", required=True, type=flags.number, metavar="N", help="n, the whole population"
+    )
+    parser.add_argument(
+        "--steps", required=True, type=flags.number, metavar="T", help="rounds (training steps)"
+    )
+    parser.add_argument(
+        "--target-epsilon", "--epsilon", required=True, type=float, help="epsilon to stay within"
+    )
+    parser.add_argument(
+        "--target-delta", "--delta", required=True, type=float, help="delta of every epsilon"
+    )
     parser.add_argument(
         "--sample-rate",
         type=flags.number,

@@ -1,10 +1,11 @@
 """Features of images that no data decide: a two-scale wavelet scattering transform, normalised within each record.
 
-Private training of a linear model on such features needs far less noise than that of a network that must learn its own
-(Tramèr and Boneh, *Differentially private learning needs better features*, ICLR 2021). The transform is Bruna and Mallat's
-(*Invariant scattering convolution networks*, 2013) with two scales and eight angles: averages of the image, of its wavelets'
-moduli, 1 + 16 = 17 numbers for each channel at every fourth pixel. The 64 of the second order are left out: what a user sends
-grows with their number, and at small ε they gain next to nothing.
+Private training of a linear model on such features needs far less noise than that of a network that
+must learn its own (Tramèr and Boneh, *Differentially private learning needs better features*, ICLR
+2021). The transform is Bruna and Mallat's (*Invariant scattering convolution networks*, 2013) with
+two scales and eight angles: averages of the image, of its wavelets' moduli, 1 + 16 = 17 numbers for
+each channel at every fourth pixel. The 64 of the second order are left out: what a user sends grows
+with their number, and at small ε they gain next to nothing.
 
 >>> scattering_features(torch.zeros(2, 1, 28, 28)).shape
 torch.Size([2, 833])
@@ -34,7 +35,8 @@ def scattering_features(images: torch.Tensor) -> torch.Tensor:
     A row depends on its own image alone, so training on rows is as private as training on images.
 
     Args:
-        images: Shape (records, channels, height, width); height and width are multiples of 4, above 4.
+        images: Shape (records, channels, height, width); height and width are multiples of 4, above
+            4.
 
     Returns:
         Shape (records, channels·17·height/4·width/4), float32.
@@ -52,7 +54,8 @@ def scattering_features(images: torch.Tensor) -> torch.Tensor:
 def scattering(images: torch.Tensor) -> torch.Tensor:
     """Returns the scattering coefficients as they are.
 
-    Edges are reflected. The coefficients of an image whose border is empty have together at most its energy.
+    Edges are reflected. The coefficients of an image whose border is empty have together at most
+    its energy.
 
     Args:
         images: As of :func:`scattering_features`.
@@ -65,7 +68,8 @@ def scattering(images: torch.Tensor) -> torch.Tensor:
     """
     if images.ndim != 4 or any(side % STRIDE or side <= STRIDE for side in images.shape[2:]):
         raise ValueError(
-            f"images must have shape (records, channels, height, width), sides multiples of {STRIDE} above {STRIDE}, got "
+            "images must have shape (records, channels, height, width), sides multiples of "
+            f"{STRIDE} above {STRIDE}, got "
             f"{tuple(images.shape)}: pad them"
         )
     padded = functional.pad(images, (STRIDE,) * 4, mode="reflect")
@@ -79,22 +83,30 @@ def scattering(images: torch.Tensor) -> torch.Tensor:
 def filters(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the filters in the Fourier domain.
 
-    Together they are a contraction: at every frequency the average's squared response and half the wavelets' at it and at its
-    opposite sum to at most 1, for which the wavelets are scaled.
+    Together they are a contraction: at every frequency the average's squared response and half the
+    wavelets' at it and at its opposite sum to at most 1, for which the wavelets are scaled.
 
     Args:
         height: Pixels.
         width: Pixels.
 
     Returns:
-        The average as matrices to multiply an image with, (height/4 - 2, height) and (width/4 - 2, width), which leave out the
-        first and the last place; and the wavelets' responses, (scales·angles, height, width). All are real.
+        The average as matrices to multiply an image with, (height/4 - 2, height) and (width/4 - 2,
+        width), which leave out the first and the last place; and the wavelets' responses,
+        (scales·angles, height, width). All are real.
     """
     deviation = 0.8 * 2 ** (SCALES - 1)
     rows, columns = _averages(height, deviation), _averages(width, deviation)
     low = torch.fft.fft(rows[0]).abs().view(-1, 1) * torch.fft.fft(columns[0]).abs()
     shapes = [
-        _wavelet(height, width, 0.8 * 2**scale, angle * math.pi / ANGLES, 4 / ANGLES, 0.75 * math.pi / 2**scale)
+        _wavelet(
+            height,
+            width,
+            0.8 * 2**scale,
+            angle * math.pi / ANGLES,
+            4 / ANGLES,
+            0.75 * math.pi / 2**scale,
+        )
         for scale in range(SCALES)
         for angle in range(ANGLES)
     ]
@@ -114,14 +126,18 @@ def _averages(length: int, deviation: float) -> torch.Tensor:
     return torch.stack([bell.roll(shift) for shift in range(length)]) / bell.sum()
 
 
-def _wavelet(height: int, width: int, deviation: float, angle: float, slant: float, frequency: float) -> torch.Tensor:
+def _wavelet(
+    height: int, width: int, deviation: float, angle: float, slant: float, frequency: float
+) -> torch.Tensor:
     """Returns a Morlet wavelet: a wave under a bell, less so much of the bell that the sum is 0."""
     wave = _bell(height, width, deviation, angle, slant, frequency)
     bell = _bell(height, width, deviation, angle, slant, 0.0)
     return wave - bell * (wave.sum() / bell.sum())
 
 
-def _bell(height: int, width: int, deviation: float, angle: float, slant: float, frequency: float) -> torch.Tensor:
+def _bell(
+    height: int, width: int, deviation: float, angle: float, slant: float, frequency: float
+) -> torch.Tensor:
     """Returns a Gaussian of sum about 1 times a plane wave along ``angle``, wrapped around the edges, complex.
 
     Args:
@@ -136,6 +152,10 @@ def _bell(height: int, width: int, deviation: float, angle: float, slant: float,
     columns = torch.arange(-2 * width, 3 * width, dtype=torch.float64).view(1, -1)
     along = rows * math.cos(angle) + columns * math.sin(angle)
     across = columns * math.cos(angle) - rows * math.sin(angle)
-    bell = torch.exp(-(along**2 + (slant * across) ** 2) / (2 * deviation**2)) * slant / (2 * math.pi * deviation**2)
+    bell = (
+        torch.exp(-(along**2 + (slant * across) ** 2) / (2 * deviation**2))
+        * slant
+        / (2 * math.pi * deviation**2)
+    )
     wave = torch.polar(bell, frequency * along)
     return wave.view(5, height, 5, width).sum((0, 2))

@@ -40,6 +40,9 @@ class SmallCNN(nn.Module):
 def accuracy(network: nn.Module, data: TensorDataset, device: torch.device | str = "cpu") -> float:
     """Returns the share of records that the network classifies rightly."""
     network.eval()
-    hits = sum(int((network(x.to(device)).argmax(1) == y.to(device)).sum()) for x, y in DataLoader(data, batch_size=1000))
+    hits = sum(
+        int((network(x.to(device)).argmax(1) == y.to(device)).sum())
+        for x, y in DataLoader(data, batch_size=1000)
+    )
     network.train()
     return hits / len(data)

@@ -23,8 +23,9 @@ from typing import Any
 def replacing(path: Any) -> Iterator[Any]:
     """Opens a file that takes the place of ``path`` when all of it is on the disk.
 
-    It is written beside it, as ``.<name>.<random>.tmp``, flushed to the disk and renamed. A failure removes it; only a killed
-    process leaves it behind, and it may then be deleted. File objects, devices and pipes are written to directly.
+    It is written beside it, as ``.<name>.<random>.tmp``, flushed to the disk and renamed. A failure
+    removes it; only a killed process leaves it behind, and it may then be deleted. File objects,
+    devices and pipes are written to directly.
 
     Args:
         path: A path, or a file object.
@@ -36,7 +37,9 @@ def replacing(path: Any) -> Iterator[Any]:
     target = os.fsdecode(target)
     folder, name = os.path.split(target)
     beside = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    handle = os.open(
+        beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             if os.path.exists(target):

@@ -1,8 +1,9 @@
 """Binomial numbers by inversion of whole-number tables: how many take part, and the noise bits of all users, added up.
 
-128 random bits beside the distribution's steps, which are summed in whole numbers of 192 bits. So the distribution is exact but
-for the steps' rounding to 2⁻¹²⁸, and there is no floating-point number whose last bits could tell anything. Sixteen of the bits
-decide where no step lies among the numbers that begin with them; the other 112 are drawn where one does.
+128 random bits beside the distribution's steps, which are summed in whole numbers of 192 bits. So
+the distribution is exact but for the steps' rounding to 2⁻¹²⁸, and there is no floating-point
+number whose last bits could tell anything. Sixteen of the bits decide where no step lies among the
+numbers that begin with them; the other 112 are drawn where one does.
 
 >>> draws = exact_binomials(1000, 0.25, 10_000, SecretGenerator())
 >>> round(float(draws.mean()), -1)
@@ -32,7 +33,9 @@ def deviation_of(trials: int, probability: float) -> float:
     return math.sqrt(trials * probability * (1 - probability))
 
 
-def exact_binomials(trials: int, probability: float, count: int, source: SecretGenerator) -> npt.NDArray[np.int64]:
+def exact_binomials(
+    trials: int, probability: float, count: int, source: SecretGenerator
+) -> npt.NDArray[np.int64]:
     """Draws so many binomial numbers.
 
     Raises:
@@ -47,7 +50,10 @@ def exact_binomials(trials: int, probability: float, count: int, source: SecretG
         within = np.flatnonzero(passed == _STEP_WITHIN)
         upper, lower = source.words(2 * len(within)).reshape(2, len(within))
         upper = (begins[within].astype(np.uint64) << np.uint64(48)) | (upper >> np.uint64(16))
-        before, until = np.searchsorted(high, upper, side="left"), np.searchsorted(high, upper, side="right")
+        before, until = (
+            np.searchsorted(high, upper, side="left"),
+            np.searchsorted(high, upper, side="right"),
+        )
         for tied in np.flatnonzero(before < until):
             before[tied] += np.count_nonzero(low[before[tied] : until[tied]] <= lower[tied])
         passed[within] = before
@@ -59,17 +65,22 @@ def exact_binomials(trials: int, probability: float, count: int, source: SecretG
 def _guide(trials: int, probability: float) -> npt.NDArray[np.int32]:
     """For every 16 bits that a number of 128 can begin with, how many steps are not above it; -1 if a step begins so, too."""
     _, high, _ = _steps(trials, probability)
-    ends = np.searchsorted(high >> np.uint64(48), np.arange(2**16 + 1, dtype=np.uint64), side="left")
+    ends = np.searchsorted(
+        high >> np.uint64(48), np.arange(2**16 + 1, dtype=np.uint64), side="left"
+    )
     return np.where(ends[:-1] == ends[1:], ends[:-1], _STEP_WITHIN).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=8)
-def _steps(trials: int, probability: float) -> tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+def _steps(
+    trials: int, probability: float
+) -> tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """The least number that occurs, and the upper and lower halves of the chances to be at most that, the next, ..."""
     deviation = deviation_of(trials, probability)
     if deviation > _WIDEST:
         raise ValueError(
-            f"secure_mode=True draws binomials up to a standard deviation of {_WIDEST:,.0f}, these have {deviation:,.0f}: use "
+            f"secure_mode=True draws binomials up to a standard deviation of {_WIDEST:,.0f}, these "
+            f"have {deviation:,.0f}: use "
             "a protocol with fewer noise bits, or leave secure_mode out"
         )
     share, rest = Fraction(probability), 1 - Fraction(probability)
@@ -93,5 +104,8 @@ def _steps(trials: int, probability: float) -> tuple[int, npt.NDArray[np.uint64]
         reached += weight
         steps.append((reached << _BITS) // total)
     mask = (1 << 64) - 1
-    high, low = (np.array(half, dtype=np.uint64) for half in ([step >> 64 for step in steps], [step & mask for step in steps]))
+    high, low = (
+        np.array(half, dtype=np.uint64)
+        for half in ([step >> 64 for step in steps], [step & mask for step in steps])
+    )
     return mode - len(below), high, low

@@ -41,7 +41,9 @@ class GridNoise:
         exact = torch.as_tensor(total)
         dtype = exact.dtype if isinstance(total, torch.Tensor) else torch.get_default_dtype()
         released = torch.empty(exact.numel(), dtype=dtype, device=exact.device)
-        pairs = zip(torch.split(exact.reshape(-1), _BLOCK), torch.split(released, _BLOCK), strict=True)
+        pairs = zip(
+            torch.split(exact.reshape(-1), _BLOCK), torch.split(released, _BLOCK), strict=True
+        )
         for data, place in pairs:
             noise = self.generator.precise_normals(len(data)).to(exact.device)
             # The step is a power of two: to count in steps rounds nothing.
@@ -62,7 +64,9 @@ def draw_noise(std: float, reference: torch.Tensor, generator: SecretGenerator) 
         return torch.zeros_like(reference)
     if generator.device.type != "cpu":  # Philox, keyed by the stream
         shape, where = reference.shape, reference.device
-        return torch.normal(0.0, std, shape, generator=generator, device=where, dtype=reference.dtype)
+        return torch.normal(
+            0.0, std, shape, generator=generator, device=where, dtype=reference.dtype
+        )
     if generator.secure:
         return GridNoise(std, generator)
     double = reference.dtype == torch.float64

@@ -38,7 +38,10 @@ class Adjacency(str, enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Adjacency:
-        raise ValueError(f"adjacency must be one of {', '.join(repr(member.value) for member in cls)}, got {value!r}")
+        raise ValueError(
+            f"adjacency must be one of {', '.join(repr(member.value) for member in cls)}, got "
+            f"{value!r}"
+        )
 
     def __str__(self) -> str:
         return self.value
@@ -80,7 +83,8 @@ class PrivacyBound:
         guarantee: What ε is worth.
         covers: The data sets that it covers, in words.
         rounds: How many rounds ran.
-        lower: A value, rounded down, that the exact ε of what is covered is not below; None where none is known.
+        lower: A value, rounded down, that the exact ε of what is covered is not below; None where
+            none is known.
         trusted: Who must not be the adversary.
         adversary: What the adversary sees.
         meaning: What the bound computes, in words.
@@ -111,7 +115,9 @@ class PrivacyBound:
         integer("rounds", self.rounds)
         for name in ("epsilon", "lower"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not (isinstance(value, numbers.Real) or (value is None and name == "lower")):
+            if isinstance(value, bool) or not (
+                isinstance(value, numbers.Real) or (value is None and name == "lower")
+            ):
                 raise ValueError(f"{name} must be a number, got {value!r}")
         if not self.epsilon >= 0 or (self.lower is not None and not self.epsilon >= self.lower):
             raise self.contradicted(f"lower = {self.lower!r}")
@@ -119,14 +125,22 @@ class PrivacyBound:
     def contradicted(self, by: str) -> InconsistentBound:
         """What to raise where ε cannot be right for what is said, a value that it contradicts."""
         return InconsistentBound(
-            f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, {by} at delta = "
-            f"{self.delta!r} ({self.adjacency}); this is an error in opacus_shuffle: report it, and use "
+            f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, {by} at "
+            "delta = "
+            f"{self.delta!r} ({self.adjacency}); this is an error in opacus_shuffle: report it, "
+            "and use "
             "no epsilon of it"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; infinity becomes None."""
-        return finite({**dataclasses.asdict(self), "guarantee": self.guarantee.name, "adjacency": str(self.adjacency)})
+        return finite(
+            {
+                **dataclasses.asdict(self),
+                "guarantee": self.guarantee.name,
+                "adjacency": str(self.adjacency),
+            }
+        )
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:

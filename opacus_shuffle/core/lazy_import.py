@@ -15,7 +15,9 @@ from types import ModuleType
 from typing import Any
 
 
-def names_of(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def names_of(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` for a package whose names are imported when first asked for.
 
     Args:
@@ -28,7 +30,11 @@ def names_of(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], An
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name]
-        value = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"{package}.{name}")
+        value = (
+            getattr(importlib.import_module(home), name)
+            if home
+            else importlib.import_module(f"{package}.{name}")
+        )
         setattr(module, name, value)  # so that it is asked for once
         return value
 
@@ -49,10 +55,13 @@ class _Waiting(MetaPathFinder):
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self._name, self._action = name, action
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
             return None
-        # Those before found nothing. This one stays until an import succeeds: many only ask whether the package is there.
+        # Those before found nothing. This one stays until an import succeeds: many only ask whether
+        # the package is there.
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(fullname, path, target) for finder in later)
         spec = next((spec for spec in specs if spec is not None), None)

@@ -1,7 +1,8 @@
 """Everything that this package knows of Opacus's inside: private names, a look at a caller, and defects.
 
-No other module mentions a private name of Opacus; ``tests/core/test_opacus_compat.py`` says, name by name, what is relied on.
-What Opacus's attention computes wrongly is found by its effect, so a repaired Opacus is refused nothing there.
+No other module mentions a private name of Opacus; ``tests/core/test_opacus_compat.py`` says, name
+by name, what is relied on. What Opacus's attention computes wrongly is found by its effect, so a
+repaired Opacus is refused nothing there.
 
 >>> from torch import nn
 >>> network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -30,7 +31,10 @@ from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, 
 from opacus.utils import batch_memory_manager
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.module_utils import trainable_parameters
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -40,10 +44,17 @@ from opacus_shuffle.core.randomness import SecretGenerator
 POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 """Opacus's batch samplers in which every record flips a coin of its own."""
 
-WRAPPING_PACKAGES = ("opacus.grad_sample", "opacus.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim.swa_utils")
+WRAPPING_PACKAGES = (
+    "opacus.grad_sample",
+    "opacus.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.optim.swa_utils",
+)
 WRAPPER_NAMES = ("_module", "module", "_orig_mod")
 """Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which names these keep the
-network."""
+network.
+"""
 
 ACCOUNTANTS = registry._ACCOUNTANTS
 """What Opacus makes accountants by, under their names: its own, and those that were registered with it."""
@@ -55,17 +66,25 @@ refuse_used = _check_processed_flag
 
 
 @functools.wraps(_generate_noise)
-def gaussian_noise(std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False) -> Any:
+def gaussian_noise(
+    std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False
+) -> Any:
     """Noise of the reference's shape: from our stream where that is the generator, else Opacus's own."""
     if isinstance(generator, SecretGenerator):
         return draw_noise(float(std), reference, generator)
-    return _generate_noise(std=std, reference=reference, generator=generator, secure_mode=secure_mode)
+    return _generate_noise(
+        std=std, reference=reference, generator=generator, secure_mode=secure_mode
+    )
 
 
-# Opacus's optimizers call it by its name in their own modules. There it must be ours wherever a SecretGenerator can be, or
-# they would draw from the Twister inside of it; for every other generator it is Opacus's, bit by bit.
+# Opacus's optimizers call it by its name in their own modules. There it must be ours wherever a
+# SecretGenerator can be, or they would draw from the Twister inside of it; for every other
+# generator it is Opacus's, bit by bit.
 for _name, _module in list(sys.modules.items()):
-    if _name.startswith("opacus.optimizers.") and getattr(_module, "_generate_noise", None) is _generate_noise:
+    if (
+        _name.startswith("opacus.optimizers.")
+        and getattr(_module, "_generate_noise", None) is _generate_noise
+    ):
         _module._generate_noise = gaussian_noise  # type: ignore[attr-defined]
 
 
@@ -76,7 +95,9 @@ class OpenEngine(opacus.PrivacyEngine):
         """Wraps the network: the result is what computes gradients per record."""
         return super()._prepare_model(module, **keywords)
 
-    def build_data_loader(self, data_loader: DataLoader, *, distributed: bool, **keywords: Any) -> DataLoader:
+    def build_data_loader(
+        self, data_loader: DataLoader, *, distributed: bool, **keywords: Any
+    ) -> DataLoader:
         """Replaces the loader's sampler."""
         return super()._prepare_data_loader(data_loader, distributed=distributed, **keywords)
 
@@ -143,8 +164,9 @@ def build_physical_loaders_with(build: Callable[..., DataLoader]) -> None:
 def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
     """The loader and the unread keywords of a stock engine's ``make_private`` that asks its accountant for a step hook.
 
-    Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
-    of 2 become 49 of 1), and of its sampler nothing at all. If it ever names these otherwise, nothing is found.
+    Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded
+    down (98 records in batches of 2 become 49 of 1), and of its sampler nothing at all. If it ever
+    names these otherwise, nothing is found.
     """
     frame = inspect.currentframe()
     for _ in range(6):  # this function, the accountant's methods, the engine's
@@ -158,7 +180,11 @@ def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
 def rows_waiting(optimizer: DPOptimizer) -> set[int]:
     """How many records each parameter has gradients of; nothing of those that have none."""
     found = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
-    return {sum(map(len, each)) if isinstance(each, list) else len(each) for each in found if each is not None}
+    return {
+        sum(map(len, each)) if isinstance(each, list) else len(each)
+        for each in found
+        if each is not None
+    }
 
 
 def drop_sum(optimizer: DPOptimizer) -> None:
@@ -178,7 +204,9 @@ def drop_partial_batch(optimizer: DPOptimizer) -> None:
 
 def clips_adaptively(optimizer: DPOptimizer) -> bool:
     """Whether the clipping norm, and with it the noise, changes from step to step."""
-    return isinstance(optimizer, AdaClipDPOptimizer) or hasattr(optimizer, "_adjusted_noise_multiplier")
+    return isinstance(optimizer, AdaClipDPOptimizer) or hasattr(
+        optimizer, "_adjusted_noise_multiplier"
+    )
 
 
 def forget_parameters(module: nn.Module) -> None:
@@ -191,7 +219,9 @@ def without_records(state: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a network, a layer, a parameter or a wrapper, without what Opacus keeps of single records there."""
     # By "_forward_counter" a parameter is told from one of a copy, which no hook clips.
     left_out = {"_norm_sample", "_current_grad_sample", "max_batch_len", "_forward_counter"}
-    if all(isinstance(call, list | tuple) for call in state.get("activations") or ()):  # a list of its own stays
+    if all(
+        isinstance(call, list | tuple) for call in state.get("activations") or ()
+    ):  # a list of its own stays
         left_out.add("activations")
     reset = {"grad_sample": None, "summed_grad": None, "_per_sample_gradient_norms": None}
     return {name: reset.get(name, value) for name, value in state.items() if name not in left_out}
@@ -208,8 +238,13 @@ def waits_for_step(parameter: nn.Parameter) -> bool:
     total = getattr(parameter, "summed_grad", None)
     if getattr(parameter, "grad_sample", None) is not None and not is_used(parameter):
         return True
-    # All ranks but the first add no noise, so that the sum is not marked: there it becomes the gradient itself.
-    used = parameter.grad is not None and total is not None and parameter.grad.data_ptr() == total.data_ptr()
+    # All ranks but the first add no noise, so that the sum is not marked: there it becomes the
+    # gradient itself.
+    used = (
+        parameter.grad is not None
+        and total is not None
+        and parameter.grad.data_ptr() == total.data_ptr()
+    )
     return isinstance(total, torch.Tensor) and not hasattr(total, "_processed") and not used
 
 
@@ -273,18 +308,24 @@ def forget_unfinished_passes(network: nn.Module) -> None:
 
 def unknown_to_hooks(network: nn.Module) -> dict[str, torch.Tensor]:
     """The trainable parameters that were not there, or frozen, when the hooks of a private network were made, by name."""
-    trained = trainable_parameters(network) if hasattr(network, "autograd_grad_sample_hooks") else ()
+    trained = (
+        trainable_parameters(network) if hasattr(network, "autograd_grad_sample_hooks") else ()
+    )
     return {name: each for name, each in trained if not hasattr(each, "_forward_counter")}
 
 
 def is_copy(network: nn.Module) -> bool:
     """Whether a network has the hooks of a private one, and parameters that these do not know."""
-    return 0 < len(unknown_to_hooks(network)) == sum(1 for _ in trainable_parameters(network))  # some may have been thawed
+    return (
+        0 < len(unknown_to_hooks(network)) == sum(1 for _ in trainable_parameters(network))
+    )  # some may have been thawed
 
 
 def watches_gradients(module: Any) -> bool:
     """Whether what wraps a network, or hooks it, still computes gradients per record of it."""
-    return hasattr(module, "autograd_grad_sample_hooks") or isinstance(module, GradSampleModuleExpandedWeights)
+    return hasattr(module, "autograd_grad_sample_hooks") or isinstance(
+        module, GradSampleModuleExpandedWeights
+    )
 
 
 @functools.cache
@@ -296,7 +337,9 @@ def attention_mixes_batch() -> bool:
     # The constructors draw initial weights, from a random state that is not ours to move.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        right, doubtful = (DPMultiheadAttention(4, 2, batch_first=first).double().eval() for first in (False, True))
+        right, doubtful = (
+            DPMultiheadAttention(4, 2, batch_first=first).double().eval() for first in (False, True)
+        )
         for target, source in zip(doubtful.parameters(), right.parameters(), strict=True):
             target.copy_(source)
         x = torch.randn(3, 2, 4, dtype=torch.float64)  # time, batch, features
@@ -314,9 +357,12 @@ def refuse_broken_attention(module: nn.Module) -> None:
     ]
     if paths and attention_mixes_batch():
         raise ValueError(
-            f"module has DPMultiheadAttention with batch_first=True at {', '.join(paths)}, which the installed Opacus computes "
-            "wrongly (it splices the heads into the time axis, see Opacus pull request #825); write the attention with "
-            "nn.Linear; or build the network with batch_first=False, pass [time, batch, features] through every layer and "
+            f"module has DPMultiheadAttention with batch_first=True at {', '.join(paths)}, which "
+            "the installed Opacus computes "
+            "wrongly (it splices the heads into the time axis, see Opacus pull request #825); "
+            "write the attention with "
+            "nn.Linear; or build the network with batch_first=False, pass [time, batch, features] "
+            "through every layer and "
             "batch_first=False to make_private; or install an Opacus that has the repair"
         )
 
@@ -324,12 +370,15 @@ def refuse_broken_attention(module: nn.Module) -> None:
 def refuse_unclipped_engine(engine: Any) -> None:
     """Refuses Opacus's engine for adaptive ghost clipping.
 
-    Its loss is averaged over the batch before each record's factor is applied, so no record is bounded.
+    Its loss is averaged over the batch before each record's factor is applied, so no record is
+    bounded.
     """
     if isinstance(engine, PrivacyEngineAdaptiveClipping):
         raise ValueError(
-            f"engine is a {type(engine).__name__}, that is a PrivacyEngineAdaptiveClipping, which in Opacus 1.6 does not clip "
-            "each record's gradient, so that no guarantee holds; use a PrivacyEngine with grad_sample_mode='ghost' and a fixed "
+            f"engine is a {type(engine).__name__}, that is a PrivacyEngineAdaptiveClipping, which "
+            "in Opacus 1.6 does not clip "
+            "each record's gradient, so that no guarantee holds; use a PrivacyEngine with "
+            "grad_sample_mode='ghost' and a fixed "
             "max_grad_norm, or with clipping='adaptive'"
         )
 
@@ -352,10 +401,19 @@ def refuse_tied_ghost(module: nn.Module) -> None:
         " = ".join(names)
         for first, names in tied_parameters(module).items()
         if module.get_parameter(first).requires_grad
-        and len({id(layer) for name in names if not isinstance(layer := _owner(module, name), DPRNNBase)}) > 1
+        and len(
+            {
+                id(layer)
+                for name in names
+                if not isinstance(layer := _owner(module, name), DPRNNBase)
+            }
+        )
+        > 1
     ]
     if tied:
         raise ValueError(
-            f"module has tied parameters, {'; '.join(tied)}, which grad_sample_mode='ghost' does not support; use "
-            "grad_sample_mode='hooks', freeze them, or untie them (tie_word_embeddings=False in a Hugging Face configuration)"
+            f"module has tied parameters, {'; '.join(tied)}, which grad_sample_mode='ghost' does "
+            "not support; use "
+            "grad_sample_mode='hooks', freeze them, or untie them (tie_word_embeddings=False in a "
+            "Hugging Face configuration)"
         )

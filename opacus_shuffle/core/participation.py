@@ -1,8 +1,8 @@
 """Who takes part: every record by a coin of its own, or so many of all, in the time that the batch takes.
 
-Where few take part, coins are not tossed one by one: how many show heads is binomial, and given that
-number all subsets of its size are equally likely. So a batch of 1,000 out of ten million records
-costs a thousand numbers.
+Where few take part, coins are not tossed one by one: how many show heads is binomial, and given
+that number all subsets of its size are equally likely. So a batch of 1,000 out of ten million
+records costs a thousand numbers.
 
 >>> bernoulli_indices(5, 1.0, None), bernoulli_indices(5, 0.0, None), sorted(subset(5, 5, None))
 ([0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4])

@@ -1,6 +1,7 @@
 """Plain values: what is read back from a file without running code that the file brings along.
 
-``torch.load(..., weights_only=True)`` reads tensors and these types alone. NumPy's numbers are others, so they become Python's.
+``torch.load(..., weights_only=True)`` reads tensors and these types alone. NumPy's numbers are
+others, so they become Python's.
 
 >>> import numpy as np
 >>> foreign: set[str] = set()
@@ -20,7 +21,20 @@ from typing import Any
 import numpy as np
 import torch
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, set, torch.Size, torch.dtype, torch.device)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    set,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
 
 
 def plain(value: Any, foreign: set[str]) -> Any:
@@ -40,7 +54,10 @@ def plain(value: Any, foreign: set[str]) -> Any:
         for key, entry in value.items():
             entries[key] = plain(entry, foreign)
         return entries
-    read = isinstance(value, torch.Tensor) or kind in (*_PLAIN, *torch.serialization.get_safe_globals())
+    read = isinstance(value, torch.Tensor) or kind in (
+        *_PLAIN,
+        *torch.serialization.get_safe_globals(),
+    )
     if not read or (kind is bytes and not value):  # which the reader does not know
         foreign.add(f"{kind.__module__}.{kind.__qualname__}")
     return value
@@ -58,7 +75,9 @@ def _feed(digest: Any, value: Any) -> None:
     """Adds a value to a digest, by its type, its size and what is in it."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
-        part = value.to_local() if hasattr(value, "to_local") else value  # what this process has of a sharded one
+        part = (
+            value.to_local() if hasattr(value, "to_local") else value
+        )  # what this process has of a sharded one
         part = part if part.layout is torch.strided else part.to_dense()
         part = part.dequantize() if part.is_quantized else part
         digest.update(f"tensor {part.dtype} {tuple(part.shape)};".encode())
@@ -70,4 +89,6 @@ def _feed(digest: Any, value: Any) -> None:
         for entry in (*value.items(), metadata) if isinstance(value, dict) else value:
             _feed(digest, entry)
     else:  # another object's words may be about where it is in memory
-        digest.update(f"{kind} {value!r};".encode() if isinstance(value, _PLAIN) else f"{kind};".encode())
+        digest.update(
+            f"{kind} {value!r};".encode() if isinstance(value, _PLAIN) else f"{kind};".encode()
+        )

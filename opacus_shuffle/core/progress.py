@@ -1,7 +1,7 @@
 """Saying what a long task is doing: a line on a terminal, and in the end one for the log.
 
-Tasks of two seconds say nothing. ``logging.getLogger("opacus_shuffle").setLevel(logging.INFO)`` shows how long
-each phase of the others took, where the log goes.
+Tasks of two seconds say nothing. ``logging.getLogger("opacus_shuffle").setLevel(logging.INFO)``
+shows how long each phase of the others took, where the log goes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class _Task:
     def leave(self) -> None:
         total = self._count()
         if total > QUIET:
-            phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self._seconds.items() if phase)
+            phases = ", ".join(
+                f"{phase} {seconds:.1f} s" for phase, seconds in self._seconds.items() if phase
+            )
             LOGGER.info("%s took %.1f s: %s", self._name, total, phases)
         if self._width:
             self._show("")
@@ -82,7 +84,8 @@ def enter_phase(phase: str, *, share: float | None = None) -> None:
 
     Args:
         phase: What is being done.
-        share: How much of the whole task is done, 0 to 1, for a bar, which stays until the next share.
+        share: How much of the whole task is done, 0 to 1, for a bar, which stays until the next
+            share.
     """
     if (task := _TASK.get()) is not None:
         task.enter(phase, share)

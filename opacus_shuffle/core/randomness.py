@@ -47,7 +47,8 @@ _ZEROS = memoryview(bytes(2**18))
 """What is encrypted: the cipher adds its stream to it."""
 _NUMBERS = 2**16
 """Normal numbers that are made at a time, by NumPy, in what a processor's cache holds: PyTorch would
-start threads for so many, for which a forked process waits for ever."""
+start threads for so many, for which a forked process waits for ever.
+"""
 _SMALLEST = 2.0**-33
 """The middle of the interval [0, 2⁻³²] of uniform numbers that one word of 32 bits stands for."""
 _RADIANS = 2 * math.pi * 2.0**-32
@@ -105,11 +106,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 class SecretGenerator(torch.Generator):
     """A stream of AES-256 in counter mode, where PyTorch and Opacus expect a generator.
 
-    Forked processes, copies and pickles get a fresh key from the operating system; a key is replaced by its
-    hash every 2³² blocks and at every :meth:`next_key`, so that a key tells nothing that was drawn
-    by the keys before it. As a ``torch.Generator`` it has a seed from its own stream: on a CPU what
-    PyTorch draws by that (seeds of workers, say) hides nobody; on a GPU it is the 64-bit key of
-    PyTorch's Philox generator, which draws the noise there and is no cipher.
+    Forked processes, copies and pickles get a fresh key from the operating system; a key is
+    replaced by its hash every 2³² blocks and at every :meth:`next_key`, so that a key tells nothing
+    that was drawn by the keys before it. As a ``torch.Generator`` it has a seed from its own
+    stream: on a CPU what PyTorch draws by that (seeds of workers, say) hides nobody; on a GPU it is
+    the 64-bit key of PyTorch's Philox generator, which draws the noise there and is no cipher.
 
     Args:
         device: Where it lives.
@@ -153,7 +154,9 @@ class SecretGenerator(torch.Generator):
     def _start(self, key: bytes) -> None:
         """Begins the stream of a key."""
         self._key = key
-        self._stream: CipherContext = Cipher(algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))).encryptor()
+        self._stream: CipherContext = Cipher(
+            algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))
+        ).encryptor()
         self._left = BYTES_PER_KEY
         self._ready: dict[type[np.floating], npt.NDArray] = {}  # normal numbers that nobody has had
         seed = bytearray(8 + _BLOCK_BYTES)
@@ -208,8 +211,8 @@ class SecretGenerator(torch.Generator):
     def normals(self, count: int) -> torch.Tensor:
         """Draws standard normal numbers by Box and Muller's transform: float32, shape (count,).
 
-        A word w of 32 bits is the uniform number abs(w)·2⁻³¹, which single precision holds with all of
-        its bits where it is small: numbers reach 6.76, as if 10⁻¹¹ of a normal distribution were
+        A word w of 32 bits is the uniform number abs(w)·2⁻³¹, which single precision holds with all
+        of its bits where it is small: numbers reach 6.76, as if 10⁻¹¹ of a normal distribution were
         cut off.
         """
         return self._handed_out(count, np.float32, self._fill)
@@ -225,7 +228,9 @@ class SecretGenerator(torch.Generator):
         """
         return self._handed_out(count, np.float64, self._fill_precisely)
 
-    def _handed_out(self, count: int, kind: type[np.floating], fill: Callable[[npt.NDArray], None]) -> torch.Tensor:
+    def _handed_out(
+        self, count: int, kind: type[np.floating], fill: Callable[[npt.NDArray], None]
+    ) -> torch.Tensor:
         """Takes so many numbers from those that are ready, each once; small tensors share a block."""
         with self._lock:
             ready = self._ready.get(kind, _NONE)
@@ -329,7 +334,8 @@ class KeyChain:
     """A secret key that gives one CPU generator after another and cannot be run backwards.
 
     Each draw replaces the key by its hash, so a key in a checkpoint tells the permutations drawn
-    from then on, never those before. After a fork the child has a key of its own, and so has a copy.
+    from then on, never those before. After a fork the child has a key of its own, and so has a
+    copy.
 
     Args:
         key: 32 bytes; by default from the operating system.

@@ -1,8 +1,8 @@
 """Roots that end on the safe side: the point returned was itself evaluated and found to meet its condition.
 
-Every ε, noise level and shift that this library looks for is the end of a half-line: on one side ``excess(x) ≤ 0`` holds (ε is
-within its budget, δ is not exceeded), on the other it does not. A solver's root may lie a rounding error on the wrong side.
-These functions step off it.
+Every ε, noise level and shift that this library looks for is the end of a half-line: on one side
+``excess(x) ≤ 0`` holds (ε is within its budget, δ is not exceeded), on the other it does not. A
+solver's root may lie a rounding error on the wrong side. These functions step off it.
 
 >>> root = safe_root(lambda x: 2 - x * x, unsafe=0.0, safe=5.0, tolerance=1e-9)
 >>> round(root, 6), root * root >= 2
@@ -22,7 +22,12 @@ _FINEST = 4 * math.ulp(1.0)
 
 
 def crossing(
-    function: Callable[[float], float], low: float, high: float, *, tolerance: float, relative_tolerance: float = _FINEST
+    function: Callable[[float], float],
+    low: float,
+    high: float,
+    *,
+    tolerance: float,
+    relative_tolerance: float = _FINEST,
 ) -> float:
     """Returns where a continuous function changes its sign, on either side of the root within the tolerances; an end if zero.
 
@@ -44,17 +49,19 @@ def safe_root(
     """Returns a point where ``excess`` is not above zero, next to where it starts to be.
 
     Args:
-        excess: A monotone function: above zero on the unsafe side, at most zero on the safe side. It may jump, or be disturbed
-            by rounding near its root.
+        excess: A monotone function: above zero on the unsafe side, at most zero on the safe side.
+            It may jump, or be disturbed by rounding near its root.
         unsafe: The end on the unsafe side.
         safe: The end on the safe side, above or below ``unsafe``; ``excess(safe)`` is at most zero.
         tolerance: Absolute error of the root.
         relative_tolerance: Relative error that is allowed besides.
-        step: The first step off the root towards ``safe``, doubled each time; by default ``relative_tolerance`` times the root.
+        step: The first step off the root towards ``safe``, doubled each time; by default
+            ``relative_tolerance`` times the root.
 
     Returns:
-        A point x between the ends with ``excess(x) ≤ 0``: evaluated, not concluded. It is within the tolerances and the steps
-        of the root; it is ``unsafe`` if even that end is not above zero, and never beyond ``safe``.
+        A point x between the ends with ``excess(x) ≤ 0``: evaluated, not concluded. It is within
+        the tolerances and the steps of the root; it is ``unsafe`` if even that end is not above
+        zero, and never beyond ``safe``.
 
     Raises:
         ValueError: If ``excess`` is above zero or NaN at ``safe``, or NaN at ``unsafe``.
@@ -63,8 +70,17 @@ def safe_root(
     if known(unsafe) <= 0:
         return unsafe
     if not known(safe) <= 0 or math.isnan(known(unsafe)):
-        raise ValueError(f"no safe root: excess is {known(unsafe)!r} at unsafe={unsafe!r} and {known(safe)!r} at safe={safe!r}")
-    point = crossing(known, min(unsafe, safe), max(unsafe, safe), tolerance=tolerance, relative_tolerance=relative_tolerance)
+        raise ValueError(
+            f"no safe root: excess is {known(unsafe)!r} at unsafe={unsafe!r} and {known(safe)!r} "
+            f"at safe={safe!r}"
+        )
+    point = crossing(
+        known,
+        min(unsafe, safe),
+        max(unsafe, safe),
+        tolerance=tolerance,
+        relative_tolerance=relative_tolerance,
+    )
     upwards = safe > unsafe
     pace = relative_tolerance if step is None else step
     while not known(point) <= 0:
@@ -87,11 +103,17 @@ def log_excess(value: float, target: float) -> float:
     """
     least = max(min(1e-300, 1e-3 * target), math.ulp(0.0))  # what stands for zero
     difference = math.log(max(value, least)) - math.log(target)
-    return max(difference, 1e-16) if value > target else difference  # logarithms may agree where the numbers do not
+    return (
+        max(difference, 1e-16) if value > target else difference
+    )  # logarithms may agree where the numbers do not
 
 
 def bracket(
-    excess: Callable[[float], float], start: float, *, towards_safe: Iterable[float], towards_unsafe: Iterable[float]
+    excess: Callable[[float], float],
+    start: float,
+    *,
+    towards_safe: Iterable[float],
+    towards_unsafe: Iterable[float],
 ) -> tuple[float | None, float | None]:
     """Walks from a first guess until ``excess`` has changed its sign.
 
@@ -102,7 +124,8 @@ def bracket(
         towards_unsafe: Points beyond ``start`` on the unsafe side, nearest first.
 
     Returns:
-        ``(unsafe, safe)``, two neighbours of the walk. ``None`` stands for the side that the walk did not reach.
+        ``(unsafe, safe)``, two neighbours of the walk. ``None`` stands for the side that the walk
+        did not reach.
     """
     last = start
     if excess(start) > 0:

@@ -16,7 +16,9 @@ WIDTH = 80
 """Characters of a printed line."""
 
 
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> list[str]:
+def text_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()
+) -> list[str]:
     """Returns a table's lines: a head, a rule and the rows, columns two spaces apart.
 
     Args:

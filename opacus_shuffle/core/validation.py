@@ -22,14 +22,19 @@ class UnknownKeywordError(ValueError, TypeError):
 
 
 def reject_unknown(
-    function: str, unknown: Mapping[str, Any], known: Collection[str] = (), *, parameters: Mapping[str, str] | None = None
+    function: str,
+    unknown: Mapping[str, Any],
+    known: Collection[str] = (),
+    *,
+    parameters: Mapping[str, str] | None = None,
 ) -> None:
     """Refuses leftover keywords, which stock Opacus would swallow without effect.
 
     Args:
         function: What was called.
         unknown: The leftover keywords.
-        known: All that would have been right: they are listed, the one with the likest name is suggested.
+        known: All that would have been right: they are listed, the one with the likest name is
+            suggested.
         parameters: How each is written, where they are too many to be listed.
     """
     if unknown:
@@ -40,7 +45,11 @@ def reject_unknown(
         )
         hint = ", ".join(sorted(known))
         written = parameters or {name: name for name in known}
-        close = [written[match] for name in unknown for match in difflib.get_close_matches(name, list(written), 1)]
+        close = [
+            written[match]
+            for name in unknown
+            for match in difflib.get_close_matches(name, list(written), 1)
+        ]
         raise UnknownKeywordError(
             f"{function} got unknown keyword(s): {names}; remove or correct them"
             + (f" (known: {hint})" if hint else "")
@@ -57,11 +66,15 @@ def finite_number(name: str, value: Any) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, got {number if number == math.inf else value!r}")
+        raise ValueError(
+            f"{name} must be a finite number, got {number if number == math.inf else value!r}"
+        )
     return number
 
 
-def number(name: str, value: Any, wanted: str, holds: Callable[[float], bool], remedy: str = "") -> float:
+def number(
+    name: str, value: Any, wanted: str, holds: Callable[[float], bool], remedy: str = ""
+) -> float:
     """A finite float of which a condition holds; else the argument, what it must do and its value are named."""
     finite = finite_number(name, value)
     if not holds(finite):
@@ -81,12 +94,18 @@ def not_negative(name: str, value: Any) -> float:
 
 def not_negative_or_infinite(name: str, value: Any) -> float:
     """A float of at least zero or infinity, as an ε is."""
-    return math.inf if isinstance(value, numbers.Real) and value == math.inf else not_negative(name, value)
+    return (
+        math.inf
+        if isinstance(value, numbers.Real) and value == math.inf
+        else not_negative(name, value)
+    )
 
 
 def positive_or_infinite(name: str, value: Any) -> float:
     """A float above zero or infinity, as a norm that nothing is clipped to."""
-    return math.inf if isinstance(value, numbers.Real) and value == math.inf else positive(name, value)
+    return (
+        math.inf if isinstance(value, numbers.Real) and value == math.inf else positive(name, value)
+    )
 
 
 def moderate(name: str, value: Any) -> float:
@@ -116,7 +135,14 @@ def integer(name: str, value: Any, *, minimum: int = 1, maximum: int = 2**53) ->
     """An integer (or a float that is one) from ``minimum`` to ``maximum``."""
     most = "2**53" if maximum == 2**53 else f"{maximum:,}"
     wanted = f"be a whole number of at least {minimum} (and at most {most})"
-    return int(number(name, value, wanted, lambda finite: finite == int(finite) and minimum <= finite <= maximum))
+    return int(
+        number(
+            name,
+            value,
+            wanted,
+            lambda finite: finite == int(finite) and minimum <= finite <= maximum,
+        )
+    )
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -141,7 +167,10 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
 def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     """An object of one of these classes."""
     if not isinstance(value, kinds):
-        raise ValueError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
+        raise ValueError(
+            f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got "
+            f"{type(value).__name__}"
+        )
     return value
 
 
@@ -149,7 +178,8 @@ def identity(name: str, value: Any) -> str:
     """A plain string, which is a key: two of one value are one and the same, as two equal tensors are not."""
     if type(value) is not str:  # a derived class may compare in another way
         raise ValueError(
-            f"{name} must be a str, got {reprlib.repr(value)} ({type(value).__name__}): pass a name or number as text, "
+            f"{name} must be a str, got {reprlib.repr(value)} ({type(value).__name__}): pass a "
+            "name or number as text, "
             "the same text each time"
         )
     return value
@@ -158,15 +188,29 @@ def identity(name: str, value: Any) -> str:
 def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     """A non-empty vector of Rényi orders in (1, maximum]."""
     try:
-        vector = np.atleast_1d(np.asarray(list(orders) if isinstance(orders, Iterable) else orders, dtype=np.float64))
+        vector = np.atleast_1d(
+            np.asarray(list(orders) if isinstance(orders, Iterable) else orders, dtype=np.float64)
+        )
     except OverflowError:
-        raise ValueError(f"orders must lie in (1, {maximum}], got {reprlib.repr(orders)}: leave the larger ones out") from None
+        raise ValueError(
+            f"orders must lie in (1, {maximum}], got {reprlib.repr(orders)}: leave the larger ones "
+            "out"
+        ) from None
     except (TypeError, ValueError):
         raise ValueError(f"orders must be numbers above 1, got {orders!r}") from None
-    if vector.ndim != 1 or vector.size == 0 or not np.all(np.isfinite(vector)) or np.any(vector <= 1):
-        raise ValueError(f"orders must be a non-empty list of finite numbers above 1, got {orders!r}")
+    if (
+        vector.ndim != 1
+        or vector.size == 0
+        or not np.all(np.isfinite(vector))
+        or np.any(vector <= 1)
+    ):
+        raise ValueError(
+            f"orders must be a non-empty list of finite numbers above 1, got {orders!r}"
+        )
     if vector.max() > maximum:
-        raise ValueError(f"orders must not exceed {maximum} (the cost grows as its square), got {vector.max():g}")
+        raise ValueError(
+            f"orders must not exceed {maximum} (the cost grows as its square), got {vector.max():g}"
+        )
     return vector
 
 
@@ -180,12 +224,17 @@ def refuse_taken(what: str, holder: Any, newcomer: Any) -> None:
     """
     if holder is not None and _definition(holder) != _definition(newcomer):
         module, name = _definition(holder)
-        raise ValueError(f"{what} belongs to {name} of {module}: choose another name, or derive a class of your own")
+        raise ValueError(
+            f"{what} belongs to {name} of {module}: choose another name, or derive a class of your "
+            "own"
+        )
 
 
 def _definition(thing: Any) -> tuple[str, str]:
     """Where a class or function is defined; a partial one counts as the function itself, another object as its class."""
     thing = getattr(thing, "func", thing)
     thing = thing if hasattr(thing, "__qualname__") else type(thing)
-    line = f" in line {thing.__code__.co_firstlineno}" if thing.__name__ == "<lambda>" else ""  # which have no names
+    line = (
+        f" in line {thing.__code__.co_firstlineno}" if thing.__name__ == "<lambda>" else ""
+    )  # which have no names
     return thing.__module__, thing.__qualname__ + line

@@ -77,7 +77,9 @@ class BuilderMixin(OpenEngine):
             raise
         del self._plan
         if plan.first_batch is not None:
-            plan.first_batch.wait_on(plan.wrapped if isinstance(plan.wrapped, nn.Module) else module)
+            plan.first_batch.wait_on(
+                plan.wrapped if isinstance(plan.wrapped, nn.Module) else module
+            )
         for model in (module, plan.wrapped):
             leave_out_records(model)
         StateWatch(unwrap(module))
@@ -95,13 +97,21 @@ class BuilderMixin(OpenEngine):
             self._plan.wrapped, self._plan.first_batch = wrapped, first_batch
         return wrapped
 
-    def build_data_loader(self, data_loader: DataLoader, *, distributed: bool, **keywords: Any) -> DataLoader:
+    def build_data_loader(
+        self, data_loader: DataLoader, *, distributed: bool, **keywords: Any
+    ) -> DataLoader:
         """The loader with the scheme's sampler."""
         if self.seed is not None and self._plan is not None:
             data_loader = seeded_copy(data_loader, self._plan.scheme.fresh_generator("the loader"))
-        secure, own = self.secure_mode, self._plan is not None and self._plan.run.sampling.kind == "own"
-        # Opacus lets the loader's own order be drawn by the secure generator, and fails where there is no order to draw.
-        self.secure_mode = secure and own and getattr(data_loader.sampler, "generator", False) is not False
+        secure, own = (
+            self.secure_mode,
+            self._plan is not None and self._plan.run.sampling.kind == "own",
+        )
+        # Opacus lets the loader's own order be drawn by the secure generator, and fails where there
+        # is no order to draw.
+        self.secure_mode = (
+            secure and own and getattr(data_loader.sampler, "generator", False) is not False
+        )
         try:
             loader = super().build_data_loader(data_loader, distributed=distributed, **keywords)
         finally:

@@ -104,7 +104,9 @@ class FlatClipping(Clipping):
         """The norm that one whole report is clipped to."""
         return float(optimizer.max_grad_norm)
 
-    def factors(self, optimizer: Any, norms: list[torch.Tensor], margin: float) -> list[torch.Tensor]:
+    def factors(
+        self, optimizer: Any, norms: list[torch.Tensor], margin: float
+    ) -> list[torch.Tensor]:
         """What each record's gradient of each parameter is multiplied by, of shape [records].
 
         Args:
@@ -127,7 +129,9 @@ class LayerClipping(FlatClipping):
         """The norm of the layers' norms, which schedulers do not reach."""
         return float(torch.norm(torch.Tensor(optimizer.max_grad_norms), p=2).item())
 
-    def factors(self, optimizer: Any, norms: list[torch.Tensor], margin: float) -> list[torch.Tensor]:
+    def factors(
+        self, optimizer: Any, norms: list[torch.Tensor], margin: float
+    ) -> list[torch.Tensor]:
         """What each record's gradient is multiplied by, another one for each parameter."""
         limits = optimizer.max_grad_norms
         pairs = zip(limits, norms, strict=True)
@@ -159,7 +163,9 @@ class GhostClipping(Clipping):
         self.gradients: list[tuple[Any, torch.Tensor | None, int]] = []
         self.single: dict[torch.Tensor, torch.Tensor] = {}
 
-    def note(self, optimizer: Any, module: Any, records: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def note(
+        self, optimizer: Any, module: Any, records: int, sums: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Takes over what a backward pass has clipped, which is in ``.grad``.
 
         Args:
@@ -170,9 +176,13 @@ class GhostClipping(Clipping):
         """
         self.records, self.norm = records, float(module.max_grad_norm)
         self.known = frozenset(map(id, module.trainable_parameters))
-        self.gradients = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in optimizer.params]
+        self.gradients = [
+            (parameter, parameter.grad, _version(parameter.grad)) for parameter in optimizer.params
+        ]
         self.single = {
-            parameter: sums[parameter] for parameter in optimizer.params if parameter in sums and parameter.dtype in HALF
+            parameter: sums[parameter]
+            for parameter in optimizer.params
+            if parameter in sums and parameter.dtype in HALF
         }
 
     def rows(self, optimizer: Any) -> set[int]:
@@ -194,12 +204,19 @@ class GhostClipping(Clipping):
         for parameter in optimizer.params:
             refuse_used(parameter.summed_grad)
         if not self.known.issuperset(map(id, optimizer.params)):
-            raise ValueError("a parameter was made trainable after make_private and is not clipped: call make_private after")
+            raise ValueError(
+                "a parameter was made trainable after make_private and is not clipped: call "
+                "make_private after"
+            )
         changed = any(
-            parameter.grad is not gradient or _version(gradient) != version for parameter, gradient, version in self.gradients
+            parameter.grad is not gradient or _version(gradient) != version
+            for parameter, gradient, version in self.gradients
         )
         noted = self.records, self.norm
-        totals = [(parameter, self.single.get(parameter, parameter.grad)) for parameter in optimizer.params]
+        totals = [
+            (parameter, self.single.get(parameter, parameter.grad))
+            for parameter in optimizer.params
+        ]
         # .grad is the sum itself now, which nobody may change before there is noise on it.
         optimizer.forget_clipped()
         if changed:

@@ -30,7 +30,8 @@ class OpacusLineage:
     def another_round(self, accountant: IAccountant) -> Iterator[None]:
         """Counts the round that the accountant records meanwhile; if it refuses it, its history is what it was.
 
-        Opacus's accountants take the last entry out before they look whether they can put a longer one in.
+        Opacus's accountants take the last entry out before they look whether they can put a longer
+        one in.
         """
         if not _keeps_triples(accountant):
             yield
@@ -51,7 +52,11 @@ class OpacusLineage:
         if known:
             *whole, last = self._looked_at
             goes_on = len(history) >= known and history[: known - 1] == whole
-            if not goes_on or tuple(history[known - 1][:2]) != tuple(last[:2]) or history[known - 1][2] < last[2]:
+            if (
+                not goes_on
+                or tuple(history[known - 1][:2]) != tuple(last[:2])
+                or history[known - 1][2] < last[2]
+            ):
                 self.lineage = self.lineage.replaced_by(Lineage())
         self.lineage.reach(sum(steps for *_, steps in history))
         self._looked_at = history
@@ -79,14 +84,18 @@ class OpacusLineage:
             allow_rewind: Whether the state's rounds take the place of those that ran.
 
         Raises:
-            ValueError: If the state is none of this accountant, of another run, malformed, or not as it was saved.
+            ValueError: If the state is none of this accountant, of another run, malformed, or not
+                as it was saved.
         """
         trial, after = copy.deepcopy(accountant), copy.deepcopy(self)
         trial.load_state_dict(copy.deepcopy(state))
-        if not _keeps_triples(accountant):  # an accountant from elsewhere, whose rounds nobody here can read
+        if not _keeps_triples(
+            accountant
+        ):  # an accountant from elsewhere, whose rounds nobody here can read
             if len(accountant) and not allow_rewind:
                 raise ValueError(
-                    f"accountant {accountant.mechanism()!r} has run {len(accountant)} rounds that a load would drop: load the "
+                    f"accountant {accountant.mechanism()!r} has run {len(accountant)} rounds that "
+                    "a load would drop: load the "
                     "checkpoint into a new engine, or pass allow_rewind=True"
                 )
             return trial, after
@@ -114,7 +123,9 @@ class OpacusLineage:
 
     def state(self, accountant: IAccountant) -> dict[str, Any] | None:
         """Plain values to stand in a checkpoint beside the accountant's own; None for a history that is not Opacus's."""
-        return self.lineage.as_state(self.follow(accountant)) if _keeps_triples(accountant) else None
+        return (
+            self.lineage.as_state(self.follow(accountant)) if _keeps_triples(accountant) else None
+        )
 
 
 def _keeps_triples(accountant: IAccountant) -> bool:
@@ -131,11 +142,16 @@ def entries_of(history: Any) -> Entries:
     entries: Entries = []
     for triple in history if isinstance(history, list | tuple) else [history]:
         if not isinstance(triple, list | tuple) or len(triple) != 3:
-            raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}")
+            raise ValueError(
+                f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}"
+            )
         noise, rate = (
-            finite_number(f"{name} in history", value) for name, value in zip(("noise", "rate"), triple, strict=False)
+            finite_number(f"{name} in history", value)
+            for name, value in zip(("noise", "rate"), triple, strict=False)
         )
         if noise < 0 or rate <= 0:
-            raise ValueError(f"history must hold noise of at least 0 and sample rates above 0, got {triple!r}")
+            raise ValueError(
+                f"history must hold noise of at least 0 and sample rates above 0, got {triple!r}"
+            )
         append(entries, (noise, rate), integer("steps in history", triple[2]))
     return entries

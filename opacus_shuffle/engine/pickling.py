@@ -1,8 +1,9 @@
 """Copies and pickles of a private model leave out what it keeps of single records.
 
-Opacus keeps gradients of records on parameters and inputs of layers on layers, from the forward pass to the step.
-``torch.save`` of a whole model would write them down, and ``copy.deepcopy`` in the middle of a batch would take them along. So
-every parameter and every module of a private model says itself what leaves with it.
+Opacus keeps gradients of records on parameters and inputs of layers on layers, from the forward
+pass to the step. ``torch.save`` of a whole model would write them down, and ``copy.deepcopy`` in
+the middle of a batch would take them along. So every parameter and every module of a private model
+says itself what leaves with it.
 
 >>> import torch
 >>> layer = nn.Linear(1, 1)
@@ -26,7 +27,12 @@ from opacus_shuffle.engine.raw_gradients import END, OWNER
 
 _STATE = "__getstate__"
 _PER_LAYER = "ft_compute_sample_grad"
-_OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER, END)  # attributes that are about this very object
+_OF_THIS_OBJECT = (
+    _STATE,
+    "get_clipping_coef",
+    OWNER,
+    END,
+)  # attributes that are about this very object
 
 
 class _State:
@@ -57,14 +63,18 @@ class _Unpickled:
 
     def __reduce__(self) -> NoReturn:
         raise pickle.PicklingError(
-            "a model with layers whose gradients functorch computes (grad_sample_mode='functorch', or layers that Opacus has "
-            "no rule for) cannot be pickled whole: save model.state_dict(), or engine.save_checkpoint(...)"
+            "a model with layers whose gradients functorch computes (grad_sample_mode='functorch', "
+            "or layers that Opacus has "
+            "no rule for) cannot be pickled whole: save model.state_dict(), or "
+            "engine.save_checkpoint(...)"
         )
 
 
 def leaving(state: dict[str, Any]) -> dict[str, Any]:
     """The attributes that leave with a copy."""
-    return {name: value for name, value in without_records(state).items() if name not in _OF_THIS_OBJECT}
+    return {
+        name: value for name, value in without_records(state).items() if name not in _OF_THIS_OBJECT
+    }
 
 
 def leave_out_records(model: Any) -> None:

@@ -33,7 +33,14 @@ from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.opacus_compat import ACCOUNTANTS
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.core.validation import boolean, instance_of, integer, one_of, open_unit_interval, reject_unknown
+from opacus_shuffle.core.validation import (
+    boolean,
+    instance_of,
+    integer,
+    one_of,
+    open_unit_interval,
+    reject_unknown,
+)
 from opacus_shuffle.engine.builder import BuilderMixin
 from opacus_shuffle.engine.checkpoints import CheckpointMixin
 from opacus_shuffle.engine.schemes import scheme_of
@@ -49,10 +56,11 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
     """The shuffle model for any ``opacus.PrivacyEngine``: put it before that class among the bases.
 
     Formal Guarantees:
-        That of the accountant's bound, see :meth:`get_epsilon`. With ``local_noise=True`` the sum has the distribution of the
-        sum of locally noised reports; the shuffler itself is simulated. Noise and participation come from generators seeded by
-        the operating system unless you pass your own; a checkpoint never holds their state, because it is often published
-        and such a state can be run backwards to the noise already used.
+        That of the accountant's bound, see :meth:`get_epsilon`. With ``local_noise=True`` the sum
+        has the distribution of the sum of locally noised reports; the shuffler itself is simulated.
+        Noise and participation come from generators seeded by the operating system unless you pass
+        your own; a checkpoint never holds their state, because it is often published and such a
+        state can be run backwards to the noise already used.
     """
 
     dataset: Any  # Opacus's, untyped
@@ -63,19 +71,29 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
     num_users: int | None = None
     """How many records the latest run's data set has."""
 
-    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *,
+        accountant: str = "prv",
+        secure_mode: bool = False,
+        seed: int | None = None,
+        **keywords: Any,
+    ) -> None:
         one_of("accountant", instance_of("accountant", accountant, (str,)), ACCOUNTANTS)
         secure_mode = boolean("secure_mode", secure_mode)
         if seed is not None:
             if secure_mode:
                 raise ValueError(
-                    f"seed={seed!r} makes a run repeatable, which secure_mode=True is there to prevent: leave one out"
+                    f"seed={seed!r} makes a run repeatable, which secure_mode=True is there to "
+                    "prevent: leave one out"
                 )
             seed = integer("seed", seed, minimum=0)
         with warnings.catch_warnings():
             if secure_mode:
                 warnings.filterwarnings("ignore", "Secure RNG turned off")
-            super().__init__(accountant=accountant, secure_mode=False, **keywords)  # True would look for torchcsprng
+            super().__init__(
+                accountant=accountant, secure_mode=False, **keywords
+            )  # True would look for torchcsprng
         self.secure_mode, self.seed, self.runs = secure_mode, seed, 0
         self.num_users = None
         self.max_grad_norms: set[float] = set()  # that rounds were clipped to
@@ -93,8 +111,10 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
     def accountant(self, accountant: Any) -> None:
         if self.runs and accountant is not self.accountant:
             raise ValueError(
-                f"engine.accountant cannot be replaced after make_private, got a {type(accountant).__name__}: steps are "
-                "recorded by the one that is there; use a new PrivacyEngine(accountant=...), or load states into it"
+                "engine.accountant cannot be replaced after make_private, got a "
+                f"{type(accountant).__name__}: steps are "
+                "recorded by the one that is there; use a new PrivacyEngine(accountant=...), or "
+                "load states into it"
             )
         self.__dict__["accountant"] = accountant
 
@@ -125,38 +145,45 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         Args:
             module: As Opacus's.
             optimizer: As Opacus's.
-            data_loader: Its sampler is replaced by the one that the accountant accounts for: Poisson for
-                ``shuffled_checkin`` and ``shuffled_fw``, fixed-size without replacement for the others.
-            noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C, k the records really in
-                the batch), else the multiplier of the sum, as in Opacus. Above 0 (0 is allowed with Opacus's accountants). With
-                ``shuffled_sums`` a protocol is built that has this much noise or a little more.
+            data_loader: Its sampler is replaced by the one that the accountant accounts for:
+                Poisson for ``shuffled_checkin`` and ``shuffled_fw``, fixed-size without replacement
+                for the others.
+            noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C,
+                k the records really in the batch), else the multiplier of the sum, as in Opacus.
+                Above 0 (0 is allowed with Opacus's accountants). With ``shuffled_sums`` a protocol
+                is built that has this much noise or a little more.
             max_grad_norm: C, or one per parameter with ``clipping="per_layer"``.
             criterion: As Opacus's (ghost clipping only); by default a fresh ``CrossEntropyLoss``.
             batch_first: As Opacus's.
             loss_reduction: As Opacus's.
             poisson_sampling: Leave it out. ``False`` with ``shuffle_gauss`` keeps your own loader.
             clipping: ``"flat"``, ``"per_layer"``; ``"adaptive"`` with Opacus's accountants only.
-            noise_generator: Where the parameters are; on the CPU with ``shuffled_sums``. By default seeded by the system.
-            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``; for sharded networks, with Opacus's own
-                accountants, ``"ghost_fsdp"``.
+            noise_generator: Where the parameters are; on the CPU with ``shuffled_sums``. By default
+                seeded by the system.
+            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``; for sharded
+                networks, with Opacus's own accountants, ``"ghost_fsdp"``.
             wrap_model: As Opacus's.
             rand_on_empty: As Opacus's.
             local_noise: Every record's report carries its own N(0, σ²C²I).
-            shuffle_weights: Permute hidden units, attention heads and residual streams after every update; the network's
-                function stays as it is, and **so does ε**. ``True`` for every permutation that
-                :func:`~opacus_shuffle.permutation.find.find_permutations` finds, ``"heads"`` or ``"paper"`` for fewer, a
-                ``PermutationSpec``, or a :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling`, which says
+            shuffle_weights: Permute hidden units, attention heads and residual streams after every
+                update; the network's function stays as it is, and **so does ε**. ``True`` for every
+                permutation that :func:`~opacus_shuffle.permutation.find.find_permutations` finds,
+                ``"heads"`` or ``"paper"`` for fewer, a ``PermutationSpec``, or a
+                :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling`, which says
                 how, and how a batch's sum is clipped. Where much stays, a warning says why.
-            aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of your own, with ``num_users``
-                the batch size, ``dimension`` the trainable parameters' entries and ``max_norm`` = ``max_grad_norm``.
+            aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of
+                your own, with ``num_users`` the batch size, ``dimension`` the trainable parameters'
+                entries and ``max_norm`` = ``max_grad_norm``.
             **others: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
-            As Opacus: (module, optimizer, data loader), and the criterion before the loader with ghost clipping.
+            As Opacus: (module, optimizer, data loader), and the criterion before the loader with
+            ghost clipping.
 
         Warns:
-            UserWarning: If a single step costs an epsilon above 10, because the noise is the sum's and was likely meant for
-                each report, or is each report's own and was likely meant for the sum.
+            UserWarning: If a single step costs an epsilon above 10, because the noise is the sum's
+                and was likely meant for each report, or is each report's own and was likely meant
+                for the sum.
 
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
@@ -216,34 +243,41 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
     ) -> Any:
         """:meth:`make_private` with the smallest noise whose ε after ``epochs`` epochs does not exceed the target.
 
-        The number of steps is ``epochs × len(data_loader)``, in integers, and ε is computed as :meth:`get_epsilon` will.
+        The number of steps is ``epochs × len(data_loader)``, in integers, and ε is computed as
+        :meth:`get_epsilon` will.
 
-        With ``shuffled_fw`` this is Algorithm 1 of Yang, Ji and Xiang's weight shuffling: σ by the bound for the shuffled
-        parameters, σ₀ by the same bound without shuffling for the others, and plain DP-SGD with σ₀, neither shuffled nor
-        clipped as a batch, if σ ≥ σ₀ (with a warning). With ``shuffled_sums`` the protocol of each step is built: by
-        ``bound="certified"`` the one with the least noise, by ``"published"`` that of Cheu, Joseph, Mao and Peng's Algorithm 5.
-        An ``aggregator`` of your own is refused if it does not stay within the budget.
+        With ``shuffled_fw`` this is Algorithm 1 of Yang, Ji and Xiang's weight shuffling: σ by the
+        bound for the shuffled parameters, σ₀ by the same bound without shuffling for the others,
+        and plain DP-SGD with σ₀, neither shuffled nor clipped as a batch, if σ ≥ σ₀ (with a
+        warning). With ``shuffled_sums`` the protocol of each step is built: by
+        ``bound="certified"`` the one with the least noise, by ``"published"`` that of Cheu, Joseph,
+        Mao and Peng's Algorithm 5. An ``aggregator`` of your own is refused if it does not stay
+        within the budget.
 
         Args:
             target_epsilon: ε to stay within, above 0.
             target_delta: δ in (0, 1).
             epochs: Epochs to train, at least 1.
-            bound: ``"certified"`` covers every data set; others of the accountant are ``"pair"`` and ``"published"``. Not with
-                Opacus's own accountants.
+            bound: ``"certified"`` covers every data set; others of the accountant are ``"pair"``
+                and ``"published"``. Not with Opacus's own accountants.
             adjacency: ``"zero_out"``, or ``"replace"`` with bounds that have it.
-            **keywords: Those of :meth:`make_private`, without ``noise_multiplier``; with ``local_noise=True`` the noise found
-                is the local σ.
+            **keywords: Those of :meth:`make_private`, without ``noise_multiplier``; with
+                ``local_noise=True`` the noise found is the local σ.
 
         Raises:
             ValueError: If an argument is out of range or no noise meets the target.
         """
         budget = Budget(target_epsilon, target_delta, epochs, bound, adjacency)
         if "noise_multiplier" in keywords:
-            raise ValueError("noise_multiplier is what make_private_with_epsilon finds: leave it out or call make_private")
+            raise ValueError(
+                "noise_multiplier is what make_private_with_epsilon finds: leave it out or call "
+                "make_private"
+            )
         request = Request.of(**keywords)
         if len(self.accountant) > 0:
             warnings.warn(
-                "this engine has already spent privacy: the noise assumes a fresh start, so the total will exceed "
+                "this engine has already spent privacy: the noise assumes a fresh start, so the "
+                "total will exceed "
                 f"target_epsilon={target_epsilon}",
                 stacklevel=2,
             )
@@ -255,7 +289,8 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         Args:
             delta: δ in (0, 1).
             **options: ``bound``, ``adjacency``, ``orders`` of
-                :meth:`opacus_shuffle.accountants.accountant.ShuffleAccountant.get_epsilon`; none with Opacus's own accountants.
+                :meth:`opacus_shuffle.accountants.accountant.ShuffleAccountant.get_epsilon`; none
+                with Opacus's own accountants.
         """
         if not isinstance(self.accountant, ShuffleAccountant):
             reject_unknown(f"get_epsilon of accountant {self.accountant.mechanism()!r}", options)
@@ -272,16 +307,20 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
             adjacency: ``"zero_out"`` or ``"replace"``.
 
         Raises:
-            ValueError: If δ is out of range, nothing ran yet, or the accountant, one of Opacus's own, has no value for it.
+            ValueError: If δ is out of range, nothing ran yet, or the accountant, one of Opacus's
+                own, has no value for it.
         """
         open_unit_interval("delta", delta)
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         if isinstance(self.accountant, ShuffleAccountant):
-            return self.accountant.report(delta, adjacency=adjacency, max_grad_norms=sorted(self.max_grad_norms))
+            return self.accountant.report(
+                delta, adjacency=adjacency, max_grad_norms=sorted(self.max_grad_norms)
+            )
         if Adjacency(adjacency) is not Adjacency.ZERO_OUT:
             raise ValueError(
-                f"accountant {self.accountant.mechanism()!r} has an epsilon for zero_out alone, got adjacency={adjacency!r}: "
+                f"accountant {self.accountant.mechanism()!r} has an epsilon for zero_out alone, "
+                f"got adjacency={adjacency!r}: "
                 "leave it out, or use a shuffle accountant"
             )
         return OpacusReport(
@@ -301,10 +340,12 @@ class PrivacyEngine(ShuffleMixin, opacus.PrivacyEngine):
     """Drop-in for :class:`opacus.PrivacyEngine`; see :class:`ShuffleMixin` for what it adds.
 
     Args:
-        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``, ``"shuffled_fw"``,
-            ``"shuffled_sums"``, or any of Opacus's own.
-        secure_mode: Draw noise and participation from the operating system's cryptographic generator, and noise as the sum of
-            several draws on a grid that does not depend on the data. Needs no further package (Opacus's needs ``torchcsprng``).
-        seed: For experiments on data that need no protection: noise, participation and permutations are the same whenever the
-            same calls are made on an engine of this seed. Such a run is not private, and its report says so.
+        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``,
+            ``"shuffled_fw"``, ``"shuffled_sums"``, or any of Opacus's own.
+        secure_mode: Draw noise and participation from the operating system's cryptographic
+            generator, and noise as the sum of several draws on a grid that does not depend on the
+            data. Needs no further package (Opacus's needs ``torchcsprng``).
+        seed: For experiments on data that need no protection: noise, participation and permutations
+            are the same whenever the same calls are made on an engine of this seed. Such a run is
+            not private, and its report says so.
     """

@@ -99,7 +99,9 @@ class PrivateOptimizer(OpenOptimizer):
             self.world_size = torch.distributed.get_world_size()
         self.planned: tuple[torch.Tensor, ...] = tuple(self.params)
 
-    def account_with(self, accountant: Any, account: Callable[[Any], Any], tickets: TicketBook | None) -> None:
+    def account_with(
+        self, accountant: Any, account: Callable[[Any], Any], tickets: TicketBook | None
+    ) -> None:
         """From now on take tickets, and account each release by ``account``."""
         self.accountant, self._account, self.tickets = accountant, account, tickets
 
@@ -223,7 +225,9 @@ class PrivateOptimizer(OpenOptimizer):
         self._may_clip = False
         records, norm = self.clipping.clip(self)
         if not norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {norm}: nothing bounds the sum of this batch")
+            raise ValueError(
+                f"max_grad_norm must be positive, got {norm}: nothing bounds the sum of this batch"
+            )
         self.num_records += records
         # Of two norms the larger counts: the noise must be made for it.
         self._clipped_to = norm if self._clipped_to is None else max(norm, self._clipped_to)
@@ -320,7 +324,9 @@ class PrivateOptimizer(OpenOptimizer):
 
     def _clip_sum(self) -> None:
         """Projects the sum over the shuffled parameters on the ball of radius ``batch_clip``."""
-        sums = [parameter.summed_grad for parameter in self.params if id(parameter) in self.shuffled]
+        sums = [
+            parameter.summed_grad for parameter in self.params if id(parameter) in self.shuffled
+        ]
         if not sums or self.batch_clip == math.inf:
             return
         if self.distributed:  # the whole sum can be clipped on one rank alone
@@ -353,7 +359,9 @@ class PrivateOptimizer(OpenOptimizer):
 
     def _note_written(self, parameters: Iterable[torch.Tensor]) -> None:
         self.written = {
-            parameter: (parameter.grad, parameter.grad._version) for parameter in parameters if parameter.grad is not None
+            parameter: (parameter.grad, parameter.grad._version)
+            for parameter in parameters
+            if parameter.grad is not None
         }
 
     # ---- forgetting --------------------------------------------------------------------------
@@ -434,8 +442,16 @@ class PrivateOptimizer(OpenOptimizer):
     def _refuse_parameters(self, held: list[torch.Tensor]) -> None:
         """Refuses these parameters, unless they are the planned ones in another order."""
         planned = set(map(id, self.planned))
-        frozen = [parameter for parameter in held if id(parameter) in planned and not parameter.requires_grad]
-        thawed = [parameter for parameter in held if id(parameter) not in planned and parameter.requires_grad]
+        frozen = [
+            parameter
+            for parameter in held
+            if id(parameter) in planned and not parameter.requires_grad
+        ]
+        thawed = [
+            parameter
+            for parameter in held
+            if id(parameter) not in planned and parameter.requires_grad
+        ]
         changes = [("frozen", frozen), ("thawed or added", thawed)]
         changed = [f"{what}: {names_of(which)}" for what, which in changes if which]
         if not changed and not planned <= set(map(id, held)):

@@ -1,7 +1,8 @@
 """Several processes that train one network together: which of them this one is, and what all of them must agree on.
 
-Every rank holds the whole data set and draws its own part of each batch, clips and sums it, and adds the noise of its own
-reports; then the ranks add up what they have. The code is the same on one process, which is the first of one.
+Every rank holds the whole data set and draws its own part of each batch, clips and sums it, and
+adds the noise of its own reports; then the ranks add up what they have. The code is the same on one
+process, which is the first of one.
 
 >>> Ranks(rank=1, size=3).share(8)
 [1, 4, 7]
@@ -89,7 +90,10 @@ class Ranks:
             values = [each.get(name) for each in told]
             if any(value != values[0] for value in values):
                 listed = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
-                raise ValueError(f"{name} differs among the ranks: {listed}; pass the same to make_private on every rank")
+                raise ValueError(
+                    f"{name} differs among the ranks: {listed}; pass the same to make_private on "
+                    "every rank"
+                )
 
 
 def add_up(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -93,7 +93,11 @@ def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
             present = set(map(id, inside.values()))
             for parameter in getattr(owner, "planned", ()):
                 if id(parameter) not in present:  # a layer was taken out, and may be put back
-                    yield network, vars(owner)["names"].get(id(parameter), "one outside of it"), parameter
+                    yield (
+                        network,
+                        vars(owner)["names"].get(id(parameter), "one outside of it"),
+                        parameter,
+                    )
 
 
 def private_optimizers(module: Any) -> list[Any]:
@@ -111,7 +115,10 @@ def names_of(parameters: Iterable[torch.Tensor]) -> str:
     """Names of parameters in a private network, now or when it was made so; else their shapes."""
     known = {number: name for owner in _owners() for number, name in owner.names.items()}
     known |= {id(parameter): name for _, name, parameter in held_parameters()}
-    names = [known.get(id(parameter), f"one of shape {tuple(parameter.shape)}") for parameter in parameters]
+    names = [
+        known.get(id(parameter), f"one of shape {tuple(parameter.shape)}")
+        for parameter in parameters
+    ]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -122,21 +129,35 @@ def _look_at_all_steps() -> None:
     register_optimizer_step_pre_hook(torch.compiler.disable(_refuse_raw))  # type: ignore[no-untyped-call]
 
 
-def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+def _refuse_raw(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     """Refuses a step that would move a private network by another gradient than the released."""
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"] if _moves(parameter)]
+    moved = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if _moves(parameter)
+    ]
     itself, memory = set(map(id, moved)), {_memory(parameter): id(parameter) for parameter in moved}
     # A closure would make other gradients.
     closure = any(value is not None for value in (*args[1:], *keywords.values()))
     raw, owners = [], []
     for network, _, parameter in held_parameters():
         owner = vars(network).get(OWNER)
-        another = memory.get(_memory(parameter), id(parameter)) != id(parameter)  # a second tensor over this one
-        if another or (id(parameter) in itself and (closure or owner is None or not owner.wrote(parameter))):
+        another = memory.get(_memory(parameter), id(parameter)) != id(
+            parameter
+        )  # a second tensor over this one
+        if another or (
+            id(parameter) in itself and (closure or owner is None or not owner.wrote(parameter))
+        ):
             raw.append(parameter)
             owners.append(owner)
     if raw:
-        inside = any(owner and owner.original_optimizer is optimizer and not owner.written for owner in owners)
+        inside = any(
+            owner and owner.original_optimizer is optimizer and not owner.written
+            for owner in owners
+        )
         raise ValueError(
             f"{type(optimizer).__name__}.step() "
             + ("was called on the optimizer inside of a private one, and " if inside else "")
@@ -200,7 +221,9 @@ def why(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
     )
 
 
-def refuse_second_pass(module: Any, parameters: Iterable[torch.Tensor], current: Sequence[Origin] = ()) -> None:
+def refuse_second_pass(
+    module: Any, parameters: Iterable[torch.Tensor], current: Sequence[Origin] = ()
+) -> None:
     """Refuses a backward pass that would add gradients of records to others that wait.
 
     Args:
@@ -218,12 +241,21 @@ def refuse_second_pass(module: Any, parameters: Iterable[torch.Tensor], current:
     optimizers = private_optimizers(network)
     planned = {id(parameter) for optimizer in optimizers for parameter in optimizer.planned}
     books = [optimizer.tickets for optimizer in optimizers if optimizer.tickets is not None]
-    to_come = [each for layer in network.modules() if vars(layer).get("activations") for each in layer._parameters.values()]
+    to_come = [
+        each
+        for layer in network.modules()
+        if vars(layer).get("activations")
+        for each in layer._parameters.values()
+    ]
     outside = not any(id(parameter) in planned for parameter in (*stale, *filter(_waits, to_come)))
     raise ValueError(
         f"gradient accumulation is refused, for a record might be in it twice ({names_of(stale)} "
         "hold gradients still): "
-        + why([*(origin for book in books for origin in book.passes), *current], used=any(map(is_used, stale)), outside=outside)
+        + why(
+            [*(origin for book in books for origin in book.passes), *current],
+            used=any(map(is_used, stale)),
+            outside=outside,
+        )
     )
 
 

@@ -53,7 +53,9 @@ class ShuffledSum(Clipping, Noise):
             in the logical batch report zero.
     """
 
-    def __init__(self, protocol: ShuffleVectorSum, *, noise_multiplier: float, everyone_reports: bool = False) -> None:
+    def __init__(
+        self, protocol: ShuffleVectorSum, *, noise_multiplier: float, everyone_reports: bool = False
+    ) -> None:
         self.protocol, self.everyone_reports = protocol, everyone_reports
         self.noise_multiplier = noise_multiplier
         self.forget_sum()
@@ -97,11 +99,16 @@ class ShuffledSum(Clipping, Noise):
         """
         self.check_agreement(optimizer)
         if self.released:
-            raise ValueError("this batch has been released already: call optimizer.zero_grad() after optimizer.step()")
+            raise ValueError(
+                "this batch has been released already: call optimizer.zero_grad() after "
+                "optimizer.step()"
+            )
         for parameter in optimizer.params:
             refuse_used(parameter.grad_sample)
         samples = optimizer.grad_samples
-        rows = [sample.detach().reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
+        rows = [
+            sample.detach().reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples
+        ]
         norms = _without_overflow(torch.stack([_norms(row) for row in rows]))
         # An error would be an event that everyone sees and no ε speaks of: what is not finite is
         # reported as zero.
@@ -124,7 +131,10 @@ class ShuffledSum(Clipping, Noise):
         """
         here = self.reports_here(optimizer)
         if self.everyone_reports and optimizer.num_records > here:
-            raise ValueError(f"the batch has {optimizer.num_records} records, the aggregator is for num_users={here}")
+            raise ValueError(
+                f"the batch has {optimizer.num_records} records, the aggregator is for "
+                f"num_users={here}"
+            )
         self.protocol.check_reports(self.total_reports(optimizer))
 
     def reports_here(self, optimizer: Any) -> int:
@@ -151,7 +161,8 @@ class ShuffledSum(Clipping, Noise):
         """
         if self.counts is None:
             raise ValueError(
-                "there is no new sum to release: call loss.backward() first, and optimizer.zero_grad() after step()"
+                "there is no new sum to release: call loss.backward() first, and "
+                "optimizer.zero_grad() after step()"
             )
         protocol, generator = self.protocol, optimizer.generator
         reports, counts = self.reports_here(optimizer), self.counts

@@ -79,7 +79,8 @@ class Request:
         instance_of("data_loader", self.data_loader, (DataLoader,))
         if isinstance(innermost(self.optimizer), torch.optim.LBFGS):
             raise ValueError(
-                "optimizer is LBFGS, which looks at the records several times in one step, where only one noisy gradient is "
+                "optimizer is LBFGS, which looks at the records several times in one step, where "
+                "only one noisy gradient is "
                 "released: use SGD, Adam or another one that steps without a closure"
             )
         for name in ("local_noise", "wrap_model", "batch_first", "rand_on_empty"):
@@ -87,17 +88,29 @@ class Request:
         if self.poisson_sampling is not None:
             boolean("poisson_sampling", self.poisson_sampling)
         if self.criterion is not None and not callable(self.criterion):
-            raise ValueError(f"criterion must be a loss such as nn.CrossEntropyLoss(), got {self.criterion!r}: leave it out?")
+            raise ValueError(
+                f"criterion must be a loss such as nn.CrossEntropyLoss(), got {self.criterion!r}: "
+                "leave it out?"
+            )
         if self.criterion is not None and self.grad_sample_mode == "ghost":
-            one_of("criterion.reduction", getattr(self.criterion, "reduction", self.loss_reduction), [self.loss_reduction])
+            one_of(
+                "criterion.reduction",
+                getattr(self.criterion, "reduction", self.loss_reduction),
+                [self.loss_reduction],
+            )
         self._check_norms()
         devices = {parameter.device for parameter in self.trainable}
         if len(devices) != 1:
-            raise ValueError(f"optimizer must hold trainable parameters, all on one device, got {sorted(map(str, devices))}")
+            raise ValueError(
+                "optimizer must hold trainable parameters, all on one device, got "
+                f"{sorted(map(str, devices))}"
+            )
         if any(parameter.is_complex() for parameter in self.trainable):
             raise ValueError(
-                "optimizer holds complex parameters, whose noise PyTorch splits between the two parts, so that each has only "
-                "half the variance that is accounted: keep real and imaginary parts as two real parameters"
+                "optimizer holds complex parameters, whose noise PyTorch splits between the two "
+                "parts, so that each has only "
+                "half the variance that is accounted: keep real and imaginary parts as two real "
+                "parameters"
             )
         if self.noise_generator is not None:
             instance_of("noise_generator", self.noise_generator, (torch.Generator,))
@@ -107,11 +120,19 @@ class Request:
     def of(cls, **keywords: Any) -> Request:
         """Reads keywords as they were given to ``make_private``."""
         known = {field.name for field in dataclasses.fields(cls)} - {"others"}
-        missing = [name for name in ("module", "optimizer", "data_loader", "max_grad_norm") if name not in keywords]
+        missing = [
+            name
+            for name in ("module", "optimizer", "data_loader", "max_grad_norm")
+            if name not in keywords
+        ]
         if missing:
-            raise ValueError(f"{', '.join(missing)} missing: pass {', '.join(f'{name}=...' for name in missing)}")
+            raise ValueError(
+                f"{', '.join(missing)} missing: pass {', '.join(f'{name}=...' for name in missing)}"
+            )
         others = {name: value for name, value in keywords.items() if name not in known}
-        return cls(**{name: value for name, value in keywords.items() if name in known}, others=others)
+        return cls(
+            **{name: value for name, value in keywords.items() if name in known}, others=others
+        )
 
     def _check_norms(self) -> None:
         """Positive, and one per trainable parameter with per-layer clipping."""
@@ -120,14 +141,22 @@ class Request:
             return
         count = len(self.trainable)
         if not isinstance(self.max_grad_norm, Sequence) or len(self.max_grad_norm) != count:
-            raise ValueError(f"max_grad_norm must list {count} norms, one per trainable parameter, got {self.max_grad_norm!r}")
+            raise ValueError(
+                f"max_grad_norm must list {count} norms, one per trainable parameter, got "
+                f"{self.max_grad_norm!r}"
+            )
         for norm in self.max_grad_norm:
             positive("max_grad_norm", norm)
 
     @property
     def trainable(self) -> list[torch.Tensor]:
         """What the optimizer trains."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+        return [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +202,9 @@ class Budget:
 
     def spent(self, rounds: Rounds, bound: str | None = None) -> PrivacyBound:
         """What these rounds cost, by the budget's bound or another one."""
-        return compute_bound(rounds, delta=self.target_delta, bound=bound or self.bound, adjacency=self.adjacency)
+        return compute_bound(
+            rounds, delta=self.target_delta, bound=bound or self.bound, adjacency=self.adjacency
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +230,11 @@ class Run:
     def for_opacus(self, noise_generator: torch.Generator | None) -> dict[str, Any]:
         """The keywords of Opacus's own ``make_private``."""
         asked = self.request
-        keywords = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name not in OURS}
+        keywords = {
+            field.name: getattr(asked, field.name)
+            for field in dataclasses.fields(asked)
+            if field.name not in OURS
+        }
         if asked.criterion is None:
             keywords["criterion"] = nn.CrossEntropyLoss(reduction=asked.loss_reduction)
         return {
@@ -213,7 +248,13 @@ class Run:
 
 def _hints() -> dict[str, str]:
     """For every keyword that could be meant, and every field of the record behind ``shuffle_weights``, how it is written."""
-    own = {field.name: field.name for field in dataclasses.fields(Request) if field.name != "others"}
+    own = {
+        field.name: field.name for field in dataclasses.fields(Request) if field.name != "others"
+    }
     fields = [field.name for field in dataclasses.fields(WeightShuffling)]
-    record = {name: f"shuffle_weights=WeightShuffling({each}=...)" for each in fields for name in (each, f"shuffle_{each}")}
+    record = {
+        name: f"shuffle_weights=WeightShuffling({each}=...)"
+        for each in fields
+        for name in (each, f"shuffle_{each}")
+    }
     return {**record, **own}

@@ -1,7 +1,8 @@
 """Linear models with the manners of scikit-learn, trained without a trusted server.
 
-They are :mod:`opacus_shuffle.sco`'s optimisers behind ``fit`` and ``predict``; ``docs/estimators.rst`` has examples. They need
-scikit-learn, which the extra ``scikit-learn`` brings.
+They are :mod:`opacus_shuffle.sco`'s optimisers behind ``fit`` and ``predict``;
+``docs/estimators.rst`` has examples. They need scikit-learn, which the extra ``scikit-learn``
+brings.
 """
 
 from opacus_shuffle.core import extras
@@ -9,7 +10,9 @@ from opacus_shuffle.core import extras
 try:
     import sklearn  # noqa: F401
 except ImportError as error:
-    raise ImportError(extras.missing("opacus_shuffle.estimators", "scikit-learn", "scikit-learn")) from error
+    raise ImportError(
+        extras.missing("opacus_shuffle.estimators", "scikit-learn", "scikit-learn")
+    ) from error
 
 from opacus_shuffle.estimators.linear_models import ShuffleClassifier, ShuffleRegressor
 

@@ -36,20 +36,25 @@ SOLVERS: dict[str, Callable[[Problem, PrivacyBudget], Estimate]] = {
 }
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn reads parameters off a constructor's signature
+@dataclasses.dataclass(
+    kw_only=True, eq=False, repr=False
+)  # scikit-learn reads parameters off a constructor's signature
 class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
     """What both models share: their parameters, rows that are cut to a public length, and the run itself.
 
     Args:
         epsilon: ε of the fit, in (0, 15], if one user's row and target are replaced by any other.
         delta: δ of the fit, in (0, ½).
-        row_norm: Longer rows are cut to this length, each by itself. Choose it without looking at the data.
-        weight_norm: The weights (and the intercept, in units of ``row_norm``) stay within this distance of 0.
+        row_norm: Longer rows are cut to this length, each by itself. Choose it without looking at
+            the data.
+        weight_norm: The weights (and the intercept, in units of ``row_norm``) stay within this
+            distance of 0.
         fit_intercept: Whether there is one.
-        solver: ``"gradient_descent"``: every user sends bits in every round, which learns most from few users.
-            ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
-        random_state: None draws rounding, order and noise from the operating system. A number repeats the fit, and then it is
-            not private: whoever knows the number can take the noise off.
+        solver: ``"gradient_descent"``: every user sends bits in every round, which learns most from
+            few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
+        random_state: None draws rounding, order and noise from the operating system. A number
+            repeats the fit, and then it is not private: whoever knows the number can take the noise
+            off.
     """
 
     epsilon: float = 1.0
@@ -73,7 +78,9 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         It says which parameter is wrong, before any data are read.
         """
         solver = SOLVERS[one_of("solver", self.solver, tuple(SOLVERS))]
-        longest = positive("row_norm", self.row_norm) * (2**0.5 if boolean("fit_intercept", self.fit_intercept) else 1.0)
+        longest = positive("row_norm", self.row_norm) * (
+            2**0.5 if boolean("fit_intercept", self.fit_intercept) else 1.0
+        )
         return (
             solver,
             PrivacyBudget(self.epsilon, self.delta),
@@ -88,7 +95,9 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         rows = torch.where(lengths > self.row_norm, rows * (self.row_norm / lengths), rows)
         if not self.fit_intercept:
             return rows
-        return torch.cat([rows, torch.full((len(rows), 1), float(self.row_norm), dtype=torch.float64)], dim=1)
+        return torch.cat(
+            [rows, torch.full((len(rows), 1), float(self.row_norm), dtype=torch.float64)], dim=1
+        )
 
     def _run(
         self,
@@ -102,12 +111,15 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         solver, budget, ball, _ = self._settings()
         generator = None
         if self.random_state is not None:
-            generator = torch.Generator().manual_seed(int(check_random_state(self.random_state).randint(2**31 - 1)))
+            generator = torch.Generator().manual_seed(
+                int(check_random_state(self.random_state).randint(2**31 - 1))
+            )
         problem = Problem(
             loss,
             data,
             constraint=ball,
-            lipschitz=lipschitz * (1 + 1e-9),  # a row that was cut to its length may be longer by rounding
+            lipschitz=lipschitz
+            * (1 + 1e-9),  # a row that was cut to its length may be longer by rounding
             smoothness=smoothness,
             dimension=dimension,
             clip=True,
@@ -117,9 +129,12 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         self.privacy_ = estimate.privacy
         if generator is not None:
             nothing = "no data set: its noise was drawn from random_state"
-            self.privacy_ = dataclasses.replace(estimate.privacy, guarantee=Guarantee.ESTIMATE, covers=nothing)
+            self.privacy_ = dataclasses.replace(
+                estimate.privacy, guarantee=Guarantee.ESTIMATE, covers=nothing
+            )
             warnings.warn(
-                f"This fit is not private: whoever knows random_state={self.random_state!r} can draw its noise again. Use "
+                f"This fit is not private: whoever knows random_state={self.random_state!r} can "
+                "draw its noise again. Use "
                 "random_state=None for data that matter",
                 PrivacyAssumptionWarning,
                 stacklevel=3,
@@ -131,7 +146,9 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
     def _keep(self, weights: Rows) -> None:
         """Stores weights (..., entries of a row) as ``coef_`` and ``intercept_``."""
         self.coef_ = weights[..., :-1] if self.fit_intercept else weights
-        self.intercept_ = weights[..., -1] * self.row_norm if self.fit_intercept else np.zeros(weights.shape[:-1])
+        self.intercept_ = (
+            weights[..., -1] * self.row_norm if self.fit_intercept else np.zeros(weights.shape[:-1])
+        )
 
     def _scores(self, X: Any) -> Rows:
         """Returns one score per row and output."""
@@ -148,30 +165,35 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
     Two classes have the logistic loss, more have the multinomial one, in one run.
 
     Args:
-        classes: All labels that there may be, known beforehand. None takes those in ``y``, which shows that they occur: a label
-            that only one user has gives that user away, and no ε counts it.
+        classes: All labels that there may be, known beforehand. None takes those in ``y``, which
+            shows that they occur: a label that only one user has gives that user away, and no ε
+            counts it.
 
-    The other arguments are those of :class:`ShuffleLinearModel`: ``epsilon``, ``delta``, ``row_norm``, ``weight_norm``,
-    ``fit_intercept``, ``solver``, ``random_state``.
+    The other arguments are those of :class:`ShuffleLinearModel`: ``epsilon``, ``delta``,
+    ``row_norm``, ``weight_norm``, ``fit_intercept``, ``solver``, ``random_state``.
 
     Attributes:
         coef_: Weights, (1, features) for two classes, else (classes, features).
         intercept_: (1,) or (classes,).
         classes_: The labels.
-        privacy_: The ε of the fit with its meaning (:class:`~opacus_shuffle.protocols.statement.PrivacyStatement`).
-        excess_loss_bound_: A proved number for the expected excess loss (see :class:`~opacus_shuffle.sco.result.Estimate`).
+        privacy_: The ε of the fit with its meaning
+            (:class:`~opacus_shuffle.protocols.statement.PrivacyStatement`).
+        excess_loss_bound_: A proved number for the expected excess loss (see
+            :class:`~opacus_shuffle.sco.result.Estimate`).
         n_iter_: Rounds.
 
     Raises:
-        ValueError: From ``fit``, if a parameter is out of range, or a label is not among ``classes``.
+        ValueError: From ``fit``, if a parameter is out of range, or a label is not among
+            ``classes``.
 
     Warns:
-        PrivacyAssumptionWarning: From ``fit``, if ``classes`` are taken from ``y``, or ``random_state`` is given.
+        PrivacyAssumptionWarning: From ``fit``, if ``classes`` are taken from ``y``, or
+            ``random_state`` is given.
 
     Formal Guarantees:
-        (ε, δ)-DP of the fitted model under replacement of one row with its label, for every data set, against whoever sees all
-        shuffled messages. The number of rows is public. That a fit raises an error because of what is in ``X`` or ``y`` is not
-        covered.
+        (ε, δ)-DP of the fitted model under replacement of one row with its label, for every data
+        set, against whoever sees all shuffled messages. The number of rows is public. That a fit
+        raises an error because of what is in ``X`` or ``y`` is not covered.
     """
 
     classes: Any = None
@@ -183,22 +205,31 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
         check_classification_targets(y)
         if self.classes is None:
             warnings.warn(
-                "classes are taken from y, which shows which labels occur: pass all labels that there may be as classes=",
+                "classes are taken from y, which shows which labels occur: pass all labels that "
+                "there may be as classes=",
                 PrivacyAssumptionWarning,
                 stacklevel=2,
             )
         self.classes_ = np.unique(y if self.classes is None else np.asarray(self.classes))
         if len(self.classes_) < 2:
-            raise ValueError(f"classes must be at least two, got one class ({self.classes_[0]!r}): pass classes=")
+            raise ValueError(
+                f"classes must be at least two, got one class ({self.classes_[0]!r}): pass classes="
+            )
         if not np.isin(y, self.classes_).all():
-            raise ValueError(f"classes must hold every label of y, got {list(self.classes_)!r}: add those that are missing")
+            raise ValueError(
+                f"classes must hold every label of y, got {list(self.classes_)!r}: add those that "
+                "are missing"
+            )
         labels, rows = torch.from_numpy(np.searchsorted(self.classes_, y)), self._rows(X)
         width, count = rows.shape[1], len(self.classes_)
         if count == 2:
-            theta = self._run(logistic_loss, (rows, 2.0 * labels - 1), width, longest, longest**2 / 4)
+            theta = self._run(
+                logistic_loss, (rows, 2.0 * labels - 1), width, longest, longest**2 / 4
+            )
             self._keep(theta.numpy()[None])
         else:
-            # The gradient is (p − e_y)xᵀ, |p − e_y|² ≤ 2; p's covariance has no eigenvalue above ½ (Gershgorin).
+            # The gradient is (p − e_y)xᵀ, |p − e_y|² ≤ 2; p's covariance has no eigenvalue above ½
+            # (Gershgorin).
             theta = self._run(
                 multinomial_loss(count),
                 (rows, labels),
@@ -211,7 +242,9 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.classifier_tags.poor_score = True  # on so few rows as scikit-learn's checks have, noise is all there is
+        tags.classifier_tags.poor_score = (
+            True  # on so few rows as scikit-learn's checks have, noise is all there is
+        )
         return tags
 
     def decision_function(self, X: Any) -> Rows:
@@ -229,22 +262,25 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
     def predict(self, X: Any) -> Rows:
         """Returns the most probable labels, (rows,)."""
         scores = self.decision_function(X)
-        return np.asarray(self.classes_[scores.argmax(axis=1) if scores.ndim == 2 else (scores > 0).astype(int)])
+        return np.asarray(
+            self.classes_[scores.argmax(axis=1) if scores.ndim == 2 else (scores > 0).astype(int)]
+        )
 
 
 class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc]
     """Linear regression by least absolute deviations, on users who send random bits to a shuffler and trust nobody else.
 
-    A target may be any number: one user's pull on the weights is bounded by the length of the row. Scale targets by a public
-    constant so that weights within ``weight_norm`` can reach them.
+    A target may be any number: one user's pull on the weights is bounded by the length of the row.
+    Scale targets by a public constant so that weights within ``weight_norm`` can reach them.
 
-    The arguments are those of :class:`ShuffleLinearModel`: ``epsilon``, ``delta``, ``row_norm``, ``weight_norm``,
-    ``fit_intercept``, ``solver``, ``random_state``.
+    The arguments are those of :class:`ShuffleLinearModel`: ``epsilon``, ``delta``, ``row_norm``,
+    ``weight_norm``, ``fit_intercept``, ``solver``, ``random_state``.
 
     Attributes:
         coef_: Weights, (features,).
         intercept_: A number.
-        privacy_: The ε of the fit with its meaning (:class:`~opacus_shuffle.protocols.statement.PrivacyStatement`).
+        privacy_: The ε of the fit with its meaning
+            (:class:`~opacus_shuffle.protocols.statement.PrivacyStatement`).
         excess_loss_bound_: A proved number for the expected excess absolute loss.
         n_iter_: Rounds.
 

@@ -1,7 +1,8 @@
 """Federated training in the shuffle model: clients that noise their own reports, and a shuffler between them and the server.
 
-The parts know nothing of any framework: ``GaussianReports`` and ``BitSums`` say what clients send, ``Reporter`` is a client,
-``Shuffler`` the party that mixes (in this process, or behind a network interface), ``Ledger`` the server's book of rounds.
+The parts know nothing of any framework: ``GaussianReports`` and ``BitSums`` say what clients send,
+``Reporter`` is a client, ``Shuffler`` the party that mixes (in this process, or behind a network
+interface), ``Ledger`` the server's book of rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports in bits, for Cheu, Joseph, Mao and Peng's shuffled vector sums (SCO), with everyone's coin a secret.
 
-Every client sends a report in every round. If its coin says no it reports zero, which nobody can tell from another vector. The
-sum is as private as a trusted server's with Poisson batches.
+Every client sends a report in every round. If its coin says no it reports zero, which nobody can
+tell from another vector. The sum is as private as a trusted server's with Poisson batches.
 
 >>> reports = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=1000, sample_rate=0.1, delta=1e-6)
 >>> report = reports.encode(1, torch.tensor([0.6, 0.8, 0.0]))
@@ -38,15 +38,18 @@ class BitSums(ReportFormat):
         delta: δ of the whole run, of which binomial tails take a millionth.
         rounds: Rounds of the run, which share those tails.
         honest_fraction: The share of the clients that is certain to follow the protocol.
-        min_reports: So many clients must have reported, by default all. The accountant counts on the noise of so many less
-            those that may be dishonest; that must be a third of all clients at least.
-        messages: ``"counts"``: each client hands the shuffler the number of its ones in each coordinate, and the shuffler adds
-            them: small messages, and a shuffler that is trusted to add. ``"bits"``: every bit travels, and the shuffler mixes
-            all clients' bits of a coordinate.
+        min_reports: So many clients must have reported, by default all. The accountant counts on
+            the noise of so many less those that may be dishonest; that must be a third of all
+            clients at least.
+        messages: ``"counts"``: each client hands the shuffler the number of its ones in each
+            coordinate, and the shuffler adds them: small messages, and a shuffler that is trusted
+            to add. ``"bits"``: every bit travels, and the shuffler mixes all clients' bits of a
+            coordinate.
 
     Formal Guarantees:
-        What the shuffler hands over tells one number per coordinate, the sum of all ones: the round of ``shuffled_sums`` with
-        secret coins. :class:`~opacus_shuffle.accountants.mechanisms.shuffled_sums.ShuffledSums` has the proof.
+        What the shuffler hands over tells one number per coordinate, the sum of all ones: the round
+        of ``shuffled_sums`` with secret coins.
+        :class:`~opacus_shuffle.accountants.mechanisms.shuffled_sums.ShuffledSums` has the proof.
     """
 
     kind: ClassVar[str] = "bit_sums"
@@ -77,8 +80,10 @@ class BitSums(ReportFormat):
         self.messages = one_of("messages", messages, ("counts", "bits"))
         if 3 * self.honest_reports < self.num_users:
             raise ValueError(
-                f"min_reports={self.fewest_reports} and honest_fraction={honest_fraction} make {self.honest_reports} honest "
-                f"reports certain, BitSums needs {-(-self.num_users // 3)}, a third of num_users={self.num_users}: raise "
+                f"min_reports={self.fewest_reports} and honest_fraction={honest_fraction} make "
+                f"{self.honest_reports} honest "
+                f"reports certain, BitSums needs {-(-self.num_users // 3)}, a third of "
+                f"num_users={self.num_users}: raise "
                 "min_reports"
             )
         self.protocol = ShuffleVectorSum.with_noise_multiplier(
@@ -93,18 +98,26 @@ class BitSums(ReportFormat):
             rate=self.sample_rate,
         )
         self.mechanism = ShuffledSums.of_protocol(self.protocol, sample_rate=self.sample_rate)
-        self.noise_multiplier, self.delta, self.rounds = float(noise_multiplier), self.protocol.delta, self.protocol.rounds
+        self.noise_multiplier, self.delta, self.rounds = (
+            float(noise_multiplier),
+            self.protocol.delta,
+            self.protocol.rounds,
+        )
         self.bits = self.protocol.granularity + self.protocol.noise_bits
         if self.bits >= 2**32:
             raise ValueError(
-                f"noise_multiplier={noise_multiplier} takes {self.bits} bits of each of num_users={num_users}: choose less "
+                f"noise_multiplier={noise_multiplier} takes {self.bits} bits of each of "
+                f"num_users={num_users}: choose less "
                 "noise or more users"
             )
 
     @property
     def agreed(self) -> dict[str, Any]:
         """Everything that clients, shuffler and server must have in common: with what the noise multiplier was turned into."""
-        plan = {name: getattr(self.protocol, name) for name in ("granularity", "noise_bits", "bit_probability")}
+        plan = {
+            name: getattr(self.protocol, name)
+            for name in ("granularity", "noise_bits", "bit_probability")
+        }
         return {**super().agreed, **plan}
 
     @property
@@ -114,12 +127,18 @@ class BitSums(ReportFormat):
     @property
     def bytes_per_report(self) -> int:
         """A count for each coordinate, in the fewest whole bytes; or all its bits."""
-        return self.dimension * (self._count_type.itemsize if self.messages == "counts" else -(-self.bits // 8))
+        return self.dimension * (
+            self._count_type.itemsize if self.messages == "counts" else -(-self.bits // 8)
+        )
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """The number of ones of each coordinate, or so many ones and then zeros, eight to a byte."""
         protocol = self.protocol
-        counts = protocol.encode_zeros(1, generator) if vector is None else protocol.encode(vector[None], generator)
+        counts = (
+            protocol.encode_zeros(1, generator)
+            if vector is None
+            else protocol.encode(vector[None], generator)
+        )
         ones = (protocol.draw_noise(1, generator, part=True) + counts).numpy()
         if self.messages == "counts":
             return ones.astype(self._count_type).tobytes()
@@ -136,11 +155,21 @@ class BitSums(ReportFormat):
         if self.messages == "counts":
             largest = int(np.frombuffer(numbers, self._count_type).max())
             if largest > self.bits:
-                raise ValueError(f"report counts {largest} ones in a coordinate of {self.bits} bits: it is not taken")
+                raise ValueError(
+                    f"report counts {largest} ones in a coordinate of {self.bits} bits: it is not "
+                    "taken"
+                )
             return
         spare = -self.bits % 8
-        if spare and (np.frombuffer(numbers, np.uint8).reshape(self.dimension, -1)[:, -1] & (2**spare - 1)).any():
-            raise ValueError(f"report has ones behind the {self.bits} bits of a coordinate: it is not taken")
+        if (
+            spare
+            and (
+                np.frombuffer(numbers, np.uint8).reshape(self.dimension, -1)[:, -1] & (2**spare - 1)
+            ).any()
+        ):
+            raise ValueError(
+                f"report has ones behind the {self.bits} bits of a coordinate: it is not taken"
+            )
 
     def keep(self, held: list[Any], numbers: bytes) -> None:
         """Adds counts up as they come, so that a shuffler holds one number a coordinate, however many clients there are."""
@@ -156,7 +185,11 @@ class BitSums(ReportFormat):
         if self.messages == "counts":
             return [held[0].astype("<i8").tobytes()]
         together = [
-            Messages(np.frombuffer(numbers, np.uint8).reshape(self.dimension, -1), self.bits, self.protocol.granularity)
+            Messages(
+                np.frombuffer(numbers, np.uint8).reshape(self.dimension, -1),
+                self.bits,
+                self.protocol.granularity,
+            )
             for numbers in held
         ]
         return [shuffled(together, stream_of(generator)).bits.tobytes()]

@@ -33,9 +33,10 @@ _LEAST, _MOST = 1e-30, 1e30
 class GaussianReports(ReportFormat):
     """A vector clipped to C plus N(0, σ²C²I), in single precision.
 
-    A client whose coin says no sends a report of nothing but zeros, which noise never is: the shuffler knows then that it is
-    there, and hands nothing of it over. It holds these like the others until it mixes: while reports come in, nothing that it
-    does depends on a coin, as whoever sends can watch how long that takes.
+    A client whose coin says no sends a report of nothing but zeros, which noise never is: the
+    shuffler knows then that it is there, and hands nothing of it over. It holds these like the
+    others until it mixes: while reports come in, nothing that it does depends on a coin, as whoever
+    sends can watch how long that takes.
 
     Args:
         dimension: d.
@@ -44,16 +45,18 @@ class GaussianReports(ReportFormat):
         num_users: n, all clients.
         sample_rate: γ, the chance that a client takes part in a round.
         honest_fraction: The share of the clients that is certain to follow the protocol.
-        min_reports: So many clients must have reported, by default all. The accountant counts on so many less those that may be
-            dishonest.
-        server_selects: ``"poisson"`` or ``"fixed_size"`` (γ·n of them): the server draws who takes part in a round, in place of
-            the clients' own coins. That is a simulation, as reports say: a server that draws them knows who takes part, and
-            no gain from sampling holds against it.
+        min_reports: So many clients must have reported, by default all. The accountant counts on so
+            many less those that may be dishonest.
+        server_selects: ``"poisson"`` or ``"fixed_size"`` (γ·n of them): the server draws who takes
+            part in a round, in place of the clients' own coins. That is a simulation, as reports
+            say: a server that draws them knows who takes part, and no gain from sampling holds
+            against it.
 
     Formal Guarantees:
-        All reports of a round in random order, with their number, are what the accountant's mechanism accounts for:
-        ``shuffled_checkin``, or ``shuffle_gauss`` where every client takes part, with the honest reports as its users.
-        ``subsampled_shuffle`` where the server selects a fixed number, against who sees nothing but these reports.
+        All reports of a round in random order, with their number, are what the accountant's
+        mechanism accounts for: ``shuffled_checkin``, or ``shuffle_gauss`` where every client takes
+        part, with the honest reports as its users. ``subsampled_shuffle`` where the server selects
+        a fixed number, against who sees nothing but these reports.
     """
 
     kind: ClassVar[str] = "gaussian_reports"
@@ -79,52 +82,71 @@ class GaussianReports(ReportFormat):
             honest_fraction=honest_fraction,
             min_reports=min_reports,
         )
-        self.server_selects = one_of("server_selects", server_selects, (None, "poisson", "fixed_size"))
+        self.server_selects = one_of(
+            "server_selects", server_selects, (None, "poisson", "fixed_size")
+        )
         self.noise_multiplier = noise_level("noise_multiplier", noise_multiplier)
         self.selected = server_selects is not None
         if not (self.noise_multiplier * self.max_norm >= _LEAST and self.longest_report <= _MOST):
             raise ValueError(
-                f"max_norm={max_norm} with noise_multiplier={noise_multiplier} is beyond single precision, which reports "
+                f"max_norm={max_norm} with noise_multiplier={noise_multiplier} is beyond single "
+                "precision, which reports "
                 "travel in: scale the vectors"
             )
         if self.selected:
-            # Clients toss no coins then; that others are missing or lie is no part of that simulation.
+            # Clients toss no coins then; that others are missing or lie is no part of that
+            # simulation.
             if self.sample_rate == 1 or honest_fraction != 1 or min_reports is not None:
                 raise ValueError(
-                    f"server_selects={self.server_selects!r} takes sample_rate below 1, and neither honest_fraction nor "
-                    f"min_reports, got sample_rate={self.sample_rate}, honest_fraction={honest_fraction}, "
-                    f"min_reports={min_reports}: it is a simulation in which all are honest and there"
+                    f"server_selects={self.server_selects!r} takes sample_rate below 1, and "
+                    "neither honest_fraction nor "
+                    f"min_reports, got sample_rate={self.sample_rate}, "
+                    f"honest_fraction={honest_fraction}, "
+                    f"min_reports={min_reports}: it is a simulation in which all are honest and "
+                    "there"
                 )
             self.coin_rate, self.fewest_reports = 1.0, 1
         if server_selects == "fixed_size":
             self.mechanism = SubsampledShuffle(
-                noise_multiplier=self.noise_multiplier, num_users=self.num_users, sample_rate=self.sample_rate
+                noise_multiplier=self.noise_multiplier,
+                num_users=self.num_users,
+                sample_rate=self.sample_rate,
             )
             self.sample_rate = self.mechanism.sample_rate  # of a whole number of clients
             self.fewest_reports = self.most_reports = round(self.sample_rate * self.num_users)
         elif self.sample_rate == 1:
-            self.mechanism = ShuffleGauss(noise_multiplier=self.noise_multiplier, num_users=self.honest_reports)
+            self.mechanism = ShuffleGauss(
+                noise_multiplier=self.noise_multiplier, num_users=self.honest_reports
+            )
         else:
             self.mechanism = ShuffledCheckIn(
-                noise_multiplier=self.noise_multiplier, num_users=self.honest_reports, sample_rate=self.sample_rate
+                noise_multiplier=self.noise_multiplier,
+                num_users=self.honest_reports,
+                sample_rate=self.sample_rate,
             )
 
     def ask(self, clients: Sequence[int]) -> list[int]:
         """Everyone; or whom the server draws afresh, in secret.
 
         Raises:
-            ValueError: If the server draws from others than all clients, whose number is what is accounted.
+            ValueError: If the server draws from others than all clients, whose number is what is
+                accounted.
         """
         if not self.selected:
             return super().ask(clients)
         count, draws = len(clients), SecretGenerator()
         if count != self.num_users:
             raise ValueError(
-                f"server_selects={self.server_selects!r} draws from all num_users={self.num_users} clients, got {count}: "
+                f"server_selects={self.server_selects!r} draws from all num_users={self.num_users} "
+                f"clients, got {count}: "
                 "no more and no fewer must be there"
             )
         poisson = self.server_selects == "poisson"
-        chosen = bernoulli_indices(count, self.sample_rate, draws) if poisson else subset(count, self.fewest_reports, draws)
+        chosen = (
+            bernoulli_indices(count, self.sample_rate, draws)
+            if poisson
+            else subset(count, self.fewest_reports, draws)
+        )
         return [clients[place] for place in chosen]
 
     @property
@@ -135,7 +157,9 @@ class GaussianReports(ReportFormat):
     @functools.cached_property
     def longest_report(self) -> float:
         """The norm that an honest report exceeds with a chance of 10⁻¹²: C + σC·χ."""
-        return self.max_norm * (1 + self.noise_multiplier * math.sqrt(float(stats.chi2(self.dimension).isf(_REFUSED))))
+        return self.max_norm * (
+            1 + self.noise_multiplier * math.sqrt(float(stats.chi2(self.dimension).isf(_REFUSED)))
+        )
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """The vector and its noise, drawn in double precision and rounded then; or zeros."""
@@ -147,12 +171,17 @@ class GaussianReports(ReportFormat):
     def check_numbers(self, numbers: bytes) -> None:
         """Refuses numbers that are not finite, and reports longer than an honest client's ever is."""
         if len(numbers) != self.bytes_per_report:
-            raise ValueError(f"report must hold {self.dimension} numbers of four bytes, got {len(numbers)} bytes")
+            raise ValueError(
+                f"report must hold {self.dimension} numbers of four bytes, got {len(numbers)} bytes"
+            )
         values = np.frombuffer(numbers, "<f4").astype(np.float64)
-        norm = math.sqrt(np.square(values).sum())  # no library of matrices, whose threads wait for each other
+        norm = math.sqrt(
+            np.square(values).sum()
+        )  # no library of matrices, whose threads wait for each other
         if not norm <= self.longest_report:  # nor is NaN
             raise ValueError(
-                f"report has a norm of {norm:.3g}, which no honest one exceeds {self.longest_report:.3g} of: it is not taken"
+                f"report has a norm of {norm:.3g}, which no honest one exceeds "
+                f"{self.longest_report:.3g} of: it is not taken"
             )
 
     def mix(self, held: list[Any], generator: torch.Generator) -> list[bytes]:

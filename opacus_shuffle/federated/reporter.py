@@ -61,8 +61,8 @@ class ClientBook:
             The round.
 
         Raises:
-            ValueError: If it was answered before, all that were agreed to are, an argument is no whole number, or what is
-                noted cannot be read.
+            ValueError: If it was answered before, all that were agreed to are, an argument is no
+                whole number, or what is noted cannot be read.
         """
         number = integer("number", number, minimum=0, maximum=LARGEST_ROUND)  # NaN is below nothing
         integer("max_rounds", max_rounds)
@@ -70,11 +70,15 @@ class ClientBook:
             self.read(fingerprint)
             if number <= self.last:
                 raise ValueError(
-                    f"round {number} was answered already (the last was {self.last}): a second report costs again; a new run "
+                    f"round {number} was answered already (the last was {self.last}): a second "
+                    "report costs again; a new run "
                     "is another agreement, with another book"
                 )
             if self.rounds >= max_rounds:
-                raise ValueError(f"all max_rounds={max_rounds} rounds that this client agreed to are over: it sends no more")
+                raise ValueError(
+                    f"all max_rounds={max_rounds} rounds that this client agreed to are over: it "
+                    "sends no more"
+                )
             self.write(self.rounds + 1, number, fingerprint)
             self.rounds, self.last = self.rounds + 1, number
         return number
@@ -94,14 +98,17 @@ class FileBook(ClientBook):
     """The rounds of one client and one format, in a file of its own.
 
     Args:
-        path: The file, made at the first round. A new run with other settings is another agreement, with another file.
+        path: The file, made at the first round. A new run with other settings is another agreement,
+            with another file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(instance_of("book", path, (str, os.PathLike)))
         if not self.path.absolute().parent.is_dir():
-            raise ValueError(f"book={str(path)!r} must be a file in a folder that is there: make the folder")
+            raise ValueError(
+                f"book={str(path)!r} must be a file in a folder that is there: make the folder"
+            )
 
     def read(self, fingerprint: bytes) -> None:
         """Reads the file, if there is one."""
@@ -113,19 +120,23 @@ class FileBook(ClientBook):
             integer("rounds", rounds), integer("last", last, minimum=0)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"book={str(self.path)!r} is no book of a client ({error!r}): nothing is sent; restore it, or agree to a new "
+                f"book={str(self.path)!r} is no book of a client ({error!r}): nothing is sent; "
+                "restore it, or agree to a new "
                 "run with a new file"
             ) from None
         if settings != fingerprint.hex():
             raise ValueError(
-                f"book={str(self.path)!r} is of other settings: nothing is sent; agree to a new run with a new file"
+                f"book={str(self.path)!r} is of other settings: nothing is sent; agree to a new "
+                "run with a new file"
             )
         self.rounds, self.last = rounds, last
 
     def write(self, rounds: int, last: int, fingerprint: bytes) -> None:
         """Has it on the disk."""
         with replacing(self.path) as file:
-            file.write(json.dumps({"settings": fingerprint.hex(), "rounds": rounds, "last": last}).encode())
+            file.write(
+                json.dumps({"settings": fingerprint.hex(), "rounds": rounds, "last": last}).encode()
+            )
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -143,16 +154,21 @@ class Reporter:
 
     Args:
         format: What its reports look like.
-        max_rounds: T, rounds that it agreed to: a server that asks for more gets no report of its data.
-        book: Where it notes which rounds it has answered: a :class:`FileBook`; by default in memory, for simulations.
+        max_rounds: T, rounds that it agreed to: a server that asks for more gets no report of its
+            data.
+        book: Where it notes which rounds it has answered: a :class:`FileBook`; by default in
+            memory, for simulations.
 
     Formal Guarantees:
-        The server learns neither the coin nor the vector: each round gets at most one report, clipped and noised here, and the
-        coin is tossed before any training. The client trains and encodes whatever the coin says, as the time that it takes
-        would tell; where nobody can watch that, as in a simulation, ``always_train=False`` spares it.
+        The server learns neither the coin nor the vector: each round gets at most one report,
+        clipped and noised here, and the coin is tossed before any training. The client trains and
+        encodes whatever the coin says, as the time that it takes would tell; where nobody can watch
+        that, as in a simulation, ``always_train=False`` spares it.
     """
 
-    def __init__(self, format: ReportFormat, *, max_rounds: int, book: ClientBook | None = None) -> None:
+    def __init__(
+        self, format: ReportFormat, *, max_rounds: int, book: ClientBook | None = None
+    ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
         self.max_rounds = integer("max_rounds", max_rounds)
         self.book = ClientBook() if book is None else instance_of("book", book, (ClientBook,))
@@ -171,17 +187,24 @@ class Reporter:
             number: The round that the server asks for.
             train: Computes this client's vector, shape (d,), from its own data.
             submit: Sends a report to the shuffler.
-            always_train: Train whatever the coin says, and throw the vector away if it says no; else train if it says yes.
+            always_train: Train whatever the coin says, and throw the vector away if it says no;
+                else train if it says yes.
 
         Raises:
-            ValueError: If the round was answered before, or all that were agreed to are, or ``train`` returns something else.
+            ValueError: If the round was answered before, or all that were agreed to are, or
+                ``train`` returns something else.
         """
         always = boolean("always_train", always_train)
-        round_ = self.book.note(number, max_rounds=self.max_rounds, fingerprint=self.format.fingerprint)
+        round_ = self.book.note(
+            number, max_rounds=self.max_rounds, fingerprint=self.format.fingerprint
+        )
         takes_part = bool(bernoulli_indices(1, self.format.coin_rate, SecretGenerator()))
         if not (takes_part or always):
             submit(self.format.encode(round_, None))
             return
         vector = instance_of("what train returns", train(), (torch.Tensor,))
-        reports = self.format.encode(round_, vector), self.format.encode(round_, None)  # both, whatever is sent
+        reports = (
+            self.format.encode(round_, vector),
+            self.format.encode(round_, None),
+        )  # both, whatever is sent
         submit(reports[0] if takes_part else reports[1])

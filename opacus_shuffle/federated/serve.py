@@ -16,18 +16,37 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m opacus_shuffle.federated.serve",
         description="Take reports from clients over HTTP(S), and hand them to the server mixed.",
     )
-    parser.add_argument("--settings", required=True, help="JSON file with the reports' format, the same for everyone")
-    parser.add_argument("--secrets", required=True, help="file with the clients' secrets, one a line")
-    parser.add_argument("--server-secret", required=True, help="file with the server's secret")
-    parser.add_argument("--certificate", help="file of a TLS certificate; without one the service is for this machine alone")
-    parser.add_argument("--key", help="file of its key")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=9095, help="(default: %(default)s)")
     parser.add_argument(
-        "--deadline", type=float, default=30.0, metavar="SECONDS", help="for a whole request to come (default: %(default)s)"
+        "--settings",
+        required=True,
+        help="JSON file with the reports' format, the same for everyone",
     )
     parser.add_argument(
-        "--most-connections", type=int, default=512, metavar="COUNT", help="open at once (default: %(default)s)"
+        "--secrets", required=True, help="file with the clients' secrets, one a line"
+    )
+    parser.add_argument("--server-secret", required=True, help="file with the server's secret")
+    parser.add_argument(
+        "--certificate",
+        help="file of a TLS certificate; without one the service is for this machine alone",
+    )
+    parser.add_argument("--key", help="file of its key")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="where to listen (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=9095, help="(default: %(default)s)")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for a whole request to come (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--most-connections",
+        type=int,
+        default=512,
+        metavar="COUNT",
+        help="open at once (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     try:
@@ -44,7 +63,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
     except json.JSONDecodeError as error:
         parser.error(f"{options.settings} is no JSON file: {error}")
-    except (OSError, ValueError) as error:  # a file that is not there or is none of these, a port that is taken
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a file that is not there or is none of these, a port that is taken
         parser.error(str(error))
     print(f"shuffler at {service.url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,8 +1,10 @@
 """The shuffler: it alone sees who sent what, and hands over a whole round, mixed, or nothing.
 
-It is the party that the shuffle model trusts: not to work with the server, and to forget what it has mixed. Clients give it
-their reports; the server opens a round, closes it, and gets what the format's ``mix`` makes of it. In a simulation it lives in
-the same process; :mod:`opacus_shuffle.federated.shuffler_service` puts it into one of its own, behind a network interface.
+It is the party that the shuffle model trusts: not to work with the server, and to forget what it
+has mixed. Clients give it their reports; the server opens a round, closes it, and gets what the
+format's ``mix`` makes of it. In a simulation it lives in the same process;
+:mod:`opacus_shuffle.federated.shuffler_service` puts it into one of its own, behind a network
+interface.
 
 >>> from opacus_shuffle.federated.gaussian_reports import GaussianReports
 >>> reports = GaussianReports(dimension=2, max_norm=1.0, noise_multiplier=1.0, num_users=3)
@@ -65,10 +67,11 @@ class Shuffler:
         generator: What mixes them, on the CPU; by default the operating system's own.
 
     Formal Guarantees:
-        What :meth:`close_round` returns depends on reports as a multiset, not on who sent which, or when. Who reported is
-        forgotten when a round is closed. A round of fewer reports than the format asks for is never released: nobody who keeps
-        clients away makes the noise of the others less than what is accounted. A closed round is handed over again, unchanged,
-        until :meth:`forget_round`, so that a server that was killed can ask once more.
+        What :meth:`close_round` returns depends on reports as a multiset, not on who sent which, or
+        when. Who reported is forgotten when a round is closed. A round of fewer reports than the
+        format asks for is never released: nobody who keeps clients away makes the noise of the
+        others less than what is accounted. A closed round is handed over again, unchanged, until
+        :meth:`forget_round`, so that a server that was killed can ask once more.
     """
 
     simulated = True
@@ -94,7 +97,8 @@ class Shuffler:
             fingerprint: Of the server's format; None where it is the shuffler's own.
 
         Raises:
-            ValueError: If the round is not after all those before it, or the server goes by other settings.
+            ValueError: If the round is not after all those before it, or the server goes by other
+                settings.
         """
         if fingerprint is not None:
             self.format.check_fingerprint("the server", fingerprint)
@@ -104,9 +108,16 @@ class Shuffler:
                 return  # the server asks again, after it was killed
             if round_ <= self._last:
                 raise ValueError(
-                    f"round {round_} is not after round {self._last}, and none is taken twice: is the server's book the newest?"
+                    f"round {round_} is not after round {self._last}, and none is taken twice: is "
+                    "the server's book the newest?"
                 )
-            self._open, self._last, self._digests, self._held, self._closed = round_, round_, {}, [], None
+            self._open, self._last, self._digests, self._held, self._closed = (
+                round_,
+                round_,
+                {},
+                [],
+                None,
+            )
 
     def submit(self, sender: str, report: bytes) -> None:
         """Takes one sender's report of the round that is open. The same one again is taken as the one that is there.
@@ -117,7 +128,8 @@ class Shuffler:
 
         Raises:
             ValueError: If ``sender`` is anything else.
-            RefusedReportError: If it is malformed or of another round, or its sender has sent another one.
+            RefusedReportError: If it is malformed or of another round, or its sender has sent
+                another one.
         """
         key = identity("sender", sender)
         try:
@@ -127,14 +139,21 @@ class Shuffler:
         digest = hashlib.sha256(report).digest()
         with self._lock:
             if envelope.round != self._open:
-                raise RefusedReportError(f"report is of round {envelope.round}, the open one is {self._open}: it is not taken")
+                raise RefusedReportError(
+                    f"report is of round {envelope.round}, the open one is {self._open}: it is not "
+                    "taken"
+                )
             known = self._digests.get(key)
             if known == digest:
                 return
             if known is not None:
-                raise RefusedReportError(f"a report of round {envelope.round} came from this sender already: that stays")
+                raise RefusedReportError(
+                    f"a report of round {envelope.round} came from this sender already: that stays"
+                )
             if len(self._digests) >= self.format.most_reports:
-                raise RefusedReportError(f"round {envelope.round} has all of its {self.format.most_reports} reports")
+                raise RefusedReportError(
+                    f"round {envelope.round} has all of its {self.format.most_reports} reports"
+                )
             self.format.keep(self._held, envelope.numbers)
             self._digests[key] = digest
 
@@ -160,7 +179,9 @@ class Shuffler:
             reports = len(self._digests)
             released = Released(number, 0, ())
             if reports >= self.format.fewest_reports:
-                released = Released(number, reports, tuple(self.format.mix(self._held, self._generator)))
+                released = Released(
+                    number, reports, tuple(self.format.mix(self._held, self._generator))
+                )
             self._open, self._digests, self._held, self._closed = None, {}, [], released
             return released
 

@@ -1,19 +1,22 @@
 r"""A shuffler in a process of its own, behind a small network interface: HTTP, with TLS unless it is told otherwise.
 
 * ``POST /report``: from a client, one report. 204, or 400 and why it is not taken.
-* ``POST /rounds/R/open``: from the server, the fingerprint of its format (8 bytes). 204, or 400 and why not.
-* ``POST /rounds/R/close``: from the server. 200, and how many reports (4 bytes) in how many parts (4 bytes), then of each part
-  the length (8 bytes) and the content; 404 if there is no such round.
+* ``POST /rounds/R/open``: from the server, the fingerprint of its format (8 bytes). 204, or 400 and
+  why not.
+* ``POST /rounds/R/close``: from the server. 200, and how many reports (4 bytes) in how many parts
+  (4 bytes), then of each part the length (8 bytes) and the content; 404 if there is no such round.
 * ``POST /rounds/R/forget``: from the server. 204.
 
-Numbers are little-endian. Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
-the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no part in any. Who shows no
-such secret is answered before any content is read: 401 without one, 403 with nobody's or another party's, 413 for more than a
-report. A connection is for one request, which must have come within a deadline. There are so many at
-most: the next one takes the place of the oldest that has shown no secret, else is closed at once.
-Of one party's only the latest is waited for.
+Numbers are little-endian. Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a
+client's says who it is, to the shuffler alone, which keeps hashes of them; the server's opens and
+closes rounds, and takes no part in any. Who shows no such secret is answered before any content is
+read: 401 without one, 403 with nobody's or another party's, 413 for more than a report. A
+connection is for one request, which must have come within a deadline. There are so many at most:
+the next one takes the place of the oldest that has shown no secret, else is closed at once. Of one
+party's only the latest is waited for.
 
-The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the files it reads.
+The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the
+files it reads.
 """
 
 from __future__ import annotations
@@ -36,7 +39,12 @@ from pathlib import Path
 from typing import Any
 
 from opacus_shuffle.core.validation import instance_of, integer, positive
-from opacus_shuffle.federated.shuffler import RefusedReportError, Released, Shuffler, UnknownRoundError
+from opacus_shuffle.federated.shuffler import (
+    RefusedReportError,
+    Released,
+    Shuffler,
+    UnknownRoundError,
+)
 
 _HERE = ("127.0.0.1", "localhost")
 _COUNTS, _LENGTH = struct.Struct("<II"), struct.Struct("<Q")
@@ -51,9 +59,15 @@ _SERVER = "the server"
 def checked_secret(name: str, secret: Any) -> str:
     """A secret as it travels, without white space around it; the message of a refusal does not show it."""
     stripped: str = instance_of(name, secret, (str,)).strip()
-    if len(stripped) < SHORTEST_SECRET or not stripped.isascii() or not stripped.isprintable() or " " in stripped:
+    if (
+        len(stripped) < SHORTEST_SECRET
+        or not stripped.isascii()
+        or not stripped.isprintable()
+        or " " in stripped
+    ):
         raise ValueError(
-            f"{name} must be a secret of {SHORTEST_SECRET} letters and digits at least, in one line: make it with "
+            f"{name} must be a secret of {SHORTEST_SECRET} letters and digits at least, in one "
+            "line: make it with "
             "python -c 'import secrets; print(secrets.token_hex())'"
         )
     return stripped
@@ -77,18 +91,22 @@ class ShufflerService(ThreadingHTTPServer):
 
     Args:
         shuffler: What reports go to.
-        clients: The clients' secrets, one each: no more than the format has users, no fewer than a round needs.
+        clients: The clients' secrets, one each: no more than the format has users, no fewer than a
+            round needs.
         server: The server's secret.
         host: Where to listen.
         port: 0 for any free one; :attr:`url` says which.
-        certificate: File of a TLS certificate; None for a connection that anyone on its way can read, which is for one machine.
+        certificate: File of a TLS certificate; None for a connection that anyone on its way can
+            read, which is for one machine.
         key: File of its key.
-        deadline: Seconds for a whole request to come, from the first byte of the connection to the last of the content.
+        deadline: Seconds for a whole request to come, from the first byte of the connection to the
+            last of the content.
         most_connections: More are not open at once.
 
     Raises:
-        ValueError: If a secret is unfit or is two parties', there are too many or too few clients, there is only one of
-            certificate and key, or none of them where other machines can reach the service.
+        ValueError: If a secret is unfit or is two parties', there are too many or too few clients,
+            there is only one of certificate and key, or none of them where other machines can reach
+            the service.
     """
 
     daemon_threads = True
@@ -107,24 +125,39 @@ class ShufflerService(ThreadingHTTPServer):
         deadline: float = 30.0,
         most_connections: int = 512,
     ) -> None:
-        self.deadline, self.most_connections = positive("deadline", deadline), integer("most_connections", most_connections)
+        self.deadline, self.most_connections = (
+            positive("deadline", deadline),
+            integer("most_connections", most_connections),
+        )
         self._places: dict[socket.socket, _Place] = {}  # in the order in which they came
         self._lock = threading.RLock()
         self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
-        secrets = [*(checked_secret("each of clients", secret) for secret in clients), checked_secret("server", server)]
+        secrets = [
+            *(checked_secret("each of clients", secret) for secret in clients),
+            checked_secret("server", server),
+        ]
         if len(set(secrets)) < len(secrets):
-            raise ValueError("clients and server must have a secret each, and no two the same one: make as many as there are")
+            raise ValueError(
+                "clients and server must have a secret each, and no two the same one: make as many "
+                "as there are"
+            )
         format, count = shuffler.format, len(secrets) - 1
         if not format.fewest_reports <= count <= format.num_users:
             raise ValueError(
-                f"clients must be {format.fewest_reports} to {format.num_users} secrets, as the format says (min_reports, "
-                f"num_users), got {count}: more clients may hold more dishonest ones than are accounted for"
+                f"clients must be {format.fewest_reports} to {format.num_users} secrets, as the "
+                "format says (min_reports, "
+                f"num_users), got {count}: more clients may hold more dishonest ones than are "
+                "accounted for"
             )
         if (certificate is None) != (key is None):
-            raise ValueError(f"certificate={certificate!r} and key={key!r} go together: pass both, or neither on one machine")
+            raise ValueError(
+                f"certificate={certificate!r} and key={key!r} go together: pass both, or neither "
+                "on one machine"
+            )
         if certificate is None and host not in _HERE:
             raise ValueError(
-                f"host={host!r} takes a certificate: else whoever is on the way sees who reports; or use {_HERE[0]}"
+                f"host={host!r} takes a certificate: else whoever is on the way sees who reports; "
+                f"or use {_HERE[0]}"
             )
         context = None
         if certificate is not None:
@@ -132,13 +165,21 @@ class ShufflerService(ThreadingHTTPServer):
             try:
                 context.load_cert_chain(certificate, key)
             except OSError as error:
-                raise ValueError(f"certificate={str(certificate)!r} and key={str(key)!r} cannot be used: {error}") from None
+                raise ValueError(
+                    f"certificate={str(certificate)!r} and key={str(key)!r} cannot be used: {error}"
+                ) from None
         self._parties = {_hash(secret): str(number) for number, secret in enumerate(secrets)}
         self._parties[_hash(secrets[-1])] = _SERVER
-        super().__init__((instance_of("host", host, (str,)), integer("port", port, minimum=0, maximum=65535)), _Handler)
+        super().__init__(
+            (instance_of("host", host, (str,)), integer("port", port, minimum=0, maximum=65535)),
+            _Handler,
+        )
         if context is not None:
-            # The handshake waits for the thread of its request, so that a client that says nothing holds up nobody.
-            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+            # The handshake waits for the thread of its request, so that a client that says nothing
+            # holds up nobody.
+            self.socket = context.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.url = f"{'http' if certificate is None else 'https'}://{host}:{self.server_address[1]}"
 
     def start(self) -> ShufflerService:
@@ -156,7 +197,9 @@ class ShufflerService(ThreadingHTTPServer):
             if len(self._places) >= self.most_connections:
                 # Strangers leave in the order in which they came. So whoever floods the service
                 # has to open this many connections while an honest client shows its secret.
-                stranger = next((one for one, place in self._places.items() if place.party is None), None)
+                stranger = next(
+                    (one for one, place in self._places.items() if place.party is None), None
+                )
                 if stranger is None:
                     return self.shutdown_request(request)
                 self._hang_up(stranger)
@@ -167,7 +210,11 @@ class ShufflerService(ThreadingHTTPServer):
         """Hangs up, twice a second or more often, on those whose request has not come in time."""
         latest = time.monotonic() - self.deadline
         with self._lock:
-            for late in [one for one, place in self._places.items() if not place.heard and place.since < latest]:
+            for late in [
+                one
+                for one, place in self._places.items()
+                if not place.heard and place.since < latest
+            ]:
                 self._hang_up(late)
 
     def shutdown_request(self, request: Any) -> None:
@@ -181,7 +228,11 @@ class ShufflerService(ThreadingHTTPServer):
         with self._lock:
             if request in self._places:
                 self._places[request].party = party
-            waiting = [one for one, place in self._places.items() if place.party == party and not place.heard]
+            waiting = [
+                one
+                for one, place in self._places.items()
+                if place.party == party and not place.heard
+            ]
             for older in waiting[:-1]:
                 self._hang_up(older)
 
@@ -194,7 +245,9 @@ class ShufflerService(ThreadingHTTPServer):
         """Ends a connection; its thread finds that out by itself."""
         del self._places[request]
         with contextlib.suppress(OSError):  # it has ended already
-            socket.socket.shutdown(request, socket.SHUT_RDWR)  # of TLS, too, in which its thread may be reading
+            socket.socket.shutdown(
+                request, socket.SHUT_RDWR
+            )  # of TLS, too, in which its thread may be reading
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Names an error that is this program's, and not who sent what when."""
@@ -216,13 +269,19 @@ class _Handler(BaseHTTPRequestHandler):
         longest = self.server.shuffler.format.report_size
         length = self.headers.get("Content-Length", "")
         if not _is_number(length) or int(length) > longest:
-            return self._refuse(413, f"say by Content-Length how long the content is; a report is {longest} bytes")
+            return self._refuse(
+                413, f"say by Content-Length how long the content is; a report is {longest} bytes"
+            )
         kind, _, secret = self.headers.get("Authorization", "").partition(" ")
         if kind != "Bearer":
             return self._refuse(401, "show your secret: Authorization: Bearer ...")
         party = self.server.party(secret)
         if party is None or (party == _SERVER) == (self.path == "/report"):
-            who = "a client, who reports" if self.path == "/report" else "the server, whose rounds are"
+            who = (
+                "a client, who reports"
+                if self.path == "/report"
+                else "the server, whose rounds are"
+            )
             return self._refuse(403, f"this is not the secret of {who}")
         self.server.known(self.connection, party)
         body = self.rfile.read(int(length))
@@ -297,9 +356,13 @@ def unpacked(number: int, content: bytes) -> Released:
             place += _LENGTH.size + length
             parts.append(content[place - length : place])
     except struct.error:
-        raise ValueError(f"the shuffler's answer of {len(content)} bytes was cut off: ask again") from None
+        raise ValueError(
+            f"the shuffler's answer of {len(content)} bytes was cut off: ask again"
+        ) from None
     if place != len(content):
-        raise ValueError(f"the shuffler's answer has {len(content)} bytes, {place} were announced: ask again")
+        raise ValueError(
+            f"the shuffler's answer has {len(content)} bytes, {place} were announced: ask again"
+        )
     return Released(number, reports, tuple(parts))
 
 
@@ -311,20 +374,31 @@ class FarShuffler:
         secret: The client's, or the server's.
         certificate: File of the certificates to trust; by default the system's.
         timeout: Seconds to wait for an answer.
-        attempts: How often to ask where the network fails or the shuffler has no place free: a report
-            that came twice is taken once.
+        attempts: How often to ask where the network fails or the shuffler has no place free: a
+            report that came twice is taken once.
     """
 
     simulated, predictable = False, ()
     """It is a process of its own, and its randomness is not seen from here."""
 
     def __init__(
-        self, url: str, secret: str, *, certificate: str | Path | None = None, timeout: float = 60.0, attempts: int = 4
+        self,
+        url: str,
+        secret: str,
+        *,
+        certificate: str | Path | None = None,
+        timeout: float = 60.0,
+        attempts: int = 4,
     ) -> None:
         parts = urllib.parse.urlsplit(instance_of("url", url, (str,)))
         far = parts.scheme == "https"
-        if not (far and parts.hostname) and not (parts.scheme == "http" and parts.hostname in _HERE):
-            raise ValueError(f"url must begin with https://, got {url!r}: else whoever is on the way sees who reports")
+        if not (far and parts.hostname) and not (
+            parts.scheme == "http" and parts.hostname in _HERE
+        ):
+            raise ValueError(
+                f"url must begin with https://, got {url!r}: else whoever is on the way sees who "
+                "reports"
+            )
         self.url, self._secret = url.rstrip("/"), checked_secret("secret", secret)
         self.timeout, self.attempts = positive("timeout", timeout), integer("attempts", attempts)
         self._place, self._context = parts, None
@@ -332,7 +406,9 @@ class FarShuffler:
             try:
                 self._context = ssl.create_default_context(cafile=certificate)
             except OSError as error:
-                raise ValueError(f"certificate={str(certificate)!r} cannot be used: {error}") from None
+                raise ValueError(
+                    f"certificate={str(certificate)!r} cannot be used: {error}"
+                ) from None
 
     def submit(self, report: bytes) -> None:
         """Sends this client's report.
@@ -348,20 +424,26 @@ class FarShuffler:
 
     def close_round(self, number: int) -> Released:
         """Gets a round; see :meth:`Shuffler.close_round`."""
-        return unpacked(number, self._ask(f"/rounds/{number}/close", errors={404: UnknownRoundError}))
+        return unpacked(
+            number, self._ask(f"/rounds/{number}/close", errors={404: UnknownRoundError})
+        )
 
     def forget_round(self, number: int) -> None:
         """Has what was handed over destroyed; see :meth:`Shuffler.forget_round`."""
         self._ask(f"/rounds/{number}/forget")
 
-    def _ask(self, path: str, body: bytes = b"", errors: dict[int, type[ValueError]] | None = None) -> bytes:
+    def _ask(
+        self, path: str, body: bytes = b"", errors: dict[int, type[ValueError]] | None = None
+    ) -> bytes:
         for attempts_left in reversed(range(self.attempts)):
             try:
                 status, content = self._post(path, body)
                 break
             except (OSError, http.client.HTTPException) as error:
                 if not attempts_left:
-                    raise ConnectionError(f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}") from error
+                    raise ConnectionError(
+                        f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}"
+                    ) from error
                 time.sleep(random.SystemRandom().uniform(0.1, 1.0))  # not all clients at once again
         if status not in (200, 204):
             kind = (errors or {}).get(status, ValueError)
@@ -375,10 +457,19 @@ class FarShuffler:
         """
         place, timeout = self._place, self.timeout
         if self._context is None:
-            connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout)
+            connection = http.client.HTTPConnection(
+                place.hostname or "", place.port, timeout=timeout
+            )
         else:
-            connection = http.client.HTTPSConnection(place.hostname or "", place.port, timeout=timeout, context=self._context)
+            connection = http.client.HTTPSConnection(
+                place.hostname or "", place.port, timeout=timeout, context=self._context
+            )
         with contextlib.closing(connection):
-            connection.request("POST", place.path.rstrip("/") + path, body, {"Authorization": f"Bearer {self._secret}"})
+            connection.request(
+                "POST",
+                place.path.rstrip("/") + path,
+                body,
+                {"Authorization": f"Bearer {self._secret}"},
+            )
             answer = connection.getresponse()
             return answer.status, answer.read()

@@ -1,10 +1,11 @@
 """What a network keeps from one batch to the next: refused where later batches read it, named where they do not.
 
-A step clips and hides what its own records do. What it reads of an earlier batch's, of a memory bank, a queue or a running
-mean, is in none of its bounds, and nothing clips or noises a buffer that records flow into: whoever gets the network gets it.
-So a few records are run through the network after others, and once more after other ones than these; what comes out, and its
-gradients, may not change. What is kept and never read (attention weights to look at, say) is warned of as soon as training
-changes it. What is not seen: docs/pitfalls.rst.
+A step clips and hides what its own records do. What it reads of an earlier batch's, of a memory
+bank, a queue or a running mean, is in none of its bounds, and nothing clips or noises a buffer that
+records flow into: whoever gets the network gets it. So a few records are run through the network
+after others, and once more after other ones than these; what comes out, and its gradients, may not
+change. What is kept and never read (attention weights to look at, say) is warned of as soon as
+training changes it. What is not seen: docs/pitfalls.rst.
 
 >>> class Centred(nn.Linear):
 ...     mean = torch.zeros(3)
@@ -35,18 +36,22 @@ from opacus_shuffle.networks.running import ATTRIBUTES, has_records, results, se
 from opacus_shuffle.networks.sample_input import Call
 
 
-def check_batch_state(network: nn.Module, changed: Collection[str], call: Call, records: int, *, axis: int = 0) -> None:
+def check_batch_state(
+    network: nn.Module, changed: Collection[str], call: Call, records: int, *, axis: int = 0
+) -> None:
     """Refuses a network whose results on one batch depend on the records of one of the two batches before.
 
     Args:
         network: As it trains; left without a trace.
-        changed: The names of what a run leaves changed in it; if there are none, nothing is looked at.
+        changed: The names of what a run leaves changed in it; if there are none, nothing is looked
+            at.
         call: Arguments that it runs on.
         records: How many there are.
         axis: Where tensors have their records.
 
     Raises:
-        ValueError: They do; the message names the parameters, buffers and attributes that a batch has changed.
+        ValueError: They do; the message names the parameters, buffers and attributes that a batch
+            has changed.
     """
     if not changed:
         return
@@ -63,9 +68,12 @@ def check_batch_state(network: nn.Module, changed: Collection[str], call: Call, 
             continue
         if not _as_close(plain, found, again):
             raise ValueError(
-                f"module carries records of one batch into later ones by {', '.join(sorted(set(changed)))}: a step then "
-                "depends on records that it did not draw, which neither its clipping nor its noise accounts for; set it anew "
-                "at the beginning of each forward pass, compute it from public data, or leave it out"
+                "module carries records of one batch into later ones by "
+                f"{', '.join(sorted(set(changed)))}: a step then "
+                "depends on records that it did not draw, which neither its clipping nor its noise "
+                "accounts for; set it anew "
+                "at the beginning of each forward pass, compute it from public data, or leave it "
+                "out"
             )
 
 
@@ -75,7 +83,9 @@ def _scaled(factor: float, *, signed: bool) -> Callable[[torch.Tensor], torch.Te
     def scale(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point() or value.is_complex():
             return factor * (value if signed else value.abs())
-        return torch.full_like(value, value.max().item() if factor > 0 else 0)  # no index beyond those that there are
+        return torch.full_like(
+            value, value.max().item() if factor > 0 else 0
+        )  # no index beyond those that there are
 
     return scale
 
@@ -105,31 +115,43 @@ def _pass_both_ways(network: nn.Module, call: Call, seed: int) -> list[torch.Ten
         total = sum(output.sin().sum() for output in outputs if output.requires_grad)
         gradients: list[torch.Tensor | None] = []
         if isinstance(total, torch.Tensor):
-            parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+            parameters = [
+                parameter for parameter in network.parameters() if parameter.requires_grad
+            ]
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 gradients = list(torch.autograd.grad(total, parameters, allow_unused=True))
     found = [*outputs, *(gradient for gradient in gradients if gradient is not None)]
     return [tensor.detach() for tensor in found if tensor.layout == torch.strided]
 
 
-def _as_close(plain: list[torch.Tensor], found: list[torch.Tensor], again: list[torch.Tensor]) -> bool:
+def _as_close(
+    plain: list[torch.Tensor], found: list[torch.Tensor], again: list[torch.Tensor]
+) -> bool:
     """Returns whether results differ by no more than those of the same run done again, as kernels that race may have it.
 
-    These are the same computations on the same numbers, so that, but for such kernels, not even rounding may be another one:
-    among a long queue's thousands of rows those of one batch count little.
+    These are the same computations on the same numbers, so that, but for such kernels, not even
+    rounding may be another one: among a long queue's thousands of rows those of one batch count
+    little.
     """
-    shapes, others, same = ([tensor.shape for tensor in tensors] for tensors in (plain, found, again))
+    shapes, others, same = (
+        [tensor.shape for tensor in tensors] for tensors in (plain, found, again)
+    )
     if shapes != others or shapes != same:
         return shapes != same
     return all(
-        _distance(one, other) <= 10 * _distance(one, repeated) for one, other, repeated in zip(plain, found, again, strict=True)
+        _distance(one, other) <= 10 * _distance(one, repeated)
+        for one, other, repeated in zip(plain, found, again, strict=True)
     )
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Returns the largest difference of two tensors' entries, where NaN is as far from NaN as numbers from themselves."""
     differ = (one != other) & ~(one.isnan() & other.isnan())
-    gap = (one - other).abs()[differ] if one.is_floating_point() or one.is_complex() else differ[differ].float()
+    gap = (
+        (one - other).abs()[differ]
+        if one.is_floating_point() or one.is_complex()
+        else differ[differ].float()
+    )
     return float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
 
 
@@ -184,22 +206,34 @@ def _kept(network: nn.Module) -> dict[str, list[tuple[int, int]]]:
     for place, module in network.named_modules():
         for key, value in {**vars(module), **module._buffers}.items():
             if key not in ATTRIBUTES and (tensors := _tensors_of(value)):
-                written = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+                written = [
+                    (id(tensor), 0 if tensor.is_inference() else tensor._version)
+                    for tensor in tensors
+                ]
                 found[f"{place}.{key}" if place else key] = written
     return found
 
 
 def _tensors_of(value: Any) -> list[torch.Tensor]:
     """Returns the tensors that an attribute is, or that lie in it if it is a container."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else (value,)
+    held = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple | deque)
+        else (value,)
+    )
     return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
 
 def _warn_of_changes(names: list[str]) -> None:
     warnings.warn(
-        f"buffer {', '.join(map(repr, names))} of the network changes in the forward pass: if it depends on the records, as a "
-        "mean of the batch does, it is neither clipped nor noised, and whoever gets the network, its state_dict or a "
-        "checkpoint, or weights of later steps that read it, gets what no epsilon covers; compute it from public data, or "
+        f"buffer {', '.join(map(repr, names))} of the network changes in the forward pass: if it "
+        "depends on the records, as a "
+        "mean of the batch does, it is neither clipped nor noised, and whoever gets the network, "
+        "its state_dict or a "
+        "checkpoint, or weights of later steps that read it, gets what no epsilon covers; compute "
+        "it from public data, or "
         "take it out of the network",
         PrivacyAssumptionWarning,
         stacklevel=2,

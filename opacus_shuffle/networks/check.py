@@ -1,18 +1,21 @@
 """May a network train? Whether its per-sample gradients are what clipping takes them for: one of each record, of it alone.
 
-Opacus takes the i-th row of every layer's batch for record i, and clips what it finds there together. So a few records run
-through Opacus's own hooks, then again with all of them but one changed and their part of the loss reweighted. Three things
-must hold:
+Opacus takes the i-th row of every layer's batch for record i, and clips what it finds there
+together. So a few records run through Opacus's own hooks, then again with all of them but one
+changed and their part of the loss reweighted. Three things must hold:
 
-1. Every trained layer has as many rows as there are records, at two numbers of records that no other axis of the run has. A
-   layer that sees ``[time, batch, ...]`` has a row for each time step, and each of these would be clipped by itself; where a
-   batch is as large as a sequence is long, nothing else shows that.
-2. Records that were not changed have the same outputs and the same per-sample gradients. This fails where a network takes a
-   mean over the batch, sorts or flips rows for one layer and puts them back behind it, scales gradients in a hook by the
-   largest, or returns a loss of the batch that is no sum over records.
-3. For ghost clipping, which makes gradients small by factors of losses: the rows add up to the batch's gradient, and grow with
-   their record's loss. Opacus computes norms where a layer is called; ``F.linear(x, self.embedding.weight)`` calls none, so
-   that this part of the gradient is in the sum, but not in the norm.
+1. Every trained layer has as many rows as there are records, at two numbers of records that no
+   other axis of the run has. A layer that sees ``[time, batch, ...]`` has a row for each time step,
+   and each of these would be clipped by itself; where a batch is as large as a sequence is long,
+   nothing else shows that.
+2. Records that were not changed have the same outputs and the same per-sample gradients. This fails
+   where a network takes a mean over the batch, sorts or flips rows for one layer and puts them back
+   behind it, scales gradients in a hook by the largest, or returns a loss of the batch that is no
+   sum over records.
+3. For ghost clipping, which makes gradients small by factors of losses: the rows add up to the
+   batch's gradient, and grow with their record's loss. Opacus computes norms where a layer is
+   called; ``F.linear(x, self.embedding.weight)`` calls none, so that this part of the gradient is
+   in the sum, but not in the norm.
 
 What a look at few records cannot tell is in docs/pitfalls.rst.
 
@@ -46,7 +49,8 @@ TRIES = 4
 """Numbers of records that are tried from there on; some may be sizes of another axis, or not be taken by the network."""
 
 SORT_BEFORE = (
-    "so that what is clipped as one record is of several; sort and pick records in the loader's collate_fn, and let every "
+    "so that what is clipped as one record is of several; sort and pick records in the loader's "
+    "collate_fn, and let every "
     "layer see all of them, in their order"
 )
 """The remedy where layers see records in another order."""
@@ -64,10 +68,12 @@ class NetworkCheck:
 
     Attributes:
         seen: Whether it ran on several records. If not, nothing is known of it.
-        problem: Why no network like this may be clipped: the module, what was seen, the remedy. Empty if it may.
+        problem: Why no network like this may be clipped: the module, what was seen, the remedy.
+            Empty if it may.
         failure: What the network raised, if it was not seen for that.
-        changed: The parameters, buffers and attributes that a run leaves changed: :mod:`~opacus_shuffle.networks.batch_state`
-            tells whether records act on later batches by these.
+        changed: The parameters, buffers and attributes that a run leaves changed:
+            :mod:`~opacus_shuffle.networks.batch_state` tells whether records act on later batches
+            by these.
         call: The arguments that it ran on.
         records: How many records there were.
     """
@@ -117,19 +123,24 @@ def per_sample_check(
 ) -> NetworkCheck:
     """Tells whether every record's gradient is its own, and whether Opacus finds it where it looks for it.
 
-    The network runs once on six records, and three times on fewer, with the same random numbers each time.
+    The network runs once on six records, and three times on fewer, with the same random numbers
+    each time.
 
     Args:
         network: As it trains; left without a trace.
         call_of: The arguments for so many records, which should be the same few again.
         axis: Where tensors have their records: 0, or 1 where layers see ``[time, batch, ...]``.
         ghost: Ask for the third condition, too.
-        expanded: Ask whether PyTorch's expanded weights, ``grad_sample_mode="ew"``, find the same rows as Opacus's hooks:
-            where a parameter is used in a function, they take the rows of what that function gets.
+        expanded: Ask whether PyTorch's expanded weights, ``grad_sample_mode="ew"``, find the same
+            rows as Opacus's hooks: where a parameter is used in a function, they take the rows of
+            what that function gets.
         more: Numbers of records to try besides, should the network take only some.
-        trained: Names of the parameters that are clipped; all others may have any rows. By default all that need gradients.
+        trained: Names of the parameters that are clipped; all others may have any rows. By default
+            all that need gradients.
     """
-    taken = {size for tensor in (*network.parameters(), *network.buffers()) for size in tensor.shape}
+    taken = {
+        size for tensor in (*network.parameters(), *network.buffers()) for size in tensor.shape
+    }
     names = {
         id(parameter): name
         for name, parameter in network.named_parameters()
@@ -148,7 +159,9 @@ def per_sample_check(
             failure = error
             continue
         if look.wrong_counts:
-            return NetworkCheck(seen=True, problem=_wrong_counts(network, look.wrong_counts, records, axis))
+            return NetworkCheck(
+                seen=True, problem=_wrong_counts(network, look.wrong_counts, records, axis)
+            )
         seen |= look.rows.keys()
         # A number that another axis has as well does not tell whose rows are counted.
         taken |= look.sizes - {records}
@@ -171,7 +184,9 @@ def per_sample_check(
     return NetworkCheck(seen_by_hooks, problem, failure, look.changed, call, records)
 
 
-def check_criterion(criterion: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+def check_criterion(
+    criterion: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> bool:
     """Refuses a criterion by which one record's loss depends on other records.
 
     Args:
@@ -186,7 +201,10 @@ def check_criterion(criterion: Callable[..., Any], args: tuple[Any, ...], keywor
         ValueError: It does.
     """
     call: Call = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, keywords))
-    records = next((len(leaf) for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+    records = next(
+        (len(leaf) for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()),
+        0,
+    )
     if records < 2:
         return False
 
@@ -205,8 +223,10 @@ def check_criterion(criterion: Callable[..., Any], args: tuple[Any, ...], keywor
                     continue  # labels beyond those that there are, say
                 if not _same(before[keep], after[keep]):
                     raise ValueError(
-                        "criterion mixes records: one record's loss changes when another record does, so that factors per "
-                        "record clip nobody's gradient; compute each record's loss from its own output and target alone"
+                        "criterion mixes records: one record's loss changes when another record "
+                        "does, so that factors per "
+                        "record clip nobody's gradient; compute each record's loss from its own "
+                        "output and target alone"
                     )
                 break
     return True
@@ -237,7 +257,8 @@ def _look(
 
     Args:
         network: It runs, and is left as it was.
-        names: Of the parameters to look at, by their identity; if there are none, at outputs alone, without hooks.
+        names: Of the parameters to look at, by their identity; if there are none, at outputs alone,
+            without hooks.
         call: On these arguments.
         axis: Where tensors have their records.
         factors: One for each record.
@@ -269,20 +290,36 @@ def _look(
                 rows[name] = rows.get(name, 0) + _numbers_by_record(module, samples)
 
     def note(_: nn.Module, inputs: Any, output: Any) -> None:
-        sizes.update(size for leaf in tree_leaves((inputs, output)) if isinstance(leaf, torch.Tensor) for size in leaf.shape)
+        sizes.update(
+            size
+            for leaf in tree_leaves((inputs, output))
+            if isinstance(leaf, torch.Tensor)
+            for size in leaf.shape
+        )
 
     with rolled_back(network) as changed, torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of hooks that fire for inputs without gradients, as they are to
+        warnings.simplefilter(
+            "ignore"
+        )  # of hooks that fire for inputs without gradients, as they are to
         if names:
             GradSampleModule(network, batch_first=axis == 0, loss_reduction="sum", strict=False)
         for module in network.modules():
             module.register_forward_hook(note)
-            if module._backward_hooks:  # Opacus's; outputs that pass a hook may not be written to, so there are no others
+            if (
+                module._backward_hooks
+            ):  # Opacus's; outputs that pass a hook may not be written to, so there are no others
                 module.register_full_backward_hook(take)
         seed_draws(0)
-        outputs = [_records_moved(output, records, axis) for output in results(network(*call[0], **call[1]))]
+        outputs = [
+            _records_moved(output, records, axis)
+            for output in results(network(*call[0], **call[1]))
+        ]
         rowed = [output for output in outputs if has_records(output, records, axis)]
-        others = [output for output in outputs if output.requires_grad and not has_records(output, records, axis)]
+        others = [
+            output
+            for output in outputs
+            if output.requires_grad and not has_records(output, records, axis)
+        ]
         total = _loss([*rowed, *([] if rows_alone else others)], factors, axis)
         gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         for module in network.modules():  # of those whose gradients came otherwise
@@ -294,7 +331,11 @@ def _look(
         if id(parameter) in names and gradient is not None and gradient.layout == torch.strided
     }
     has_rows = any(output.requires_grad for output in rowed)
-    by_hooks = {f"{place}.activations".lstrip(".") for place, module in network.named_modules() if module._parameters}
+    by_hooks = {
+        f"{place}.activations".lstrip(".")
+        for place, module in network.named_modules()
+        if module._parameters
+    }
     changed = [name for name in changed if name not in {*by_hooks, "autograd_grad_sample_hooks"}]
     return _Look(shown, has_rows, bool(others), wrong_counts, rows, whole, sizes, changed)
 
@@ -318,15 +359,22 @@ def _loss(outputs: Iterable[torch.Tensor], factors: torch.Tensor, axis: int) -> 
     return total
 
 
-def _expanded_weights(network: nn.Module, names: Mapping[int, str], call: Call, look: _Look, records: int, axis: int) -> str:
+def _expanded_weights(
+    network: nn.Module, names: Mapping[int, str], call: Call, look: _Look, records: int, axis: int
+) -> str:
     """Returns which rows of PyTorch's expanded weights are not those of Opacus's hooks, an empty text if all are."""
     rows: dict[str, torch.Tensor] = {}
     with rolled_back(network), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            expanded = GradSampleModuleExpandedWeights(network, batch_first=axis == 0, loss_reduction="sum")
+            expanded = GradSampleModuleExpandedWeights(
+                network, batch_first=axis == 0, loss_reduction="sum"
+            )
             seed_draws(0)
-            outputs = [_records_moved(output, records, axis) for output in results(expanded(*call[0], **call[1]))]
+            outputs = [
+                _records_moved(output, records, axis)
+                for output in results(expanded(*call[0], **call[1]))
+            ]
             rowed = [output for output in outputs if has_records(output, records, axis)]
             _loss(rowed or outputs, torch.ones(records), axis).backward()  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -341,12 +389,16 @@ def _expanded_weights(network: nn.Module, names: Mapping[int, str], call: Call, 
                 if len(samples) != records:
                     return _wrong_counts(network, {name: len(samples)}, records, axis)
                 rows[name] = _numbers_by_record(module, samples)
-    differing = _differing(look, dataclasses.replace(look, rows=rows), torch.ones(records, dtype=torch.bool), 1.0)
+    differing = _differing(
+        look, dataclasses.replace(look, rows=rows), torch.ones(records, dtype=torch.bool), 1.0
+    )
     if not differing:
         return ""
     return (
-        f"module uses parameters of {_layers(network, differing)} in a function that sees other rows than the batch's, "
-        "which grad_sample_mode='ew' clips as if they were records: use 'hooks', or let it see [batch, ...]"
+        f"module uses parameters of {_layers(network, differing)} in a function that sees other "
+        "rows than the batch's, "
+        "which grad_sample_mode='ew' clips as if they were records: use 'hooks', or let it see "
+        "[batch, ...]"
     )
 
 
@@ -364,7 +416,9 @@ def _few_numbers(rows: torch.Tensor) -> torch.Tensor:
         return rows.clone()
     rows = rows.float() if rows.dtype in _HALF else rows
     whole = len(weights) * _PIECE
-    pieces = torch.stack([weights.to(rows) @ row[:whole].view(-1, _PIECE) for row in rows])  # one by one: no copy of all
+    pieces = torch.stack(
+        [weights.to(rows) @ row[:whole].view(-1, _PIECE) for row in rows]
+    )  # one by one: no copy of all
     return torch.cat([pieces, rows[:, whole:]], dim=1)
 
 
@@ -378,7 +432,11 @@ def _rescaled(value: torch.Tensor, axis: int) -> torch.Tensor:
     value = value.roll(-1, axis)
     if value.dtype == torch.bool:
         return ~value
-    return _other_numbers(value, axis) if _is_number(value) else torch.where(value > 0, value - 1, value)
+    return (
+        _other_numbers(value, axis)
+        if _is_number(value)
+        else torch.where(value > 0, value - 1, value)
+    )
 
 
 def _next(value: torch.Tensor, axis: int) -> torch.Tensor:
@@ -414,7 +472,9 @@ _CHANGES_IN_A_LOSS = (_other_labels, _other_numbers)
 """The same where a loss of the batch is returned, which is divided by what is counted in it."""
 
 
-def _with_others(call: Call, keep: torch.Tensor, axis: int, change: Callable[..., torch.Tensor]) -> Call:
+def _with_others(
+    call: Call, keep: torch.Tensor, axis: int, change: Callable[..., torch.Tensor]
+) -> Call:
     """Returns arguments in which all records but those kept are others."""
 
     def replaced(value: torch.Tensor) -> torch.Tensor:
@@ -427,7 +487,14 @@ def _with_others(call: Call, keep: torch.Tensor, axis: int, change: Callable[...
 
 
 def _dependence(
-    network: nn.Module, names: Mapping[int, str], call: Call, look: _Look, records: int, axis: int, *, ghost: bool
+    network: nn.Module,
+    names: Mapping[int, str],
+    call: Call,
+    look: _Look,
+    records: int,
+    axis: int,
+    *,
+    ghost: bool,
 ) -> str:
     """Returns how one record's outputs or gradients depend on other records, an empty text if they do not.
 
@@ -450,30 +517,44 @@ def _dependence(
 
     for keep in _kept_one_by_one(records):
         other, found = look_again(keep, growth)
-        if not all_same([rows[keep] for rows in look.outputs], [rows[keep] for rows in found.outputs]):
+        if not all_same(
+            [rows[keep] for rows in look.outputs], [rows[keep] for rows in found.outputs]
+        ):
             return (
-                f"module mixes records in {_mixing_place(network, call, other, keep, axis)}: one record's output changes when "
-                "another record does, so that clipping bounds nobody's influence; compute what it takes from the batch (a "
+                f"module mixes records in {_mixing_place(network, call, other, keep, axis)}: one "
+                "record's output changes when "
+                "another record does, so that clipping bounds nobody's influence; compute what it "
+                "takes from the batch (a "
                 "mean, a norm, a rank) within each record, as nn.LayerNorm and nn.GroupNorm do"
             )
         differing = _differing(look, found, keep, growth)
         if differing and not look.has_rows:
             return (
-                "module returns a loss of the batch that is not a sum or mean of one number per record: what one record's "
-                "gradient is depends on the others, so that clipping bounds nobody's influence; return one loss per record, or "
+                "module returns a loss of the batch that is not a sum or mean of one number per "
+                "record: what one record's "
+                "gradient is depends on the others, so that clipping bounds nobody's influence; "
+                "return one loss per record, or "
                 "their sum or mean, and let every layer see [batch, ...]"
-                + (" (or, where arguments are [time, batch, ...], pass batch_first=False)" if axis == 0 else "")
+                + (
+                    " (or, where arguments are [time, batch, ...], pass batch_first=False)"
+                    if axis == 0
+                    else ""
+                )
             )
         if differing and growth != 1 and not _differing(look, look_again(keep, 1.0)[1], keep, 1.0):
             return (
-                f"module changes gradients on their way to {_layers(network, differing)} (by clamping or normalising them in a "
-                "hook, say), so that they do not shrink with the factors that grad_sample_mode='ghost' clips by: use 'hooks', "
+                f"module changes gradients on their way to {_layers(network, differing)} (by "
+                "clamping or normalising them in a "
+                "hook, say), so that they do not shrink with the factors that "
+                "grad_sample_mode='ghost' clips by: use 'hooks', "
                 "or take that out"
             )
         if differing:
             return (
-                f"module shows records in another order than the batch's to {_layers(network, differing)}, or scales one's "
-                f"gradient by others', {SORT_BEFORE}; a mean or norm of the batch may be taken of each record alone, as "
+                "module shows records in another order than the batch's to "
+                f"{_layers(network, differing)}, or scales one's "
+                f"gradient by others', {SORT_BEFORE}; a mean or norm of the batch may be taken of "
+                "each record alone, as "
                 "nn.LayerNorm and nn.GroupNorm do"
             )
     return ""
@@ -481,7 +562,9 @@ def _dependence(
 
 def _differing(look: _Look, found: _Look, keep: torch.Tensor, growth: float) -> list[str]:
     """Returns the names of parameters whose gradients of the kept records are not what they were, times their growth."""
-    largest = max((float(rows.nan_to_num(0.0, 0.0, 0.0).norm()) for rows in look.rows.values()), default=0.0)
+    largest = max(
+        (float(rows.nan_to_num(0.0, 0.0, 0.0).norm()) for rows in look.rows.values()), default=0.0
+    )
     names = []
     for name in look.rows.keys() & found.rows.keys():
         before, after = look.rows[name][keep], found.rows[name][keep] / growth
@@ -506,10 +589,14 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
         return equal
     finite = one[torch.isfinite(one)]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, rtol=0.0, atol=(1e-2 if one.dtype in _HALF else 1e-5) * scale, equal_nan=True)
+    return torch.allclose(
+        one, other, rtol=0.0, atol=(1e-2 if one.dtype in _HALF else 1e-5) * scale, equal_nan=True
+    )
 
 
-def _mixing_place(network: nn.Module, call: Call, other: Call, keep: torch.Tensor, axis: int) -> str:
+def _mixing_place(
+    network: nn.Module, call: Call, other: Call, keep: torch.Tensor, axis: int
+) -> str:
     """Returns the name of the first module that finishes with another output for the same record: the innermost."""
     names = {module: name for name, module in network.named_modules()}
     seen: list[list[tuple[nn.Module, list[torch.Tensor], list[torch.Tensor]]]] = []
@@ -530,8 +617,13 @@ def _mixing_place(network: nn.Module, call: Call, other: Call, keep: torch.Tenso
             network(*arguments[0], **arguments[1])
     for (module, inputs, outputs), (_, other_inputs, other_outputs) in zip(*seen, strict=False):
         if not all_same(outputs, other_outputs):
-            # Where its inputs differ already, a function between the modules mixes them: of the module around.
-            place = names[module] if all_same(inputs, other_inputs) else names[module].rpartition(".")[0]
+            # Where its inputs differ already, a function between the modules mixes them: of the
+            # module around.
+            place = (
+                names[module]
+                if all_same(inputs, other_inputs)
+                else names[module].rpartition(".")[0]
+            )
             return _called(network, place)
     return _called(network, "")
 
@@ -539,19 +631,29 @@ def _mixing_place(network: nn.Module, call: Call, other: Call, keep: torch.Tenso
 def _wrong_counts(network: nn.Module, counts: Mapping[str, int], records: int, axis: int) -> str:
     """Returns which layers have another number of rows than there are records, and what to do."""
     owners = {name: network.get_submodule(name.rpartition(".")[0]) for name in counts}
-    single = [name for name, count in counts.items() if count == 1 and isinstance(owners[name], nn.Embedding)]
+    single = [
+        name
+        for name, count in counts.items()
+        if count == 1 and isinstance(owners[name], nn.Embedding)
+    ]
     if positions := [name.rpartition(".")[0] for name in single]:
         return (
-            f"module has embeddings that see a batch of one whatever the batch is, {', '.join(positions)}, so Opacus cannot "
-            "record their per-sample gradients; call opacus_shuffle.prepare_model(model) first, pass position ids of shape "
+            "module has embeddings that see a batch of one whatever the batch is, "
+            f"{', '.join(positions)}, so Opacus cannot "
+            "record their per-sample gradients; call opacus_shuffle.prepare_model(model) first, "
+            "pass position ids of shape "
             "[batch, length], or freeze them"
         )
     seen = " or ".join(map(str, sorted(set(counts.values()))))
     return (
-        f"module shows {seen} row{'s' if seen != '1' else ''} for {records} records to {_layers(network, counts)}: each row "
-        "would be clipped as a record, and one record may lie in several, or several in one; have these layers see "
-        f"{'[time, batch, ...]' if axis else '[batch, ...]'} (by batch_first=True where a layer has it, or by transposing "
-        "inside of the layer), let no layer turn one record into several, write no number of records into the network, or "
+        f"module shows {seen} row{'s' if seen != '1' else ''} for {records} records to "
+        f"{_layers(network, counts)}: each row "
+        "would be clipped as a record, and one record may lie in several, or several in one; have "
+        "these layers see "
+        f"{'[time, batch, ...]' if axis else '[batch, ...]'} (by batch_first=True where a layer "
+        "has it, or by transposing "
+        "inside of the layer), let no layer turn one record into several, write no number of "
+        "records into the network, or "
         "freeze them"
     )
 
@@ -559,20 +661,28 @@ def _wrong_counts(network: nn.Module, counts: Mapping[str, int], records: int, a
 def _unseen_gradients(look: _Look) -> str:
     """Returns which parameters have gradients that arise, in part, outside of the layer that owns them."""
     pairs = {
-        name: (whole.float(), look.rows[name].float().sum(0, keepdim=True) if name in look.rows else torch.zeros_like(whole))
+        name: (
+            whole.float(),
+            look.rows[name].float().sum(0, keepdim=True)
+            if name in look.rows
+            else torch.zeros_like(whole),
+        )
         for name, whole in look.whole.items()
     }
     scale = sum(float(whole.norm()) for whole, _ in pairs.values())
     unseen = [
         name
         for name, (whole, seen) in pairs.items()
-        if float((whole - seen).norm()) > max(1e-2 * float(whole.norm() + seen.norm()), 1e-5 * scale)
+        if float((whole - seen).norm())
+        > max(1e-2 * float(whole.norm() + seen.norm()), 1e-5 * scale)
     ]
     if not unseen:
         return ""
     return (
-        f"module uses {', '.join(unseen)} beside the layer that it belongs to (or under torch.utils.checkpoint), where "
-        "grad_sample_mode='ghost' does not see its gradient and would not clip it; call the layer, use "
+        f"module uses {', '.join(unseen)} beside the layer that it belongs to (or under "
+        "torch.utils.checkpoint), where "
+        "grad_sample_mode='ghost' does not see its gradient and would not clip it; call the layer, "
+        "use "
         "grad_sample_mode='hooks', or freeze it"
     )
 
@@ -581,7 +691,9 @@ def _layers(network: nn.Module, names: Iterable[str]) -> str:
     """Returns the layers that own some parameters, in the network's order."""
     owners = {name.rpartition(".")[0] for name in names}
     named = [_called(network, name) for name, _ in network.named_modules() if name in owners]
-    return ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
+    return ", ".join(named[:_SHOWN]) + (
+        f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    )
 
 
 def _called(network: nn.Module, name: str) -> str:

@@ -1,8 +1,9 @@
 """Position ids for every record: the one line that lets Opacus train BERT, DistilBERT, GPT-2 and their kin.
 
-Hugging Face keeps one row of position ids, of shape ``[1, length]``, and lets the addition spread it over the batch. The
-network computes the same as with one row per record, but the position embedding sees a batch of one, and so do the per-sample
-gradients that Opacus records there; the optimizer then cannot stack them. ``prepare_model`` spreads the row before the lookup.
+Hugging Face keeps one row of position ids, of shape ``[1, length]``, and lets the addition spread
+it over the batch. The network computes the same as with one row per record, but the position
+embedding sees a batch of one, and so do the per-sample gradients that Opacus records there; the
+optimizer then cannot stack them. ``prepare_model`` spreads the row before the lookup.
 
 >>> import torch
 >>> from torch import nn
@@ -32,17 +33,26 @@ from torch import nn
 from opacus_shuffle.core.validation import instance_of
 
 # What models call the tensor that holds their records, first dimension first.
-_RECORDS = ("input_ids", "inputs_embeds", "input_embeds", "pixel_values", "input_values", "input_features")
+_RECORDS = (
+    "input_ids",
+    "inputs_embeds",
+    "input_embeds",
+    "pixel_values",
+    "input_values",
+    "input_features",
+)
 
 
 def prepare_model(model: nn.Module) -> nn.Module:
     """Lets every embedding see the batch, so that Opacus can record one gradient per record.
 
-    Wherever an ``nn.Embedding`` inside the model is given indices of shape ``[1, length]`` while the model runs on another
-    number of records, the indices are repeated for each record, and written out in memory, as ghost clipping needs them. The
-    model's outputs stay the same, to the last bit, and so do its parameters and their names; a model without such embeddings
-    runs as before. (Only a dropout between the position embedding and the addition would notice: it then draws for each
-    record.) Call it before ``make_private``, once or often; it survives copying and pickling.
+    Wherever an ``nn.Embedding`` inside the model is given indices of shape ``[1, length]`` while
+    the model runs on another number of records, the indices are repeated for each record, and
+    written out in memory, as ghost clipping needs them. The model's outputs stay the same, to the
+    last bit, and so do its parameters and their names; a model without such embeddings runs as
+    before. (Only a dropout between the position embedding and the addition would notice: it then
+    draws for each record.) Call it before ``make_private``, once or often; it survives copying and
+    pickling.
 
     Args:
         model: The model, before or after it is wrapped by Opacus.
@@ -57,7 +67,11 @@ def prepare_model(model: nn.Module) -> nn.Module:
     # A part of a prepared model keeps counting the records of the whole.
     calls = next(filter(None, map(_calls_of, model._forward_pre_hooks.values())), _Calls())
     embeddings = {id(module) for module in model.modules() if _looks_up(module)}
-    enclosing = {id(module) for module in model.modules() if not embeddings.isdisjoint(map(id, module.modules()))} - embeddings
+    enclosing = {
+        id(module)
+        for module in model.modules()
+        if not embeddings.isdisjoint(map(id, module.modules()))
+    } - embeddings
     for module in model.modules():
         _remove_hooks(module)
         if id(module) in embeddings:
@@ -91,7 +105,8 @@ class _Calls(threading.local):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: a module begins to run on so many records."""
-        # An interrupt from the keyboard skips even the hooks that are always called, and its call would stay behind.
+        # An interrupt from the keyboard skips even the hooks that are always called, and its call
+        # would stay behind.
         self.leave(module)
         self.frames.append(_measure(module, args, kwargs))
 
@@ -104,9 +119,15 @@ class _Calls(threading.local):
 
     def expand(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Forward pre-hook of an embedding: one row of indices becomes one row per record."""
-        if not self.frames or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
+        if (
+            not self.frames
+            or not args
+            or not isinstance(args[0], torch.Tensor)
+            or args[0].dim() < 2
+        ):
             return None
-        # Ghost clipping views the indices as one column; a row spread by PyTorch or by the model cannot be viewed like that.
+        # Ghost clipping views the indices as one column; a row spread by PyTorch or by the model
+        # cannot be viewed like that.
         index = self.spread(args[0]).contiguous()
         return None if index is args[0] else (index, *args[1:])
 
@@ -115,13 +136,15 @@ class _Calls(threading.local):
         outermost = self.frames[0]
         if index.shape[0] != 1 or outermost.records == 1:
             return index
-        # The nearest module around that runs on a batch says what the row will be added to. Where that is not the batch of the
-        # whole model (several choices per record, an image for each text) there is no row per record to be had.
+        # The nearest module around that runs on a batch says what the row will be added to. Where
+        # that is not the batch of the whole model (several choices per record, an image for each
+        # text) there is no row per record to be had.
         nearest = next(frame for frame in reversed(self.frames) if frame.records != 1)
         if nearest.records != outermost.records:
             return index
-        # A table of relative positions [queries, keys] also has one row when there is one query. Tables live in attention,
-        # which reads hidden states; positions live where the tokens come in, or run along the second axis of what does.
+        # A table of relative positions [queries, keys] also has one row when there is one query.
+        # Tables live in attention, which reads hidden states; positions live where the tokens come
+        # in, or run along the second axis of what does.
         along = nearest is outermost or nearest.length == index.shape[1]
         if nearest.certain or (index.shape[1] > 1 and along):
             return index.expand(outermost.records, *index.shape[1:])
@@ -130,7 +153,11 @@ class _Calls(threading.local):
 
 def _looks_up(module: nn.Module) -> bool:
     """Whether this is an embedding whose first argument is the index, and whose gradient does not depend on repetitions."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not module.scale_grad_by_freq
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and not module.scale_grad_by_freq
+    )
 
 
 def _calls_of(hook: Any) -> _Calls | None:
@@ -144,7 +171,10 @@ def _remove_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if _calls_of(hook) is not None]:
             del hooks[key]
-            for flags in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+            for flags in (
+                module._forward_pre_hooks_with_kwargs,
+                module._forward_hooks_always_called,
+            ):
                 flags.pop(key, None)
 
 
@@ -153,12 +183,16 @@ def _measure(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     parameters = inspect.signature(module.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    known = next((named[name] for name in _RECORDS if isinstance(named.get(name), torch.Tensor)), None)
+    known = next(
+        (named[name] for name in _RECORDS if isinstance(named.get(name), torch.Tensor)), None
+    )
     tensor = next(_tensors((*args, *kwargs.values())), None) if known is None else known
     if tensor is None:
         return _Frame(module, 1, 1, False)
     length = tensor.shape[1] if tensor.dim() > 1 else 1
-    return _Frame(module, tensor.shape[0], length, known is not None or not tensor.is_floating_point())
+    return _Frame(
+        module, tensor.shape[0], length, known is not None or not tensor.is_floating_point()
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -44,7 +44,8 @@ def rolled_back(network: nn.Module) -> Iterator[list[str]]:
     In the block it has no hooks of an earlier ``make_private``, which would note what is run there.
 
     Yields:
-        A list, filled at the end of the block: the names of the parameters, buffers and attributes that it had changed.
+        A list, filled at the end of the block: the names of the parameters, buffers and attributes
+        that it had changed.
     """
     undo = list(_remember(network, {}, ""))
     changed: list[str] = []
@@ -74,8 +75,8 @@ def rolled_back_if_refused(*owners: Any) -> Iterator[None]:
     """Puts modules, optimizers and other objects back as they were if the block raises.
 
     Args:
-        *owners: A module or an optimizer with all that is inside of it, or any other object with its attributes. None is
-            skipped. Tensors are kept on the CPU meanwhile.
+        *owners: A module or an optimizer with all that is inside of it, or any other object with
+            its attributes. None is skipped. Tensors are kept on the CPU meanwhile.
     """
     known: dict[int, Any] = {}
     undo: list[Callable[[], object]] = []
@@ -102,16 +103,23 @@ def random_states_kept() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _remember(value: Any, known: dict[int, Any], place: str | None, *, inside_helper: bool = False) -> Iterator[Undo]:
+def _remember(
+    value: Any, known: dict[int, Any], place: str | None, *, inside_helper: bool = False
+) -> Iterator[Undo]:
     """Yields what puts a value back, and what it contains.
 
     Args:
         value: Anything that a network or an optimizer may hold.
         known: What has been met, by identity; held, so that no identity is given anew.
         place: The name of the value; None if nobody asks whether it has changed, as with hooks.
-        inside_helper: Whether an object that is neither module nor optimizer holds it: what it refers to is not followed.
+        inside_helper: Whether an object that is neither module nor optimizer holds it: what it
+            refers to is not followed.
     """
-    if value is None or isinstance(value, bool | int | float | str | type | ModuleType) or id(value) in known:
+    if (
+        value is None
+        or isinstance(value, bool | int | float | str | type | ModuleType)
+        or id(value) in known
+    ):
         return
     known[id(value)] = value
     if isinstance(value, torch.Tensor):
@@ -153,13 +161,19 @@ def _remember_tensor(tensor: torch.Tensor, place: str | None) -> Iterator[Undo]:
     content = memory.to("cpu", copy=True)
 
     def put_back() -> list[str]:
-        if type(memory) is torch.Tensor:  # of other kinds, as of sharded tensors, neither question has a plain answer
+        if (
+            type(memory) is torch.Tensor
+        ):  # of other kinds, as of sharded tensors, neither question has a plain answer
             # Averages of weights are used by exchanging the memory of the parameters.
             if exchanged := tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory
-            if torch.equal(memory.to("cpu"), content):  # expanded tensors, for one, cannot be written to
+            if torch.equal(
+                memory.to("cpu"), content
+            ):  # expanded tensors, for one, cannot be written to
                 return [place] if exchanged and place else []
-        memory.copy_(content)  # not the tensor itself, of whose versions gradients under way take notice
+        memory.copy_(
+            content
+        )  # not the tensor itself, of whose versions gradients under way take notice
         return [place] if place else []
 
     yield put_back
@@ -171,7 +185,11 @@ def _refilling(container: Any, held: Any, place: str | None) -> Undo:
     def refill() -> list[str]:
         changed: list[str | None] = []
         if isinstance(held, dict):
-            keys = [key for key in container.keys() | held.keys() if container.get(key, held) is not held.get(key, held)]
+            keys = [
+                key
+                for key in container.keys() | held.keys()
+                if container.get(key, held) is not held.get(key, held)
+            ]
             changed = [_name_of(place, key) for key in keys]
         elif list(map(id, container)) != list(map(id, held)):
             changed = [place]

@@ -19,7 +19,20 @@ ATTRIBUTES = frozenset(vars(nn.Module()))
 """What all modules have; hooks among them."""
 CACHES = ("past_key_values", "cache_params")
 """Results of Hugging Face models that only save work for the next call."""
-CLOSED = (torch.Tensor, nn.Module, ModuleType, bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+CLOSED = (
+    torch.Tensor,
+    nn.Module,
+    ModuleType,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    torch.dtype,
+    torch.device,
+)
 """What is not looked into for tensors."""
 
 
@@ -80,7 +93,11 @@ def results(outputs: Any) -> list[torch.Tensor]:
         else:
             slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
             names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
-            waiting += [getattr(each, name, None) for name in [*getattr(each, "__dict__", ()), *names] if name not in CACHES]
+            waiting += [
+                getattr(each, name, None)
+                for name in [*getattr(each, "__dict__", ()), *names]
+                if name not in CACHES
+            ]
     return found[::-1]
 
 

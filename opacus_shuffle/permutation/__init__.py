@@ -1,8 +1,10 @@
 """Permutations of weights that leave a network's function alone: finding them, drawing them, moving weights by them.
 
-    * ``find`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells how).
-    * ``spec`` describes what was found. It is a ``group``, which draws, inverts and composes permutations, with an
-      ``action``, which moves a network's tensors by them. ``float64_check`` makes sure that the function stays.
+    * ``find`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells
+      how).
+    * ``spec`` describes what was found. It is a ``group``, which draws, inverts and composes
+      permutations, with an ``action``, which moves a network's tensors by them. ``float64_check``
+      makes sure that the function stays.
     * ``moving/`` moves the entries of tensors fast, with PyTorch or with Triton.
     * ``network`` says what of a network can move at all, and has attention computed plainly.
 
@@ -22,4 +24,10 @@ from opacus_shuffle.permutation.finding.handlers import ModuleAxes, register_per
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.spec import PermutationSpec
 
-__all__ = ["ModuleAxes", "PermutationPlan", "PermutationSpec", "find_permutations", "register_permutation"]
+__all__ = [
+    "ModuleAxes",
+    "PermutationPlan",
+    "PermutationSpec",
+    "find_permutations",
+    "register_permutation",
+]

@@ -35,56 +35,73 @@ MOST_CAUSES = 5  # in an error
 
 
 def find_permutations(
-    module: nn.Module, sample_input: Any = None, *, groups: str = "residual", more_samples: Sequence[Any] = ()
+    module: nn.Module,
+    sample_input: Any = None,
+    *,
+    groups: str = "residual",
+    more_samples: Sequence[Any] = (),
 ) -> PermutationSpec:
     """Finds which axes of the parameters may be permuted together without changing the network's function.
 
-    The network runs on the sample, in training and in evaluation mode, under a tracer that follows every axis through
-    every operation; an operation that it does not know keeps whatever it touches in place. It runs again on more records,
-    shorter and longer ones, and once for each line at which a value decides what it does next, with another answer there.
-    What is never reached stays, with all that it may share. The network is left as it was; what its ``forward`` writes to
+    The network runs on the sample, in training and in evaluation mode, under a tracer that follows
+    every axis through every operation; an operation that it does not know keeps whatever it touches
+    in place. It runs again on more records, shorter and longer ones, and once for each line at
+    which a value decides what it does next, with another answer there. What is never reached stays,
+    with all that it may share. The network is left as it was; what its ``forward`` writes to
     globals and classes is not taken back.
 
     Args:
         module: The network, or Opacus's, a distributed or a compiled wrapper of it.
-        sample_input: A tensor, a tuple of arguments or a mapping of keyword arguments of ``module.forward``; only its shapes
-            (and valid indices) matter. A batch of 2 will do, but use the length of your data. ``None``: guessed from the
-            first layer or from a Hugging Face configuration.
-        groups: ``"residual"``: every permutation found. ``"heads"``: without those of the residual streams. ``"paper"``:
-            hidden units, query and key dimensions of each head, and one permutation of the values that all heads share, as in
-            Yang, Ji and Xiang's weight shuffling (Theorems 3 and 4); no order of heads, no residual stream.
-        more_samples: Further inputs, each as ``sample_input``, for a network that does other things on others.
+        sample_input: A tensor, a tuple of arguments or a mapping of keyword arguments of
+            ``module.forward``; only its shapes (and valid indices) matter. A batch of 2 will do,
+            but use the length of your data. ``None``: guessed from the first layer or from a
+            Hugging Face configuration.
+        groups: ``"residual"``: every permutation found. ``"heads"``: without those of the residual
+            streams. ``"paper"``: hidden units, query and key dimensions of each head, and one
+            permutation of the values that all heads share, as in Yang, Ji and Xiang's weight
+            shuffling (Theorems 3 and 4); no order of heads, no residual stream.
+        more_samples: Further inputs, each as ``sample_input``, for a network that does other things
+            on others.
 
     Returns:
         The permutations, checked numerically (:meth:`PermutationSpec.check`).
 
     Raises:
-        ValueError: If a sample does not run, no axis can be permuted, the numerical check fails, or a value decides what the
-            network does and it breaks where it decides otherwise (``more_samples`` that take every way are the remedy).
+        ValueError: If a sample does not run, no axis can be permuted, the numerical check fails, or
+            a value decides what the network does and it breaks where it decides otherwise
+            (``more_samples`` that take every way are the remedy).
 
     Formal Guarantees:
-        Every permutation of the specification leaves the function of ``forward`` as it is, for all values of the parameters
-        and all inputs that take a traced way: those of the samples and of a few other sizes of them, with every line at
-        which PyTorch gives a value to Python answered as it was and otherwise. What is not seen is one list in
-        "How permutations are found". Noise that treats entries alike stays the same in distribution.
+        Every permutation of the specification leaves the function of ``forward`` as it is, for all
+        values of the parameters and all inputs that take a traced way: those of the samples and of
+        a few other sizes of them, with every line at which PyTorch gives a value to Python answered
+        as it was and otherwise. What is not seen is one list in "How permutations are found". Noise
+        that treats entries alike stays the same in distribution.
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
     require_ready(network)
     instance_of("more_samples", more_samples, (list, tuple))
-    more = [normalise(sample, f"more_samples[{place}]") for place, sample in enumerate(more_samples)]
+    more = [
+        normalise(sample, f"more_samples[{place}]") for place, sample in enumerate(more_samples)
+    ]
     with progress("finding permutations"):
-        return find_on_calls(network, [call_of(network, sample_input), *more], groups, every_way=bool(more))
+        return find_on_calls(
+            network, [call_of(network, sample_input), *more], groups, every_way=bool(more)
+        )
 
 
-def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str, *, every_way: bool = False) -> PermutationSpec:
+def find_on_calls(
+    network: nn.Module, calls: Sequence[Call], groups: str, *, every_way: bool = False
+) -> PermutationSpec:
     """Finds permutations on these arguments, and checks them on the shortest that will do and on all but the first.
 
     Args:
         network: The network, without wrappers.
         calls: Arguments; the first is the sample, of which other sizes are made.
         groups: As of :func:`find_permutations`.
-        every_way: Whether the user answers for it that the arguments take every way that inputs can.
+        every_way: Whether the user answers for it that the arguments take every way that inputs
+            can.
     """
     with _young_garbage_only():
         packings: dict[tuple[str, int], set[Packing]] = {}
@@ -93,7 +110,9 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str, *, eve
             run = TracedRun(network, packings, None if attempt == ROUNDS - 1 else written)
             explorer = _Explorer(network, run)
             for place, call in enumerate(calls):
-                explorer.trace_sample(call, f"more_samples[{place - 1}]" if place else "sample_input")
+                explorer.trace_sample(
+                    call, f"more_samples[{place - 1}]" if place else "sample_input"
+                )
             if not _learn(run, packings, written):
                 explorer.explore(calls[0], every_way=every_way)
                 if not _learn(run, packings, written):
@@ -101,7 +120,9 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str, *, eve
         spec = build_spec(run, groups, explorer.decisions)
         if not spec.blocks:
             raise _nothing_found(run, spec, network, groups)
-        require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks)
+        require_apart(
+            {**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks
+        )
         if all(parameter.device.type != "meta" for parameter in network.parameters()):
             check_calls(spec, network, [explorer.shortest or calls[0], *calls[1:]])
     return spec
@@ -120,7 +141,9 @@ def _young_garbage_only() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _learn(run: TracedRun, packings: dict[tuple[str, int], set[Packing]], written: set[str]) -> bool:
+def _learn(
+    run: TracedRun, packings: dict[tuple[str, int], set[Packing]], written: set[str]
+) -> bool:
     """Adds what a run has learnt of packed axes and of constants that are written to; returns whether some is new."""
     new = not run.newly_written <= written
     written |= run.newly_written
@@ -148,7 +171,8 @@ class _Explorer:
     """Traces a network on the ways that it can be seen to take.
 
     Attributes:
-        shortest: The shortest arguments that it ran on in both modes, for what can be found out on any.
+        shortest: The shortest arguments that it ran on in both modes, for what can be found out on
+            any.
     """
 
     def __init__(self, network: nn.Module, run: TracedRun) -> None:
@@ -187,20 +211,28 @@ class _Explorer:
                         self.shortest = call
                     break
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
-        fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
+        fix_all(
+            (atom for atom in entire if atom.kind != "atom"),
+            cause="cut at a place that depends on the input's size",
+        )
         tried: set[str] = set()
-        while waiting := [line for line in self._first if line not in tried][: MOST_WAYS - len(tried)]:
+        while waiting := [line for line in self._first if line not in tried][
+            : MOST_WAYS - len(tried)
+        ]:
             for line in waiting:  # other answers may lead to other lines
                 tried.add(line)
                 first = self._first[line]
                 other = dataclasses.replace(first, otherwise=first.otherwise | {line})
                 error = self._try(other)
-                # What a mask chose may be empty against the answer, as in ``if mask.any(): x[mask].max()``.
+                # What a mask chose may be empty against the answer, as in ``if mask.any():
+                # x[mask].max()``.
                 if error is None or self._try(dataclasses.replace(other, always=True)) is None:
                     self._ways[line] += 1
                 elif self._asks[line] and not every_way and not was_raised(error):
                     raise _not_followed(self._network, line, error)
-        if self._run.unreached() and self._first:  # a loop over experts may have gone past some every time
+        if (
+            self._run.unreached() and self._first
+        ):  # a loop over experts may have gone past some every time
             self._try(_Way(sample, training=False, always=True))
 
     def _try(self, way: _Way) -> Exception | None:
@@ -208,7 +240,9 @@ class _Explorer:
         try:
             with rolled_back(self._network):
                 self._network.train(way.training)
-                answers = ControlFlow([*way.inputs(), *self._network.parameters()], way.otherwise, always=way.always)
+                answers = ControlFlow(
+                    [*way.inputs(), *self._network.parameters()], way.otherwise, always=way.always
+                )
                 without_graph(lambda: self._run_in(answers, way))
         except Exception as error:
             return error
@@ -225,7 +259,9 @@ class _Explorer:
         args, kwargs = way.call
 
         def run() -> Tracer:
-            tracer = Tracer(self._network, self._run, way.inputs(), way.otherwise, always=way.always)
+            tracer = Tracer(
+                self._network, self._run, way.inputs(), way.otherwise, always=way.always
+            )
             with declared_axes(self._network, tracer):
                 tracer.trace(lambda: self._network(*args, **kwargs))
             return tracer
@@ -242,20 +278,31 @@ class _Explorer:
 def _other_sizes(call: Call) -> Iterator[list[Call]]:
     """Yields inputs with one more record, and shorter, then with one record, and longer.
 
-    Each is a list of alternatives, of which those come first that change most: images change along all dimensions from the
-    third on, texts along their second one.
+    Each is a list of alternatives, of which those come first that change most: images change along
+    all dimensions from the third on, texts along their second one.
     """
-    first = next((leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    first = next(
+        (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
+    )
     if first is None or not first.numel():
         return
     records, *lengths = first.shape
     dims = list(range(1, first.dim()))
     ways = [dims[1:], dims[:1]] if len(dims) > 2 else [[dim] for dim in dims]
-    half = [max(min(size, 2), size // 2) for size in lengths]  # along a length of 1 nothing is carried on
-    for count, changes in ((records + 1, [[min(size, SHORT) for size in half], half]), (1, [[2 * n for n in lengths]])):
+    half = [
+        max(min(size, 2), size // 2) for size in lengths
+    ]  # along a length of 1 nothing is carried on
+    for count, changes in (
+        (records + 1, [[min(size, SHORT) for size in half], half]),
+        (1, [[2 * n for n in lengths]]),
+    ):
         batch = _resized(call, [0], {records: count})
         yield [
-            *(_resized(batch, range(1, 9), {lengths[d - 1]: new[d - 1] for d in way}) for new in changes for way in ways),
+            *(
+                _resized(batch, range(1, 9), {lengths[d - 1]: new[d - 1] for d in way})
+                for new in changes
+                for way in ways
+            ),
             batch,
         ]
 
@@ -274,22 +321,34 @@ def _resized(call: Call, dims: Collection[int], sizes: Mapping[int, int]) -> Cal
 
 def _not_followed(network: nn.Module, line: str, error: Exception) -> ValueError:
     return ValueError(
-        f"module {type(network).__name__} decides by values at {line}, and breaks where they decide otherwise than on the "
-        f"sample ({type(error).__name__}: {error}), so nobody knows what it does on other inputs: pass more_samples to "
+        f"module {type(network).__name__} decides by values at {line}, and breaks where they "
+        "decide otherwise than on the "
+        f"sample ({type(error).__name__}: {error}), so nobody knows what it does on other inputs: "
+        "pass more_samples to "
         "find_permutations, such that every way is taken"
     )
 
 
-def _nothing_found(run: TracedRun, spec: PermutationSpec, network: nn.Module, groups: str) -> ValueError:
+def _nothing_found(
+    run: TracedRun, spec: PermutationSpec, network: nn.Module, groups: str
+) -> ValueError:
     """Returns an error that says what was looked at, and why none of it may be permuted."""
-    looked_at = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(run.tensors.items())[:20]) or "nothing"
-    stay = "; ".join(f"{name}: {cause}" for name, cause in list(spec.causes.items())[:MOST_CAUSES] if cause)
+    looked_at = (
+        ", ".join(
+            f"{name} {tuple(tensor.shape)}" for name, tensor in list(run.tensors.items())[:20]
+        )
+        or "nothing"
+    )
+    stay = "; ".join(
+        f"{name}: {cause}" for name, cause in list(spec.causes.items())[:MOST_CAUSES] if cause
+    )
     because = f"What fixed them: {stay}." if stay else "It has no hidden axis."
     if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
         because += f" Operations without a rule keep what they touch in place: {unknown}."
     if spec.unreached:
         because += f" {spec.describe_unreached()}"
     return ValueError(
-        f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
+        f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. "
+        f"Looked at: {looked_at}. "
         + f"{because} Leave shuffle_weights out, or declare axes that tracing cannot see by register_permutation."
     )

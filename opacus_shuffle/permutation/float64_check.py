@@ -1,7 +1,7 @@
 """Checking numerically that permuted weights compute the same function: outputs and gradients, in double precision.
 
-The check runs on a copy of the weights, which is perturbed first: a norm with scale 1 and shift 0, or a bias that is still
-zero, would hide that it was forgotten.
+The check runs on a copy of the weights, which is perturbed first: a norm with scale 1 and shift 0,
+or a bias that is still zero, would hide that it was forgotten.
 """
 
 from __future__ import annotations
@@ -29,19 +29,33 @@ MASK = 1e8
 
 TOLERANCE = 1e-9
 """Relative to an output, or to the median one if it is smaller. Summing in another order in double precision stays some 1e5
-times below in the deepest networks met, and the smallest breakage met (a forgotten bias of the queries) was 1e6 times above."""
+times below in the deepest networks met, and the smallest breakage met (a forgotten bias of the
+queries) was 1e6 times above.
+"""
 
 FLAT = 1e-4
 """Gradients this much below the largest one of the network are compared with that: some are zero but for rounding, as those
-of a bias of keys, which the softmax forgets."""
+of a bias of keys, which the softmax forgets.
+"""
 
 MISSED = 1 / 8
 """How often two copies of a permutation of n things may go unnoticed: a draw takes both alike once in n! times, and a draw of
-one cycle over all once in (n-1)! times."""
+one cycle over all once in (n-1)! times.
+"""
 
 NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
     (
-        *("rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "exponential_", "cauchy_"),
+        *(
+            "rand",
+            "randn",
+            "rand_like",
+            "randn_like",
+            "normal",
+            "normal_",
+            "uniform_",
+            "exponential_",
+            "cauchy_",
+        ),
         *("geometric_", "log_normal_", "poisson", "binomial", "_standard_gamma"),
     ),
     0.5,
@@ -58,26 +72,34 @@ Outcome = tuple[list[torch.Tensor], Tensors]
 def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) -> None:
     """Refuses a group with a permutation that changes what the network computes on these arguments, by name.
 
-    The first is tried in both modes, with gradients, the others in evaluation mode without; each with as many permutations as
-    tell two copies of one apart.
+    The first is tried in both modes, with gradients, the others in evaluation mode without; each
+    with as many permutations as tell two copies of one apart.
 
     Raises:
-        ValueError: If outputs or gradients change, or the network cannot be checked; with the group concerned.
+        ValueError: If outputs or gradients change, or the network cannot be checked; with the group
+            concerned.
     """
     enter_phase("checking")
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
     anything = False
     for number, call in enumerate(calls):
-        with contextlib.suppress(Exception):  # what Python keeps for a size must not be made in double precision first
+        with contextlib.suppress(
+            Exception
+        ):  # what Python keeps for a size must not be made in double precision first
             run_quietly(network, *call)
         check = _Check(action, network, call, generator, gradients=number == 0)
         for plan in _plans(action, generator):
             if (worst := check.change(plan)) > TOLERANCE:
                 check.blame(plan, worst)
-        anything |= any(bool(output.any()) for outputs, _ in check.before.values() for output in outputs)
+        anything |= any(
+            bool(output.any()) for outputs, _ in check.before.values() for output in outputs
+        )
     if not anything:
-        raise ValueError(f"{type(network).__name__} gives only zeros on the sample input: give another, so it can be checked")
+        raise ValueError(
+            f"{type(network).__name__} gives only zeros on the sample input: give another, so it "
+            "can be checked"
+        )
 
 
 def _plans(action: GroupAction, generator: torch.Generator) -> Iterator[PermutationPlan]:
@@ -92,7 +114,8 @@ def _plans(action: GroupAction, generator: torch.Generator) -> Iterator[Permutat
 def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
     """Makes each permutation one cycle over all it moves: a uniform draw often leaves two things in place."""
     cycles = [
-        table if table is None else torch.empty_like(table).scatter_(-1, table, table.roll(1, -1)) for table in plan.tables
+        table if table is None else torch.empty_like(table).scatter_(-1, table, table.roll(1, -1))
+        for table in plan.tables
     ]
     return PermutationPlan(tuple(cycles))
 
@@ -105,7 +128,13 @@ class _Check:
     """
 
     def __init__(
-        self, action: GroupAction, network: nn.Module, call: Call, generator: torch.Generator, *, gradients: bool
+        self,
+        action: GroupAction,
+        network: nn.Module,
+        call: Call,
+        generator: torch.Generator,
+        *,
+        gradients: bool,
     ) -> None:
         self._action, self._network, self._call, self._generator = action, network, call, generator
         self._gradients = gradients
@@ -113,7 +142,9 @@ class _Check:
         try:
             self._weights = _perturbed_copy(network, generator, buffers=True)
             self.before = {False: self._run(self._weights, training=False)}
-        except Exception:  # some buffers are masks, indices or probabilities, and mean nothing perturbed
+        except (
+            Exception
+        ):  # some buffers are masks, indices or probabilities, and mean nothing perturbed
             self._weights = _perturbed_copy(network, generator, buffers=False)
             self.before = {False: self._run_or_refuse(training=False)}
         if gradients:
@@ -126,10 +157,15 @@ class _Check:
         if (worst := self._distance(plan)) <= TOLERANCE:
             return worst
         for training, (outputs, gradients) in self.before.items() if not self._rounding else ():
-            nearly = self._run(_each_once(self._weights, self._rounded_otherwise), training=training)
+            nearly = self._run(
+                _each_once(self._weights, self._rounded_otherwise), training=training
+            )
             self._rounding[training] = (
                 [_rounding(*pair) for pair in zip(outputs, nearly[0], strict=True)],
-                {name: _rounding(gradient, nearly[1][name]) for name, gradient in gradients.items()},
+                {
+                    name: _rounding(gradient, nearly[1][name])
+                    for name, gradient in gradients.items()
+                },
             )
         return self._distance(plan)
 
@@ -142,15 +178,22 @@ class _Check:
                 tables = list(still.tables)
                 tables[number] = plan.tables[number]
                 if (alone := self.change(PermutationPlan(tuple(tables)))) > TOLERANCE:
-                    members = ", ".join(dict.fromkeys(name for name, _ in self._action.perm_to_axes[factor.name]))
+                    members = ", ".join(
+                        dict.fromkeys(name for name, _ in self._action.perm_to_axes[factor.name])
+                    )
                     raise ValueError(
-                        f"this PermutationSpec changes what {name} computes: permuting {factor.name!r} moves {members} and "
-                        f"the outputs or gradients by {alone:.1e} of their size. Something that belongs to it is missing or "
-                        "must stay in place. If it was found and not made by hand, tracing has lost these where their values "
-                        "leave PyTorch, or in a backward of its own: declare that module's axes (see register_permutation)"
+                        f"this PermutationSpec changes what {name} computes: permuting "
+                        f"{factor.name!r} moves {members} and "
+                        f"the outputs or gradients by {alone:.1e} of their size. Something that "
+                        "belongs to it is missing or "
+                        "must stay in place. If it was found and not made by hand, tracing has "
+                        "lost these where their values "
+                        "leave PyTorch, or in a backward of its own: declare that module's axes "
+                        "(see register_permutation)"
                     )
         raise ValueError(
-            f"this PermutationSpec changes what {name} computes by {worst:.1e} of the outputs' size, though none of its "
+            f"this PermutationSpec changes what {name} computes by {worst:.1e} of the outputs' "
+            "size, though none of its "
             "permutations does alone: use find_permutations"
         )
 
@@ -160,15 +203,24 @@ class _Check:
         worst = 0.0
         for training, (outputs, gradients) in self.before.items():
             expected = {name: gradient.clone() for name, gradient in gradients.items()}
-            self._action.move({name: [expected[name]] for name in self._action.blocks if name in expected}, plan)
+            self._action.move(
+                {name: [expected[name]] for name in self._action.blocks if name in expected}, plan
+            )
             got, slopes = self._run(moved, training=training)
             if len(got) != len(outputs) or slopes.keys() != expected.keys():
                 return math.inf
-            steepest = max((float(slope.abs().max()) for slope in expected.values() if slope.numel()), default=0.0)
-            margins = self._rounding.get(training, ([0.0] * len(outputs), dict.fromkeys(expected, 0.0)))
+            steepest = max(
+                (float(slope.abs().max()) for slope in expected.values() if slope.numel()),
+                default=0.0,
+            )
+            margins = self._rounding.get(
+                training, ([0.0] * len(outputs), dict.fromkeys(expected, 0.0))
+            )
             worst = max([worst, *map(_difference, outputs, got, margins[0])])
             for name, slope in expected.items():
-                worst = max(worst, _difference(slope, slopes[name], margins[1][name], FLAT * steepest))
+                worst = max(
+                    worst, _difference(slope, slopes[name], margins[1][name], FLAT * steepest)
+                )
         return worst
 
     def _run_or_refuse(self, *, training: bool) -> Outcome:
@@ -178,14 +230,17 @@ class _Check:
             raise
         except Exception as error:
             raise ValueError(
-                f"{type(self._network).__name__} does not run in double precision, so nothing can be checked: "
+                f"{type(self._network).__name__} does not run in double precision, so nothing can "
+                "be checked: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def _run(self, weights: Mapping[str, torch.Tensor], *, training: bool) -> Outcome:
         """Returns what the network computes with these weights, and gradients of its outputs."""
         network, (args, kwargs) = self._network, tree_map(_widened, self._call)
-        trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+        trained = {
+            name for name, parameter in network.named_parameters() if parameter.requires_grad
+        }
         # cuDNN draws dropout inside of a recurrent layer.
         fused = not any(isinstance(part, nn.RNNBase) for part in network.modules())
 
@@ -195,25 +250,40 @@ class _Check:
             _leave_out_hooks_of_training(network)
             own = _each_once(weights, torch.clone)  # which a forward pass may write to
             with torch.no_grad():
-                leaves = _each_once({name: own[name] for name in trained}, lambda tensor: tensor.requires_grad_())
+                leaves = _each_once(
+                    {name: own[name] for name in trained}, lambda tensor: tensor.requires_grad_()
+                )
             outputs = results(torch.func.functional_call(network, own, args, kwargs))
             slopes = _gradients(outputs, leaves) if torch.is_grad_enabled() else {}
             return [_as_real(output.detach()) for output in outputs], slopes
 
         in_double = _InDouble()  # type: ignore[no-untyped-call]
-        with rolled_back(network), plain_attention(), torch.backends.cudnn.flags(enabled=fused), in_double:
+        with (
+            rolled_back(network),
+            plain_attention(),
+            torch.backends.cudnn.flags(enabled=fused),
+            in_double,
+        ):
             outcome = run() if self._gradients else without_graph(run)
         if not any(output.numel() for output in outcome[0]):
-            raise ValueError(f"{type(network).__name__} returns no tensor on the sample input, so nothing can be checked")
+            raise ValueError(
+                f"{type(network).__name__} returns no tensor on the sample input, so nothing can "
+                "be checked"
+            )
         if any(bool(torch.isnan(output).any()) for output in outcome[0]):
-            raise ValueError(f"{type(network).__name__} gives undefined outputs on the sample input: give another")
+            raise ValueError(
+                f"{type(network).__name__} gives undefined outputs on the sample input: give "
+                "another"
+            )
         return outcome
 
     def _rounded_otherwise(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with other last digits."""
         if tensor.layout != torch.strided or tensor.dtype != torch.float64:
             return tensor
-        return tensor * (1 + 1e-14 * torch.randn(tensor.shape, generator=self._generator).to(tensor))
+        return tensor * (
+            1 + 1e-14 * torch.randn(tensor.shape, generator=self._generator).to(tensor)
+        )
 
 
 def _leave_out_hooks_of_training(network: nn.Module) -> None:
@@ -231,8 +301,12 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        made_of_floats = name in ("zeros", "ones", "empty") or (name == "full" and isinstance(args[1], float))
-        if (kwargs.get("dtype") or (torch.get_default_dtype() if made_of_floats else None)) in NARROW:
+        made_of_floats = name in ("zeros", "ones", "empty") or (
+            name == "full" and isinstance(args[1], float)
+        )
+        if (
+            kwargs.get("dtype") or (torch.get_default_dtype() if made_of_floats else None)
+        ) in NARROW:
             kwargs["dtype"] = torch.float64
         if not func._schema.is_mutable:
             args, kwargs = tree_map(_widened, args), tree_map(_widened, kwargs)
@@ -249,7 +323,9 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _grouped_product(rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _grouped_product(
+    rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
     """Multiplies the rows up to each offset by a matrix of their own, which PyTorch does in low precision only."""
     result = rows.new_zeros(len(rows), matrices.shape[-1])
     start = 0
@@ -269,7 +345,10 @@ def _gradients(outputs: Sequence[torch.Tensor], leaves: Tensors) -> Tensors:
         found = torch.autograd.grad(tops, list(leaves.values()), weights, allow_unused=True)
     except RuntimeError:  # something in it has no derivative
         return {}
-    zeros = [torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(leaves.values(), found, strict=True)]
+    zeros = [
+        torch.zeros_like(leaf) if slope is None else slope
+        for leaf, slope in zip(leaves.values(), found, strict=True)
+    ]
     return {name: _as_real(slope.to_dense()) for name, slope in zip(leaves, zeros, strict=True)}
 
 
@@ -277,7 +356,9 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
 
 
-def _each_once(tensors: Mapping[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+def _each_once(
+    tensors: Mapping[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+) -> Tensors:
     """Returns the tensors changed, tied ones still tied."""
     changed: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
@@ -290,7 +371,11 @@ def _widened(value: Any) -> Any:
     """Returns a floating-point tensor in double precision, and anything else as it is."""
     if isinstance(value, torch.Tensor) and value.dtype in NARROW:
         return value.double()
-    return value.to(torch.complex128) if isinstance(value, torch.Tensor) and value.dtype == torch.complex64 else value
+    return (
+        value.to(torch.complex128)
+        if isinstance(value, torch.Tensor) and value.dtype == torch.complex64
+        else value
+    )
 
 
 def _perturbed_copy(network: nn.Module, generator: torch.Generator, *, buffers: bool) -> Tensors:
@@ -304,7 +389,11 @@ def _perturbed_copy(network: nn.Module, generator: torch.Generator, *, buffers: 
             return copy
         noise = torch.randn(copy.shape, generator=generator).to(copy)
         if isinstance(tensor, nn.Parameter):
-            spread = 0.2 if copy.dim() < 2 else 0.5 * max(float(copy.std()) if copy.numel() > 1 else 0.0, 1e-2)
+            spread = (
+                0.2
+                if copy.dim() < 2
+                else 0.5 * max(float(copy.std()) if copy.numel() > 1 else 0.0, 1e-2)
+            )
             return copy.add_(noise, alpha=spread)
         if buffers and bool(torch.isfinite(copy).all()):  # a variance stays positive
             return torch.where(copy == 0, 0.1 * noise, copy * torch.exp(0.2 * noise))
@@ -325,8 +414,14 @@ def _difference(one: torch.Tensor, two: torch.Tensor, rounding: float, least: fl
 
     Less than ``rounding`` is no change, and what is usual is not smaller than ``least``.
     """
-    if one.shape == two.shape and one.numel() and (gap := float((one - two).abs().max())) <= TOLERANCE * least:
-        return gap / least if least else 0.0  # whatever is usual, it is no change; what is takes long to find
+    if (
+        one.shape == two.shape
+        and one.numel()
+        and (gap := float((one - two).abs().max())) <= TOLERANCE * least
+    ):
+        return (
+            gap / least if least else 0.0
+        )  # whatever is usual, it is no change; what is takes long to find
     if one.shape != two.shape or not torch.equal(torch.isfinite(one), torch.isfinite(two)):
         return float("inf")
     finite = torch.isfinite(one)

@@ -1,8 +1,9 @@
 """Groups of permutations: drawing one, undoing it, doing one after another, and counting them.
 
-A group is made of factors, each a set of coordinates that is permuted. A factor may lie inside of others: the channels of a
-normalisation group, the dimensions of a head. It then has a permutation of its own for every combination of their coordinates:
-two heads of width 4 have 2! · 4!² = 1152 permutations.
+A group is made of factors, each a set of coordinates that is permuted. A factor may lie inside of
+others: the channels of a normalisation group, the dimensions of a head. It then has a permutation
+of its own for every combination of their coordinates: two heads of width 4 have 2! · 4!² = 1152
+permutations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class PermutationPlan:
     """One element of a group.
 
     Attributes:
-        tables: Per factor a table ``(*sizes of inside, size)`` from new coordinates to old ones; None if it is not free.
+        tables: Per factor a table ``(*sizes of inside, size)`` from new coordinates to old ones;
+            None if it is not free.
     """
 
     tables: tuple[torch.Tensor | None, ...]
@@ -34,7 +36,10 @@ class PermutationPlan:
         if len(self.tables) != len(other.tables):
             return False
         pairs = zip(self.tables, other.tables, strict=True)
-        return all((a is None) == (b is None) and (a is None or b is None or torch.equal(a, b)) for a, b in pairs)
+        return all(
+            (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
+            for a, b in pairs
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +66,12 @@ class PermutationGroup:
         tables: dict[int, torch.Tensor] = {}
         for size, numbers in by_size.items():
             counts = [self.copies(number) for number in numbers]
-            # Sorting 64-bit keys: exactly uniform but for ties, which have a chance below size²·count/2⁶⁵.
+            # Sorting 64-bit keys: exactly uniform but for ties, which have a chance below
+            # size²·count/2⁶⁵.
             keys = stream.words(sum(counts) * size).reshape(-1, size)
-            order = torch.from_numpy(np.argsort(keys, axis=1))  # the same as PyTorch's, in a fifth of the time
+            order = torch.from_numpy(
+                np.argsort(keys, axis=1)
+            )  # the same as PyTorch's, in a fifth of the time
             for number, rows in zip(numbers, torch.split(order, counts), strict=True):
                 tables[number] = rows.reshape(*self._outer_shape(number), size)
         return self._plan(tables)
@@ -71,26 +79,38 @@ class PermutationGroup:
     def identity(self) -> PermutationPlan:
         """Returns the permutation that moves nothing."""
         free = [(number, factor.size) for number, factor in enumerate(self.factors) if factor.free]
-        return self._plan({number: torch.arange(size).repeat(*self._outer_shape(number), 1) for number, size in free})
+        return self._plan(
+            {
+                number: torch.arange(size).repeat(*self._outer_shape(number), 1)
+                for number, size in free
+            }
+        )
 
     def invert(self, plan: PermutationPlan) -> PermutationPlan:
         """Returns the permutation that undoes ``plan``."""
         tables = {}
         for number, table in self.free_tables(plan):
             tables[number] = torch.empty_like(table)
-            tables[number][self.old_coordinates(number, plan)] = torch.arange(table.shape[-1]).expand_as(table)
+            tables[number][self.old_coordinates(number, plan)] = torch.arange(
+                table.shape[-1]
+            ).expand_as(table)
         return self._plan(tables)
 
     def compose(self, first: PermutationPlan, second: PermutationPlan) -> PermutationPlan:
         """Returns the permutation that does what ``first`` and then ``second`` do."""
         before = dict(self.free_tables(first))
         return self._plan(
-            {number: before[number][self.old_coordinates(number, second)] for number, _ in self.free_tables(second)}
+            {
+                number: before[number][self.old_coordinates(number, second)]
+                for number, _ in self.free_tables(second)
+            }
         )
 
     def log2_size(self) -> float:
         """Returns the binary logarithm of the number of permutations in the group."""
-        return math.fsum(self.log2_size_of(number) for number, factor in enumerate(self.factors) if factor.free)
+        return math.fsum(
+            self.log2_size_of(number) for number, factor in enumerate(self.factors) if factor.free
+        )
 
     def log2_size_of(self, number: int) -> float:
         """Returns the binary logarithm of the number of permutations of one factor."""
@@ -107,7 +127,9 @@ class PermutationGroup:
             ValueError: The plan has other tables than this group's.
         """
         fits = isinstance(plan, PermutationPlan) and len(plan.tables) == len(self.factors)
-        for number, (factor, table) in enumerate(zip(self.factors, plan.tables, strict=True) if fits else ()):
+        for number, (factor, table) in enumerate(
+            zip(self.factors, plan.tables, strict=True) if fits else ()
+        ):
             expected = (*self._outer_shape(number), factor.size) if factor.free else None
             fits &= (None if table is None else tuple(table.shape)) == expected
         if not fits:
@@ -123,10 +145,17 @@ class PermutationGroup:
         inside = self.factors[number].inside
         found = []
         for place, outer in enumerate(inside):
-            table, carried = plan.tables[outer], [inside.index(each) for each in self.factors[outer].inside]
+            table, carried = (
+                plan.tables[outer],
+                [inside.index(each) for each in self.factors[outer].inside],
+            )
             if table is None:
                 table, carried = torch.arange(self.factors[outer].size), []
-            found.append(on_grid(table, [*carried, place], [self.factors[each].size for each in inside] + [1]))
+            found.append(
+                on_grid(
+                    table, [*carried, place], [self.factors[each].size for each in inside] + [1]
+                )
+            )
         own = plan.tables[number]
         assert own is not None
         return (*found, own)

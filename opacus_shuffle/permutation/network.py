@@ -28,7 +28,10 @@ def plain_attention() -> Iterator[None]:
 class _PlainAttention(TorchFunctionMode):
     """Computes each attention plainly, also where a network asks for fused kernels."""
 
-    FUSED = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
+    FUSED = (
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.nn.functional.multi_head_attention_forward,
+    )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self.FUSED:
@@ -80,7 +83,9 @@ def movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for place, part in module.named_modules(remove_duplicate=False):
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             kept = name not in getattr(part, "_non_persistent_buffers_set", ())
-            numbers = buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool
+            numbers = (
+                buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool
+            )
             if kept and numbers and buffer.dim() and buffer.layout == torch.strided:
                 yield f"{place}.{name}" if place else name, buffer
 
@@ -100,18 +105,30 @@ def require_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) 
     spans: list[tuple[int, int, str]] = []
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        if id(tensor) in seen or not tensor.numel() or tensor.device.type == "meta" or tensor.layout != torch.strided:
+        if (
+            id(tensor) in seen
+            or not tensor.numel()
+            or tensor.device.type == "meta"
+            or tensor.layout != torch.strided
+        ):
             continue
         seen.add(id(tensor))
         axes = list(zip(tensor.shape, tensor.stride(), strict=True))
         if name in moving and any(stride == 0 and size > 1 for size, stride in axes):
-            raise ValueError(f"module: {name} is an expanded tensor, whose entries share memory: clone it")
+            raise ValueError(
+                f"module: {name} is an expanded tensor, whose entries share memory: clone it"
+            )
         span = sum((size - 1) * abs(stride) for size, stride in axes)
-        spans.append((tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size(), name))
+        spans.append(
+            (tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size(), name)
+        )
     spans.sort()
     for place, (_, stop, one) in enumerate(spans):
         for start, _, other in spans[place + 1 :]:
             if start >= stop:
                 break
             if one in moving or other in moving:
-                raise ValueError(f"module: {one} and {other} share memory without being the same tensor: untie them")
+                raise ValueError(
+                    f"module: {one} and {other} share memory without being the same tensor: untie "
+                    "them"
+                )

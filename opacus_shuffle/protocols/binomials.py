@@ -27,11 +27,16 @@ _NARROW, _MANY = 1000.0, 128
 _FEW = 10.0
 """Expected successes below which chances are added up one by one."""
 _STIRLING = np.array(
-    [math.lgamma(k + 1) - (k + 0.5) * math.log(k + 1) + k + 1 - 0.5 * math.log(2 * math.pi) for k in range(10)]
+    [
+        math.lgamma(k + 1) - (k + 0.5) * math.log(k + 1) + k + 1 - 0.5 * math.log(2 * math.pi)
+        for k in range(10)
+    ]
 )
 
 
-def alike_binomials(trials: int, probability: float, count: int, stream: SecretGenerator) -> npt.NDArray[np.int64]:
+def alike_binomials(
+    trials: int, probability: float, count: int, stream: SecretGenerator
+) -> npt.NDArray[np.int64]:
     """Draws ``count`` binomials of the same parameters: exactly to 2⁻¹²⁸ in secure mode, and where a table pays.
 
     Raises:
@@ -43,7 +48,9 @@ def alike_binomials(trials: int, probability: float, count: int, stream: SecretG
     return draw_binomials(trials, np.full(count, probability), stream)
 
 
-def draw_binomials(trials: npt.ArrayLike, probability: npt.ArrayLike, stream: SecretGenerator) -> npt.NDArray[np.int64]:
+def draw_binomials(
+    trials: npt.ArrayLike, probability: npt.ArrayLike, stream: SecretGenerator
+) -> npt.NDArray[np.int64]:
     """Draws one binomial for each pair of parameters, in double precision: int64, their common shape.
 
     Args:

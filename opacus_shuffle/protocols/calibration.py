@@ -1,13 +1,15 @@
 r"""How fine the grid, how many noise bits: the printed constants, or the least noise that the exact accounting allows.
 
-SCO is Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation, whose protocols these are. One user's coordinate
-travels as g bits that say where on the grid it lies and b noise bits that are 1 with probability p.
+SCO is Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation, whose protocols these are.
+One user's coordinate travels as g bits that say where on the grid it lies and b noise bits that are
+1 with probability p.
 
-**published**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every
-b the largest g whose bound (:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the
-variance is within :data:`OVERHEAD` of its limit for infinitely many bits. A protocol that is built for a noise multiplier
-sends the fewest bits with which its variance is within a stated share of the limit, with p below ½ where a fair bit more
-would be too much noise.
+**published**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed.
+**tight**: p = ½, and for every b the largest g whose bound
+(:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the
+variance is within :data:`OVERHEAD` of its limit for infinitely many bits. A protocol that is built
+for a noise multiplier sends the fewest bits with which its variance is within a stated share of the
+limit, with p below ½ where a fair bit more would be too much noise.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from opacus_shuffle.analysis.binomial_sums import (
     hockey_stick,
     largest_mu,
 )
-from opacus_shuffle.core.validation import finite_number, integer, moderate, one_of, positive, sampling_rate
+from opacus_shuffle.core.validation import (
+    finite_number,
+    integer,
+    moderate,
+    one_of,
+    positive,
+    sampling_rate,
+)
 
 CALIBRATIONS = ("published", "tight")
 SMALLEST_MULTIPLIER, SMALLEST_EPSILON = 0.1, 1e-9
@@ -63,14 +72,19 @@ class GridPlan:
     @property
     def noise(self) -> BinomialNoise:
         """What the honest users add to a coordinate's sum."""
-        return BinomialNoise(trials=self.noise_bits * self.honest_users, probability=self.bit_probability)
+        return BinomialNoise(
+            trials=self.noise_bits * self.honest_users, probability=self.bit_probability
+        )
 
     def variance(self, num_users: int, rate: float = 1.0) -> float:
         """Of a coordinate's sum of ``num_users`` reports, in grid steps squared: noise, and rounding at its worst.
 
-        ``rate`` is the expected share of the users whose values are rounded, as those on the grid are not.
+        ``rate`` is the expected share of the users whose values are rounded, as those on the grid
+        are not.
         """
-        return num_users * (0.25 * rate + self.noise_bits * self.bit_probability * (1 - self.bit_probability))
+        return num_users * (
+            0.25 * rate + self.noise_bits * self.bit_probability * (1 - self.bit_probability)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,24 +102,35 @@ class Promise:
         one_of("calibration", self.calibration, CALIBRATIONS)
         if positive("epsilon", self.epsilon) > 15 and self.calibration == "published":
             raise ValueError(
-                f"epsilon with calibration='published' must not exceed 15 (SCO Theorem 3.2), got {self.epsilon!r}: choose a "
+                "epsilon with calibration='published' must not exceed 15 (SCO Theorem 3.2), got "
+                f"{self.epsilon!r}: choose a "
                 "smaller one, or calibration='tight'"
             )
         if self.epsilon > LARGEST_EPSILON:
             raise ValueError(
-                f"epsilon must not exceed {LARGEST_EPSILON:g}, got {self.epsilon!r}: choose a smaller one; so large a one "
+                f"epsilon must not exceed {LARGEST_EPSILON:g}, got {self.epsilon!r}: choose a "
+                "smaller one; so large a one "
                 "protects nobody, and the tails of its noise are not known"
             )
         if self.epsilon < SMALLEST_EPSILON:
-            raise ValueError(f"epsilon must be at least {SMALLEST_EPSILON:g}, got {self.epsilon!r}: choose a larger one")
+            raise ValueError(
+                f"epsilon must be at least {SMALLEST_EPSILON:g}, got {self.epsilon!r}: choose a "
+                "larger one"
+            )
         if not 1e-200 <= positive("delta", self.delta) < 0.5:  # smaller tails are not known
-            raise ValueError(f"delta must be at least 1e-200 and below 1/2 (SCO Theorem 3.2), got {self.delta!r}")
+            raise ValueError(
+                f"delta must be at least 1e-200 and below 1/2 (SCO Theorem 3.2), got {self.delta!r}"
+            )
         if not 1 / 3 - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:
-            raise ValueError(f"honest_fraction must lie in [1/3, 1] (SCO Claim A.8), got {self.honest_fraction!r}")
+            raise ValueError(
+                "honest_fraction must lie in [1/3, 1] (SCO Claim A.8), got "
+                f"{self.honest_fraction!r}"
+            )
         rate = sampling_rate("sample_rate", self.sample_rate)
         if rate < 1 and (self.calibration != "tight" or self.honest_fraction < 1):
             raise ValueError(
-                f"sample_rate={self.sample_rate!r} takes calibration='tight' and honest_fraction=1, got {self.calibration!r} "
+                f"sample_rate={self.sample_rate!r} takes calibration='tight' and "
+                f"honest_fraction=1, got {self.calibration!r} "
                 f"and {self.honest_fraction!r}: what a secret sample gains is not proved for others"
             )
         for name in ("epsilon", "delta", "honest_fraction", "sample_rate"):
@@ -122,22 +147,31 @@ class Promise:
         """μ, rounded down, of each of equal rounds that are (ε, δ)-DP together: of the same users, or of samples."""
         if self.sample_rate < 1:
             return sampled_sums.largest_mu(
-                epsilon=self.epsilon, delta=self.delta, rounds=self.rounds, sample_rate=self.sample_rate, lost=self.lost
+                epsilon=self.epsilon,
+                delta=self.delta,
+                rounds=self.rounds,
+                sample_rate=self.sample_rate,
+                lost=self.lost,
             )
-        return largest_mu(epsilon=self.epsilon, delta=self.delta * (1 - LOST_SHARE)) / math.sqrt(self.rounds)
+        return largest_mu(epsilon=self.epsilon, delta=self.delta * (1 - LOST_SHARE)) / math.sqrt(
+            self.rounds
+        )
 
     @property
     def published_round(self) -> tuple[float, float]:
         """(ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
 
-        Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was left out: T > 1/δ, or ε large
-        and δ near ½), the most that advanced composition allows at the same δ's. One round gets all of it.
+        Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was
+        left out: T > 1/δ, or ε large and δ near ½), the most that advanced composition allows at
+        the same δ's. One round gets all of it.
         """
         epsilon, delta, rounds = self.epsilon, self.delta, self.rounds
         if rounds == 1:
             return epsilon, delta
         printed = epsilon / (2 * math.sqrt(2 * rounds * -math.log(delta)))
-        allowed, _ = step_budget(epsilon=epsilon, delta=delta, steps=rounds, delta_split=rounds / (rounds + 1))
+        allowed, _ = step_budget(
+            epsilon=epsilon, delta=delta, steps=rounds, delta_split=rounds / (rounds + 1)
+        )
         return min(printed, allowed), delta / (rounds + 1)
 
 
@@ -147,11 +181,18 @@ def honest_users(num_users: int, honest_fraction: float) -> int:
 
 
 def published_vector_plan(
-    *, num_users: int, dimension: int, max_norm: float, epsilon: float, delta: float, honest_fraction: float
+    *,
+    num_users: int,
+    dimension: int,
+    max_norm: float,
+    epsilon: float,
+    delta: float,
+    honest_fraction: float,
 ) -> GridPlan:
     """Returns the grid of SCO Theorem A.6; with drop-outs Corollary A.9, whose ε/γ is here the ε asked for.
 
-    ``granularity`` is max(2Δ₂√n, √d, 4) as printed: it depends on the unit in which ``max_norm`` is measured.
+    ``granularity`` is max(2Δ₂√n, √d, 4) as printed: it depends on the unit in which ``max_norm`` is
+    measured.
     """
     share = delta / (dimension + 1)
     return _published_plan(
@@ -169,8 +210,9 @@ def published_scalar_plan(
 ) -> GridPlan:
     """Returns the grid of SCO Lemma 3.1; with drop-outs of Claim A.8.
 
-    Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g) "small": that needs α ≤ 0.858,
-    so g ≥ ε/2.57 besides (at n = 1, Δ = 1, ε = 15 the printed g = 1 gives α = 5).
+    Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g)
+    "small": that needs α ≤ 0.858, so g ≥ ε/2.57 besides (at n = 1, Δ = 1, ε = 15 the printed g = 1
+    gives α = 5).
     """
     least = max(epsilon * honest_fraction / 2.57, 3.0 if honest_fraction < 1 else 1.0)
     return _published_plan(
@@ -184,22 +226,35 @@ def published_scalar_plan(
 
 
 def _published_plan(
-    *, granularity: float, epsilon: float, split: float, delta: float, num_users: int, honest_fraction: float
+    *,
+    granularity: float,
+    epsilon: float,
+    split: float,
+    delta: float,
+    num_users: int,
+    honest_fraction: float,
 ) -> GridPlan:
     """Takes the smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n), ε being a coordinate's: ε·γ/``split``."""
-    if honest_fraction < 1 and epsilon * honest_fraction > 1:  # Claim A.8 is for ε ≤ 1 of a protocol in which all are honest
+    if (
+        honest_fraction < 1 and epsilon * honest_fraction > 1
+    ):  # Claim A.8 is for ε ≤ 1 of a protocol in which all are honest
         raise ValueError(
-            f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 in each "
-            f"round (SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a smaller epsilon"
+            f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * "
+            "honest_fraction <= 1 in each "
+            f"round (SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a "
+            "smaller epsilon"
         )
     if granularity > 2**40:
-        raise ValueError(f"the paper's grid would have {granularity:.3g} steps: measure values in a larger unit")
+        raise ValueError(
+            f"the paper's grid would have {granularity:.3g} steps: measure values in a larger unit"
+        )
     g = math.ceil(granularity - 1e-9)
     local = epsilon * honest_fraction / split
     half = 90 * g**2 * math.log(2 / delta) / (local**2 * num_users)
     if 2 * half * num_users > MOST_TRIALS:
         raise ValueError(
-            f"calibration='published' would send {2 * half:.3g} noise bits per user and coordinate: use calibration='tight' or "
+            f"calibration='published' would send {2 * half:.3g} noise bits per user and "
+            "coordinate: use calibration='tight' or "
             "a larger epsilon"
         )
     b = math.floor(2 * half) + 1
@@ -207,7 +262,9 @@ def _published_plan(
 
 
 @functools.lru_cache(maxsize=1024)
-def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float) -> GridPlan:
+def tight_vector_plan(
+    *, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float
+) -> GridPlan:
     """Returns the cheapest grid that is ``mu``-Gaussian-private but for ``lost``, which all coordinates share."""
     honest = honest_users(num_users, honest_fraction)
     tail = max(lost / dimension, 1e-300)
@@ -246,7 +303,8 @@ def fewest_bits_plan(
         mu: μ under replacement.
         lost: What the tails of all coordinates may take of one round's δ.
         honest_fraction: The share of users who add their noise for certain.
-        rounding_share: How far above the limit the variance may be, at the expected number of users whose values are rounded.
+        rounding_share: How far above the limit the variance may be, at the expected number of users
+            whose values are rounded.
         rate: Their expected share.
         zero_on_grid: The grid has an even number of steps.
 
@@ -259,12 +317,18 @@ def fewest_bits_plan(
 
     def with_bits(g: int, bits: int) -> GridPlan | None:
         """The plan whose noise bits are 1 as near half the time as the variance allows; None where that is too little."""
-        each = min(0.25, (allowed * g**2 / num_users - rate / 4) / bits)  # variance of one noise bit
+        each = min(
+            0.25, (allowed * g**2 / num_users - rate / 4) / bits
+        )  # variance of one noise bit
         if each <= 0 or bits * honest > MOST_TRIALS:
             return None
         p = math.floor((1 - math.sqrt(1 - 4 * each)) / 2 * _PROBABILITY_STEPS) / _PROBABILITY_STEPS
         plan = GridPlan(g, bits, p, honest)
-        return plan if p > 0 and gaussian_bound(plan.noise, shift=g, tail=share).slope * g <= mu else None
+        return (
+            plan
+            if p > 0 and gaussian_bound(plan.noise, shift=g, tail=share).slope * g <= mu
+            else None
+        )
 
     def at(g: int) -> GridPlan | None:
         """The grid of g steps with the fewest noise bits; None where no number of them is enough noise and not too much."""
@@ -282,15 +346,19 @@ def fewest_bits_plan(
     while (plan := at(g)) is None:
         if 4 * (g / mu) ** 2 > MOST_TRIALS / _PACE**2:
             raise ValueError(
-                f"no protocol with at most 2**50 noise bits of all users together keeps to rounding_share={rounding_share} for "
-                f"num_users={num_users} and a noise multiplier of {2 / mu:.3g}: raise that share, or take less extreme ones"
+                "no protocol with at most 2**50 noise bits of all users together keeps to "
+                f"rounding_share={rounding_share} for "
+                f"num_users={num_users} and a noise multiplier of {2 / mu:.3g}: raise that share, "
+                "or take less extreme ones"
             )
         g += step * max(1, math.floor((_FINE_PACE if g < _FINE else _PACE - 1) * g / step))
     return plan
 
 
 @functools.lru_cache(maxsize=1024)
-def tight_scalar_plan(*, num_users: int, epsilon: float, delta: float, honest_fraction: float) -> GridPlan:
+def tight_scalar_plan(
+    *, num_users: int, epsilon: float, delta: float, honest_fraction: float
+) -> GridPlan:
     """Returns the cheapest grid of one coordinate, by its exact hockey stick."""
     honest = honest_users(num_users, honest_fraction)
 
@@ -302,12 +370,24 @@ def tight_scalar_plan(*, num_users: int, epsilon: float, delta: float, honest_fr
             low, high = (middle, high) if fits else (low, middle)
         return low
 
-    return _cheapest(num_users, honest, largest_granularity, limit=1 / largest_mu(epsilon=epsilon, delta=delta) ** 2)
+    return _cheapest(
+        num_users,
+        honest,
+        largest_granularity,
+        limit=1 / largest_mu(epsilon=epsilon, delta=delta) ** 2,
+    )
 
 
-def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[BinomialNoise], int], *, limit: float) -> GridPlan:
+def _cheapest(
+    num_users: int,
+    honest: int,
+    largest_granularity: Callable[[BinomialNoise], int],
+    *,
+    limit: float,
+) -> GridPlan:
     """Finds the fewest noise bits whose variance, of all users' sum, is near its limit (in units of the range squared)."""
-    # Rounding alone costs 1/bits of the noise, and a grid of one step at least has a standard deviation of 1/μ.
+    # Rounding alone costs 1/bits of the noise, and a grid of one step at least has a standard
+    # deviation of 1/μ.
     bits = max(1, math.floor(0.5 / OVERHEAD), math.floor(min(4 * limit / honest, MOST_TRIALS)))
     while bits * honest <= MOST_TRIALS:
         noise = BinomialNoise(trials=bits * honest, probability=0.5)
@@ -316,17 +396,23 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
             plan = GridPlan(g, bits, 0.5, honest)
             if plan.variance(num_users) / g**2 <= (1 + OVERHEAD) * limit * num_users / honest:
                 return plan
-        bits = math.ceil(bits * (_PACE if g >= _COARSE else 2.0))  # on so coarse a grid whole steps are far apart
+        bits = math.ceil(
+            bits * (_PACE if g >= _COARSE else 2.0)
+        )  # on so coarse a grid whole steps are far apart
     raise ValueError(
-        f"no protocol with fewer than 2**50 noise bits is private enough for num_users={num_users}: raise epsilon or delta, "
+        "no protocol with fewer than 2**50 noise bits is private enough for "
+        f"num_users={num_users}: raise epsilon or delta, "
         "or take fewer rounds"
     )
 
 
-def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: float, calibration: str = "tight") -> float:
+def noise_variance(
+    *, dimension: int, max_norm: float, epsilon: float, delta: float, calibration: str = "tight"
+) -> float:
     """Returns each coordinate's variance as the number of users and bits grows, in units of ``max_norm`` squared.
 
-    For planning before a protocol is built: :attr:`ShuffleVectorSum.variance` is the protocol's own.
+    For planning before a protocol is built: :attr:`ShuffleVectorSum.variance` is the protocol's
+    own.
 
     Args:
         dimension: d.

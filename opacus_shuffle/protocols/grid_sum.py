@@ -1,7 +1,7 @@
 """What the scalar and the vector protocol share: users put numbers on a grid, add noise bits, and the analyzer counts.
 
-``simulate`` draws the analyzer's answer at once, without any messages: the sum of the rounded values plus one binomial per
-coordinate has the same distribution as what the bits add up to.
+``simulate`` draws the analyzer's answer at once, without any messages: the sum of the rounded
+values plus one binomial per coordinate has the same distribution as what the bits add up to.
 """
 
 from __future__ import annotations
@@ -41,12 +41,25 @@ class GridSum(ABC):
         bit_probability: p, that a noise bit is 1.
     """
 
-    def __init__(self, num_users: int, dimension: int, promise: Promise, plan: GridPlan, *, low: float, span: float) -> None:
+    def __init__(
+        self,
+        num_users: int,
+        dimension: int,
+        promise: Promise,
+        plan: GridPlan,
+        *,
+        low: float,
+        span: float,
+    ) -> None:
         self.num_users, self.dimension = num_users, dimension
         self.epsilon, self.delta = promise.epsilon, promise.delta
         self.calibration, self.honest_fraction = promise.calibration, promise.honest_fraction
         self.rounds, self.sample_rate = promise.rounds, promise.sample_rate
-        self.granularity, self.noise_bits, self.bit_probability = plan.granularity, plan.noise_bits, plan.bit_probability
+        self.granularity, self.noise_bits, self.bit_probability = (
+            plan.granularity,
+            plan.noise_bits,
+            plan.bit_probability,
+        )
         self._promise, self._plan, self._low, self._span = promise, plan, low, span
 
     @property
@@ -106,7 +119,9 @@ class GridSum(ABC):
     @property
     def round_delta(self) -> float:
         """One round's share of δ."""
-        return self.delta if self.rounds == self.sample_rate == 1 else self.delta / (self.rounds + 1)
+        return (
+            self.delta if self.rounds == self.sample_rate == 1 else self.delta / (self.rounds + 1)
+        )
 
     @property
     def round_epsilon(self) -> float:
@@ -124,7 +139,8 @@ class GridSum(ABC):
             delta: δ of all the rounds that the protocol is made for; by default the protocol's.
 
         Returns:
-            ``(lower, upper)``, rounded apart; ``upper`` never exceeds ε where ``delta`` is the protocol's.
+            ``(lower, upper)``, rounded apart; ``upper`` never exceeds ε where ``delta`` is the
+            protocol's.
         """
         delta = self.delta if delta is None else delta
         repeated = [(self.sum_round, self.rounds)]
@@ -136,12 +152,16 @@ class GridSum(ABC):
             upper = min(upper, self.epsilon)
         if not math.isfinite(upper):
             raise ValueError(
-                f"delta={delta!r} is less than the binomial's tails can be held to over {self.rounds} rounds: ask for a "
+                f"delta={delta!r} is less than the binomial's tails can be held to over "
+                f"{self.rounds} rounds: ask for a "
                 "larger delta"
             )
         lower = binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate)
         if lower > upper:
-            raise InconsistentBound(f"{self!r} has lower = {lower!r} above upper = {upper!r}: report this error, use neither")
+            raise InconsistentBound(
+                f"{self!r} has lower = {lower!r} above upper = {upper!r}: report this error, use "
+                "neither"
+            )
         return lower, upper
 
     def statement(self) -> PrivacyStatement:
@@ -166,9 +186,15 @@ class GridSum(ABC):
         draws = stream_of(generator)
         rounded = round_at_random(self._place(self._checked(point))[0], draws).numpy()
         noise = alike_binomials(self.noise_bits, self.bit_probability, self.dimension, draws)
-        return Messages.of(rounded + noise, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
+        return Messages.of(
+            rounded + noise,
+            bits_per_report=self.granularity + self.noise_bits,
+            granularity=self.granularity,
+        )
 
-    def shuffle(self, messages: Sequence[Messages], generator: torch.Generator | None = None) -> Messages:
+    def shuffle(
+        self, messages: Sequence[Messages], generator: torch.Generator | None = None
+    ) -> Messages:
         """Returns all users' messages in random order: what the analyzer, and the adversary, gets to see.
 
         Args:
@@ -176,7 +202,8 @@ class GridSum(ABC):
             generator: Of the permutation; by default secret.
 
         Raises:
-            ValueError: If there are none, too many or too few of them, or some are not this protocol's.
+            ValueError: If there are none, too many or too few of them, or some are not this
+                protocol's.
         """
         try:
             sent = [messages] if isinstance(messages, Messages) else list(messages)
@@ -197,13 +224,16 @@ class GridSum(ABC):
     def _check(self, messages: Any) -> None:
         """Refuses what this protocol did not send."""
         if isinstance(messages, list | tuple):
-            raise ValueError("messages must be what shuffle(...) returned, got a list: call shuffle on it first")
+            raise ValueError(
+                "messages must be what shuffle(...) returned, got a list: call shuffle on it first"
+            )
         instance_of("messages", messages, (Messages,))
         expected = (self.dimension, self.granularity + self.noise_bits, self.granularity)
         sizes = (len(messages.bits), messages.bits_per_report, messages.granularity)
         if sizes != expected:
             raise ValueError(
-                f"messages come from another protocol: (dimension, bits per coordinate, granularity) are {sizes}, here "
+                "messages come from another protocol: (dimension, bits per coordinate, "
+                f"granularity) are {sizes}, here "
                 f"{expected}; build both ends with the same arguments"
             )
 
@@ -214,8 +244,10 @@ class GridSum(ABC):
         if not fewest <= reports <= self.num_users:
             between = f"{fewest} to {self.num_users}" if fewest < self.num_users else str(fewest)
             raise ValueError(
-                f"this protocol is for {between} users (num_users={self.num_users}, honest_fraction="
-                f"{self.honest_fraction:.3g}), got {reports}: fewer have too little noise, more were not planned for"
+                f"this protocol is for {between} users (num_users={self.num_users}, "
+                "honest_fraction="
+                f"{self.honest_fraction:.3g}), got {reports}: fewer have too little noise, more "
+                "were not planned for"
             )
         return reports
 
@@ -225,8 +257,9 @@ class GridSum(ABC):
         """Returns the sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
 
         Args:
-            points: X of shape (n, d), dense or sparse; or an iterable of such blocks of rows, where memory does not hold it.
-                A tensor expanded from one row (stride 0) costs no more than that row.
+            points: X of shape (n, d), dense or sparse; or an iterable of such blocks of rows, where
+                memory does not hold it. A tensor expanded from one row (stride 0) costs no more
+                than that row.
             generator: On the CPU; by default secret.
         """
         return self._encode(points, stream_of(generator))[0]
@@ -236,16 +269,22 @@ class GridSum(ABC):
         if isinstance(points, torch.Tensor | np.ndarray):
             points = [points]
         if isinstance(points, str | bytes) or not isinstance(points, Iterable):
-            raise ValueError(f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got {points!r}")
+            raise ValueError(
+                f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got "
+                f"{points!r}"
+            )
         total, rows = torch.zeros(self.dimension, dtype=torch.int64), 0
         for block in points:
             if not isinstance(block, torch.Tensor | np.ndarray):
                 raise ValueError(
-                    f"X must be a tensor or hold tensors of shape (rows, {self.dimension}), got a {type(block).__name__} in it"
+                    f"X must be a tensor or hold tensors of shape (rows, {self.dimension}), got a "
+                    f"{type(block).__name__} in it"
                 )
             numbers = real_numbers("X", block)
             if numbers.ndim != 2 or numbers.shape[1] != self.dimension:
-                raise ValueError(f"X must have shape (n, {self.dimension}), got {tuple(numbers.shape)}")
+                raise ValueError(
+                    f"X must have shape (n, {self.dimension}), got {tuple(numbers.shape)}"
+                )
             rows += len(numbers)
             if len(numbers):
                 total += self._encode_block(numbers, draws)
@@ -265,10 +304,15 @@ class GridSum(ABC):
     def _encode_sparse(self, block: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
         """Rows of which only some entries are not zero."""
         if block.layout == torch.sparse_coo and block.dense_dim():
-            raise ValueError("X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()")
-        # Anew: a tensor may be marked as coalesced, and CSR always is, while an entry is there twice.
+            raise ValueError(
+                "X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()"
+            )
+        # Anew: a tensor may be marked as coalesced, and CSR always is, while an entry is there
+        # twice.
         listed = block.to_sparse_coo()  # type: ignore[no-untyped-call]
-        entries = torch.sparse_coo_tensor(listed._indices(), listed._values(), listed.shape, is_coalesced=False).coalesce()
+        entries = torch.sparse_coo_tensor(
+            listed._indices(), listed._values(), listed.shape, is_coalesced=False
+        ).coalesce()
         (row, column), values = entries.indices().cpu(), entries.values().to("cpu", torch.float64)
         norms = torch.zeros(len(block), dtype=torch.float64).index_add_(0, row, values**2).sqrt()
         place = self._place(self._within(values, norms[row]))
@@ -276,7 +320,9 @@ class GridSum(ABC):
         rounded = whole + (draws.uniforms(len(place)) < place - whole)
         total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.long())
         zeros = len(block) - torch.bincount(column, minlength=self.dimension)
-        zero = torch.full((self.dimension,), -self._low * self.granularity / self._span, dtype=torch.float64)
+        zero = torch.full(
+            (self.dimension,), -self._low * self.granularity / self._span, dtype=torch.float64
+        )
         return total + self._round_copies(zero, zeros, draws)
 
     @staticmethod
@@ -286,7 +332,9 @@ class GridSum(ABC):
         coins = draw_binomials(copies, (place - whole).numpy(), draws)
         return copies * whole.long() + torch.from_numpy(coins)
 
-    def draw_noise(self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False) -> torch.Tensor:
+    def draw_noise(
+        self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False
+    ) -> torch.Tensor:
         """Draws the noise bits of so many users, added up: int64, shape (d,).
 
         Args:
@@ -297,9 +345,15 @@ class GridSum(ABC):
         Raises:
             ValueError: If so many reports are not covered, unless they are a part.
         """
-        reports = integer("num_reports", num_reports, minimum=0) if part else self.check_reports(num_reports)
+        reports = (
+            integer("num_reports", num_reports, minimum=0)
+            if part
+            else self.check_reports(num_reports)
+        )
         trials, draws = reports * self.noise_bits, stream_of(generator)
-        return torch.from_numpy(alike_binomials(trials, self.bit_probability, self.dimension, draws))
+        return torch.from_numpy(
+            alike_binomials(trials, self.bit_probability, self.dimension, draws)
+        )
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
         """Returns the analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).
@@ -310,7 +364,9 @@ class GridSum(ABC):
         reports = self.check_reports(num_reports)
         instance_of("counts", counts, (torch.Tensor,))
         if counts.shape != (self.dimension,):
-            raise ValueError(f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}")
+            raise ValueError(
+                f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}"
+            )
         expected = reports * self.noise_bits * self.bit_probability
         estimate = counts.to(torch.float64, copy=True).sub_(expected)
         return estimate.mul_(self.grid_step).add_(reports * self._low)
@@ -344,7 +400,9 @@ def real_numbers(name: str, value: Any) -> torch.Tensor:
             value = value.copy()
         numbers = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must be a tensor of real numbers, got {reprlib.repr(value)}") from None
+        raise ValueError(
+            f"{name} must be a tensor of real numbers, got {reprlib.repr(value)}"
+        ) from None
     if numbers.is_complex() or numbers.dtype == torch.bool:
         raise ValueError(f"{name} must hold real numbers, got {numbers.dtype}")
     return numbers

@@ -23,13 +23,15 @@ class ShuffleScalarSum(GridSum):
         max_value: Δ; numbers outside [0, Δ] are refused.
         epsilon: ε, up to 300; with ``"published"`` up to 15.
         delta: δ in (0, ½).
-        calibration: ``"tight"``: the least noise whose exact hockey stick meets (ε, δ). ``"published"``: SCO Lemma 3.1's
-            constants.
-        honest_fraction: γ in [1/3, 1], as :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`'s (SCO Claim A.8).
+        calibration: ``"tight"``: the least noise whose exact hockey stick meets (ε, δ).
+            ``"published"``: SCO Lemma 3.1's constants.
+        honest_fraction: γ in [1/3, 1], as
+            :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`'s (SCO Claim A.8).
 
     Formal Guarantees:
-        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency. ``"tight"`` is exact: the worst pair
-        of data sets, one value moving from end to end, has δ(ε) ≤ δ and with one grid step more would not.
+        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency.
+        ``"tight"`` is exact: the worst pair of data sets, one value moving from end to end, has
+        δ(ε) ≤ δ and with one grid step more would not.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -46,7 +48,11 @@ class ShuffleScalarSum(GridSum):
     ) -> None:
         users, top = integer("num_users", num_users), moderate("max_value", max_value)
         promise = Promise(epsilon, delta, calibration, honest_fraction)
-        share = {"epsilon": promise.epsilon, "delta": promise.delta, "honest_fraction": promise.honest_fraction}
+        share = {
+            "epsilon": promise.epsilon,
+            "delta": promise.delta,
+            "honest_fraction": promise.honest_fraction,
+        }
         if promise.calibration == "tight":
             plan = tight_scalar_plan(num_users=users, **share)
         else:
@@ -76,7 +82,8 @@ class ShuffleScalarSum(GridSum):
             messages: What ``shuffle`` answered.
 
         Raises:
-            ValueError: If they are not that, come from another protocol, or from too few or too many users for its guarantee.
+            ValueError: If they are not that, come from another protocol, or from too few or too
+                many users for its guarantee.
         """
         return float(self._analyze(messages))
 
@@ -88,20 +95,25 @@ class ShuffleScalarSum(GridSum):
             generator: On the CPU; by default secret.
 
         Raises:
-            ValueError: If ``x`` is nothing of the kind, a number lies outside of [0, ``max_value``], or there are too few or
-                too many of them.
+            ValueError: If ``x`` is nothing of the kind, a number lies outside of [0,
+                ``max_value``], or there are too few or too many of them.
         """
         numbers = real_numbers("x", x)
         if numbers.ndim != 1:
-            raise ValueError(f"x must have shape (n,), one number per user, got {tuple(numbers.shape)}")
+            raise ValueError(
+                f"x must have shape (n,), one number per user, got {tuple(numbers.shape)}"
+            )
         return float(self._simulate(numbers.unsqueeze(1), generator))
 
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         slack = TOLERANCE * self.max_value
         if not bool(torch.all((values >= -slack) & (values <= self.max_value + slack))):
-            worst = float(values.flatten()[(values - self.max_value / 2).abs().nan_to_num(torch.inf).argmax()])
+            worst = float(
+                values.flatten()[(values - self.max_value / 2).abs().nan_to_num(torch.inf).argmax()]
+            )
             raise ValueError(
-                f"max_value is {self.max_value:g}, got the number {worst:.6g}: numbers must lie in [0, max_value]; shift and "
+                f"max_value is {self.max_value:g}, got the number {worst:.6g}: numbers must lie in "
+                "[0, max_value]; shift and "
                 "clip them first"
             )
         return values.clamp(0, self.max_value)

@@ -20,16 +20,18 @@ class PrivacyStatement(PrivacyBound):
     """An ε proved for every data set, and the run that it is about.
 
     Attributes:
-        interaction: ``"one round"``, ``"sequential"`` (every user in one round: SCO Definition 2.7), ``"full"`` (users in many:
-            Definition 2.8) or ``"pan"`` (no shuffler: SCO Definition C.2); it says who is trusted and what the adversary sees.
+        interaction: ``"one round"``, ``"sequential"`` (every user in one round: SCO Definition
+            2.7), ``"full"`` (users in many: Definition 2.8) or ``"pan"`` (no shuffler: SCO
+            Definition C.2); it says who is trusted and what the adversary sees.
         rounds: Rounds in all.
         rounds_per_user: In how many of them one user takes part.
         num_users: Users whose data were used.
         bits_per_user: What one user sends over the whole run; None where nothing is sent.
         calibration: ``"tight"`` or ``"published"``.
-        honest_fraction: The share of every round's users that must follow the protocol; the others may drop out or send what
-            they like.
-        sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that share of all.
+        honest_fraction: The share of every round's users that must follow the protocol; the others
+            may drop out or send what they like.
+        sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that
+            share of all.
     """
 
     mechanism: str = "shuffled_sums"
@@ -54,13 +56,18 @@ class PrivacyStatement(PrivacyBound):
 
     def __str__(self) -> str:
         lines = [
-            f"epsilon = {round_up(self.epsilon)} at delta = {self.delta:.3g}: {self.guarantee.value}",
-            f"  neighbours: one user's value is replaced, by zero or any other ({self.num_users:,} users)",
+            f"epsilon = {round_up(self.epsilon)} at delta = {self.delta:.3g}: "
+            f"{self.guarantee.value}",
+            f"  neighbours: one user's value is replaced, by zero or any other ({self.num_users:,} "
+            "users)",
             f"  adversary:  {self.adversary}",
             f"  trusted:    {self.trusted}",
         ]
         if self.honest_fraction < 1:
-            lines.append(f"  holds if:   at least {self.honest_fraction:.3g} of every round's users follow the protocol")
+            lines.append(
+                f"  holds if:   at least {self.honest_fraction:.3g} of every round's users follow "
+                "the protocol"
+            )
         often = f"of which a user takes part in {self.rounds_per_user:,}"
         if self.sample_rate < 1:
             often = f"each of a fresh, secret sample of {self.sample_rate:.3g} of all users"

@@ -1,9 +1,10 @@
 """Adds up many rows, each entry rounded at random to a grid around zero: the sums of clipped gradients that users report.
 
-An entry is in the count of ⌊g/2 + x + U⌋, x measured in grid steps and U uniform, fresh for every entry. Single precision and
-ten bits of U decide all but two entries in a thousand: x in units of 2⁻¹⁰ steps is known to less than one unit, so unless the
-sum of both is within a unit of a whole number, double precision and all bits of U would say the same. The others are worked out
-so, from the ten bits that they have and 53 more. The distribution is that of rounding in double precision.
+An entry is in the count of ⌊g/2 + x + U⌋, x measured in grid steps and U uniform, fresh for every
+entry. Single precision and ten bits of U decide all but two entries in a thousand: x in units of
+2⁻¹⁰ steps is known to less than one unit, so unless the sum of both is within a unit of a whole
+number, double precision and all bits of U would say the same. The others are worked out so, from
+the ten bits that they have and 53 more. The distribution is that of rounding in double precision.
 
 >>> from opacus_shuffle.core.randomness import seeded_generator
 >>> source = seeded_generator("cpu", 1, "rounding")
@@ -25,7 +26,11 @@ FINEST = 2**12
 """Grids with more steps than this do not fit into single precision."""
 _BITS, _LANES = 10, 3  # three times ten bits in a random number of 32
 _UNITS = 2**_BITS
-_MAGIC = 3 * 2**22  # single precision has no fractions here, so adding it rounds, and the last 22 bits are the whole number
+_MAGIC = (
+    3 * 2**22
+    # single precision has no fractions here, so adding it rounds, and the last 22 bits are the whole
+    # number
+)
 _STEPS_OF_MAGIC = int(np.float32(_MAGIC).view(np.int32)) >> _BITS
 _ENTRIES = 2**17  # that are worked on at a time: what a processor's cache holds
 _COLUMNS = 2**11
@@ -35,7 +40,8 @@ _SIXTEEN_BITS = 2**16
 def round_at_random(place: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
     """Returns ⌊place + U⌋, int64, with U uniform for every entry; ``place`` (float64, at least 0) is overwritten.
 
-    The first 16 bits of U decide all but one in 65,536, and cost a quarter of what 64 do; the rest is drawn where it matters.
+    The first 16 bits of U decide all but one in 65,536, and cost a quarter of what 64 do; the rest
+    is drawn where it matters.
     """
     place = place.mul_(_SIXTEEN_BITS)
     coarse = place.floor()
@@ -48,13 +54,15 @@ def round_at_random(place: torch.Tensor, draws: SecretGenerator) -> torch.Tensor
     return sums >> 16
 
 
-def sum_of_roundings(rows: torch.Tensor, steps: torch.Tensor, *, granularity: int, source: SecretGenerator) -> torch.Tensor:
+def sum_of_roundings(
+    rows: torch.Tensor, steps: torch.Tensor, *, granularity: int, source: SecretGenerator
+) -> torch.Tensor:
     """Returns the counts: int64, shape (d,).
 
     Args:
         rows: Shape (n, d), on the CPU, finite, single or double precision.
-        steps: Shape (n,), float64, at least 0: how many grid steps a row's unit is. ``|row·steps|`` must not exceed g/2;
-            rounding errors beyond it are taken back.
+        steps: Shape (n,), float64, at least 0: how many grid steps a row's unit is. ``|row·steps|``
+            must not exceed g/2; rounding errors beyond it are taken back.
         granularity: g, at most :data:`FINEST`.
         source: Of the random bits.
     """
@@ -69,7 +77,9 @@ def sum_of_roundings(rows: torch.Tensor, steps: torch.Tensor, *, granularity: in
     for left in range(0, width, across):
         for top in range(0, count, down):
             block = values[top : top + down, left : left + across]
-            total[left : left + across] += _sum_block(block, scale[top : top + down], granularity, source, room)
+            total[left : left + across] += _sum_block(
+                block, scale[top : top + down], granularity, source, room
+            )
     return torch.from_numpy(total)
 
 
@@ -101,8 +111,14 @@ def _sum_block(
     count, width = block.shape
     entries, middle = count * width, granularity * (_UNITS // 2)
     units, sums, _, near = room.of(entries)
-    np.multiply(block, scale.astype(block.dtype)[:, None], out=units.reshape(count, width), casting="same_kind")
-    # One unit more, so that entries within a unit of a whole step, on either side, have the remainders 0 and 1.
+    np.multiply(
+        block,
+        scale.astype(block.dtype)[:, None],
+        out=units.reshape(count, width),
+        casting="same_kind",
+    )
+    # One unit more, so that entries within a unit of a whole step, on either side, have the
+    # remainders 0 and 1.
     units += np.float32(_MAGIC + 1 + middle % _UNITS)
     third = -(-entries // _LANES)
     _, _, bits, _ = room.of(_LANES * third)
@@ -119,7 +135,9 @@ def _sum_block(
         row, column = np.divmod(close, width)
         exact = np.clip(block[row, column].astype(np.float64) * scale[row], -middle, middle)
         coarse = np.floor(exact)
-        more = (source.words(len(close)) >> np.uint64(11)).astype(np.float64) * 2.0**-53 >= 1 - (exact - coarse)
+        more = (source.words(len(close)) >> np.uint64(11)).astype(np.float64) * 2.0**-53 >= 1 - (
+            exact - coarse
+        )
         whole = (coarse.astype(np.int64) + middle % _UNITS + bits[close] + more) >> _BITS
         sums[close] = whole + _STEPS_OF_MAGIC
     offset = (count * (_STEPS_OF_MAGIC - middle // _UNITS)) % 2**32

@@ -1,9 +1,10 @@
 r"""``ShuffleVectorSum``: the sum of users' vectors of bounded ℓ₂ norm, with multi-message shuffle privacy.
 
-This is Algorithm 2 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Every coordinate of a user's
-vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g steps and sent as that many ones among g bits, with b
-noise bits besides; all bits carry their coordinate's label. Shuffled, a coordinate's bits tell their number of ones and nothing
-else: the sum of the rounded values plus Bin(b·n, p).
+This is Algorithm 2 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Every
+coordinate of a user's vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g
+steps and sent as that many ones among g bits, with b noise bits besides; all bits carry their
+coordinate's label. Shuffled, a coordinate's bits tell their number of ones and nothing else: the
+sum of the rounded values plus Bin(b·n, p).
 """
 
 from __future__ import annotations
@@ -42,27 +43,32 @@ class ShuffleVectorSum(GridSum):
     Args:
         num_users: n, users in a round.
         dimension: d.
-        max_norm: Δ₂; a longer vector is refused, one longer by less than 1e-5 of it (single precision's rounding) scaled back.
+        max_norm: Δ₂; a longer vector is refused, one longer by less than 1e-5 of it (single
+            precision's rounding) scaled back.
         epsilon: ε, up to 300; with ``"published"`` up to 15.
         delta: δ in (0, ½).
-        calibration: ``"tight"``: the least noise that the exact accounting allows; over several rounds μ of each is 1/√T of the
-            total's. ``"published"``: the constants of SCO Theorem A.6, some 10⁵ times more variance at the same proved (ε, δ);
-            each of T rounds gets ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5).
-        honest_fraction: γ in [1/3, 1]: (ε, δ) holds for the honest users even if only a share γ of all follow the protocol, the
-            rest sending nothing or anything. SCO Corollary A.9 says ε/γ for a protocol made for ε: here ε is what holds.
+        calibration: ``"tight"``: the least noise that the exact accounting allows; over several
+            rounds μ of each is 1/√T of the total's. ``"published"``: the constants of SCO Theorem
+            A.6, some 10⁵ times more variance at the same proved (ε, δ); each of T rounds gets
+            ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5).
+        honest_fraction: γ in [1/3, 1]: (ε, δ) holds for the honest users even if only a share γ of
+            all follow the protocol, the rest sending nothing or anything. SCO Corollary A.9 says
+            ε/γ for a protocol made for ε: here ε is what holds.
         rounds: T, rounds in which the same users take part; all together are (ε, δ)-DP.
-        sample_rate: If below 1, every round's ``num_users`` users are a fresh, secret, uniform sample of fixed size, out of
-            ``num_users / sample_rate`` users in all; with ``"tight"`` and everyone honest only.
+        sample_rate: If below 1, every round's ``num_users`` users are a fresh, secret, uniform
+            sample of fixed size, out of ``num_users / sample_rate`` users in all; with ``"tight"``
+            and everyone honest only.
 
     Formal Guarantees:
-        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency, up to the floating-point arithmetic
-        of the random numbers. ``"published"``: SCO Theorem A.6, Corollary A.9. ``"tight"``: the Gaussian bound of
-        :mod:`opacus_shuffle.analysis.binomial_sums`, whose worst case is over the whole ball and both directions. Anyone may
-        drop out, as long as the share of honest users holds; how many take part is not hidden.
+        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency, up to the
+        floating-point arithmetic of the random numbers. ``"published"``: SCO Theorem A.6, Corollary
+        A.9. ``"tight"``: the Gaussian bound of :mod:`opacus_shuffle.analysis.binomial_sums`, whose
+        worst case is over the whole ball and both directions. Anyone may drop out, as long as the
+        share of honest users holds; how many take part is not hidden.
 
     Raises:
-        ValueError: If an argument is out of range, ``"published"`` has drop-outs and ε·γ > 1 in a round, or sampling is asked
-            for where what it gains is not proved.
+        ValueError: If an argument is out of range, ``"published"`` has drop-outs and ε·γ > 1 in a
+            round, or sampling is asked for where what it gains is not proved.
     """
 
     def __init__(
@@ -78,14 +84,24 @@ class ShuffleVectorSum(GridSum):
         rounds: int = 1,
         sample_rate: float = 1.0,
     ) -> None:
-        users, entries, norm = integer("num_users", num_users), integer("dimension", dimension), moderate("max_norm", max_norm)
+        users, entries, norm = (
+            integer("num_users", num_users),
+            integer("dimension", dimension),
+            moderate("max_norm", max_norm),
+        )
         promise = Promise(epsilon, delta, calibration, honest_fraction, rounds, sample_rate)
-        sizes: dict[str, Any] = {"num_users": users, "dimension": entries, "honest_fraction": promise.honest_fraction}
+        sizes: dict[str, Any] = {
+            "num_users": users,
+            "dimension": entries,
+            "honest_fraction": promise.honest_fraction,
+        }
         if promise.calibration == "tight":
             plan = tight_vector_plan(**sizes, mu=promise.round_mu, lost=promise.lost)
         else:
             round_epsilon, round_delta = promise.published_round
-            plan = published_vector_plan(**sizes, max_norm=norm, epsilon=round_epsilon, delta=round_delta)
+            plan = published_vector_plan(
+                **sizes, max_norm=norm, epsilon=round_epsilon, delta=round_delta
+            )
         super().__init__(users, entries, promise, plan, low=-norm, span=2 * norm)
         self.max_norm = norm
 
@@ -106,40 +122,57 @@ class ShuffleVectorSum(GridSum):
     ) -> ShuffleVectorSum:
         """Makes the tight protocol whose covering Gaussian has this noise multiplier, or the nearest above that a grid allows.
 
-        As in DP-SGD the multiplier is the noise of the **sum** over ``max_norm``: one user's vector becoming zero is a Gaussian
-        mechanism of μ = 1/``noise_multiplier``, a vector replaced by another one of μ = 2/``noise_multiplier``.
+        As in DP-SGD the multiplier is the noise of the **sum** over ``max_norm``: one user's vector
+        becoming zero is a Gaussian mechanism of μ = 1/``noise_multiplier``, a vector replaced by
+        another one of μ = 2/``noise_multiplier``.
 
         Args:
-            num_users: n, as in the constructor (like ``dimension``, ``max_norm`` and ``honest_fraction``).
+            num_users: n, as in the constructor (like ``dimension``, ``max_norm`` and
+                ``honest_fraction``).
             dimension: d.
             max_norm: Δ₂.
-            noise_multiplier: At least 0.1. The protocol has this much noise, or a little more: see ``rounding_share``.
-            delta: δ in (0, ½), of which the tails that no Gaussian covers take a millionth over all ``rounds``.
+            noise_multiplier: At least 0.1. The protocol has this much noise, or a little more: see
+                ``rounding_share``.
+            delta: δ in (0, ½), of which the tails that no Gaussian covers take a millionth over all
+                ``rounds``.
             honest_fraction: γ.
-            rounds: T; ``epsilon`` of the protocol is what T rounds with the same users cost at ``delta``, without sampling.
-            zero_on_grid: A vector of zero is not rounded, so that users who send zero add nothing but their noise bits.
-            rate: The expected share of users who send another vector than zero; below 1 with ``zero_on_grid``.
-            rounding_share: By what share rounding to the grid, and what binomial noise has more than the Gaussian that covers
-                it, may raise each coordinate's variance. Less takes more bits: 0.3 some 65 of a coordinate, 0.1 some 170, 0.04
-                some 440 for n = 4000, rate 0.1 and a multiplier of 1.55.
+            rounds: T; ``epsilon`` of the protocol is what T rounds with the same users cost at
+                ``delta``, without sampling.
+            zero_on_grid: A vector of zero is not rounded, so that users who send zero add nothing
+                but their noise bits.
+            rate: The expected share of users who send another vector than zero; below 1 with
+                ``zero_on_grid``.
+            rounding_share: By what share rounding to the grid, and what binomial noise has more
+                than the Gaussian that covers it, may raise each coordinate's variance. Less takes
+                more bits: 0.3 some 65 of a coordinate, 0.1 some 170, 0.04 some 440 for n = 4000,
+                rate 0.1 and a multiplier of 1.55.
 
         Raises:
             ValueError: If an argument is out of range, or no protocol gets there.
         """
-        users, entries, norm = integer("num_users", num_users), integer("dimension", dimension), moderate("max_norm", max_norm)
+        users, entries, norm = (
+            integer("num_users", num_users),
+            integer("dimension", dimension),
+            moderate("max_norm", max_norm),
+        )
         promise = Promise(1.0, delta, "tight", honest_fraction, rounds)
         if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
             raise ValueError(
-                f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got {noise_multiplier!r}: below, "
+                f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got "
+                f"{noise_multiplier!r}: below, "
                 "epsilon of a round is in the hundreds, and no tails are known so far out"
             )
         share = sampling_rate("rate", rate)
         if share < 1 and not zero_on_grid:
             raise ValueError(
-                f"rate={rate!r} is for zero_on_grid=True: else vectors of zero are rounded like others; pass it too"
+                f"rate={rate!r} is for zero_on_grid=True: else vectors of zero are rounded like "
+                "others; pass it too"
             )
         if not 0.01 <= positive("rounding_share", rounding_share) <= 1:
-            raise ValueError(f"rounding_share must lie in [0.01, 1], got {rounding_share!r}: a smaller one takes too many bits")
+            raise ValueError(
+                f"rounding_share must lie in [0.01, 1], got {rounding_share!r}: a smaller one "
+                "takes too many bits"
+            )
         plan = fewest_bits_plan(
             num_users=users,
             dimension=entries,
@@ -153,7 +186,9 @@ class ShuffleVectorSum(GridSum):
         protocol = cls.__new__(cls)
         GridSum.__init__(protocol, users, entries, promise, plan, low=-norm, span=2 * norm)
         protocol.max_norm = norm
-        protocol.epsilon = binomial_sums.compute_epsilon([(protocol.sum_round, promise.rounds)], delta=promise.delta)
+        protocol.epsilon = binomial_sums.compute_epsilon(
+            [(protocol.sum_round, promise.rounds)], delta=promise.delta
+        )
         return protocol
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
@@ -178,7 +213,8 @@ class ShuffleVectorSum(GridSum):
             messages: What ``shuffle`` answered.
 
         Raises:
-            ValueError: If they are not that, come from another protocol, or from too few or too many users for its guarantee.
+            ValueError: If they are not that, come from another protocol, or from too few or too
+                many users for its guarantee.
         """
         return self._analyze(messages)
 
@@ -186,8 +222,8 @@ class ShuffleVectorSum(GridSum):
         """Draws what ``analyze(shuffle([randomize(x) for x in X]))`` answers, without the messages.
 
         Args:
-            X: One row per user, shape (n, d): a tensor or array (dense, sparse, or expanded from one row), or an iterable of
-                blocks of rows, for data that memory does not hold.
+            X: One row per user, shape (n, d): a tensor or array (dense, sparse, or expanded from
+                one row), or an iterable of blocks of rows, for data that memory does not hold.
             generator: On the CPU; by default secret.
 
         Returns:
@@ -199,25 +235,46 @@ class ShuffleVectorSum(GridSum):
         return self._simulate(X, generator)
 
     def encode_scaled(
-        self, pieces: Sequence[torch.Tensor], factors: torch.Tensor, generator: torch.Generator | None = None
+        self,
+        pieces: Sequence[torch.Tensor],
+        factors: torch.Tensor,
+        generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Returns what :meth:`encode` does, of vectors that lie in pieces and are to be scaled: no copy of them is made.
 
         Args:
             pieces: Shapes (n, ...), of ``dimension`` entries a user together, finite.
-            factors: What every user's pieces are multiplied by, shape (n,); then their norm is at most ``max_norm``.
+            factors: What every user's pieces are multiplied by, shape (n,); then their norm is at
+                most ``max_norm``.
             generator: On the CPU; by default secret.
         """
         draws = stream_of(generator)
-        rows = [piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).cpu() for piece in pieces]
+        rows = [
+            piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).cpu() for piece in pieces
+        ]
         if self.granularity > FINEST:
-            parts = zip(*(torch.split(each, max(1, _ENTRIES // self.dimension)) for each in (*rows, factors)), strict=True)
+            parts = zip(
+                *(
+                    torch.split(each, max(1, _ENTRIES // self.dimension))
+                    for each in (*rows, factors)
+                ),
+                strict=True,
+            )
             return self._encode(
-                (torch.cat([each.double() for each in part[:-1]], dim=1) * part[-1][:, None] for part in parts), draws
+                (
+                    torch.cat([each.double() for each in part[:-1]], dim=1) * part[-1][:, None]
+                    for part in parts
+                ),
+                draws,
             )[0]
         steps = factors.cpu() * (self.granularity / self._span)
         narrow = _joined([each if each.dtype == torch.float64 else each.float() for each in rows])
-        return torch.cat([sum_of_roundings(each, steps, granularity=self.granularity, source=draws) for each in narrow])
+        return torch.cat(
+            [
+                sum_of_roundings(each, steps, granularity=self.granularity, source=draws)
+                for each in narrow
+            ]
+        )
 
     def encode_zeros(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Returns what :meth:`encode` does, of so many vectors of zero: a single number where zero is on the grid."""
@@ -232,18 +289,22 @@ class ShuffleVectorSum(GridSum):
             raise ValueError(f"vectors must be finite, got one of norm {largest}")
         if largest > self.max_norm * (1 + TOLERANCE):
             raise ValueError(
-                f"max_norm is {self.max_norm:g}, got a vector of norm {largest:.6g}: clip vectors first, or raise max_norm "
+                f"max_norm is {self.max_norm:g}, got a vector of norm {largest:.6g}: clip vectors "
+                "first, or raise max_norm "
                 "(and with it the noise)"
             )
         return values * (self.max_norm / norms).clamp(max=1.0)
 
     def __repr__(self) -> str:
         return (
-            f"ShuffleVectorSum(num_users={self.num_users}, dimension={self.dimension}, max_norm={self.max_norm:g}, "
+            f"ShuffleVectorSum(num_users={self.num_users}, dimension={self.dimension}, "
+            f"max_norm={self.max_norm:g}, "
             f"epsilon={self.epsilon:g}, delta={self.delta:g}, calibration={self.calibration!r}, "
-            f"honest_fraction={self.honest_fraction:g}): rounds={self.rounds}, sample_rate={self.sample_rate:g}, "
+            f"honest_fraction={self.honest_fraction:g}): rounds={self.rounds}, "
+            f"sample_rate={self.sample_rate:g}, "
             f"granularity={self.granularity}, "
-            f"noise_bits={self.noise_bits}, bit_probability={self.bit_probability:.4g}, {self.bits_per_user} bits per user"
+            f"noise_bits={self.noise_bits}, bit_probability={self.bit_probability:.4g}, "
+            f"{self.bits_per_user} bits per user"
         )
 
 

@@ -1,7 +1,8 @@
 """Shuffle-private convex optimisation: a problem and a privacy budget go into an optimiser, an estimate comes out.
 
-The paper is "Shuffle Private Stochastic Convex Optimization" (Cheu, Joseph, Mao, Peng, ICLR 2022), SCO for short. Its sums of
-bounded vectors by multi-message shuffling are :mod:`opacus_shuffle.protocols`; ``docs/sums_and_optimisation.rst`` has examples.
+The paper is "Shuffle Private Stochastic Convex Optimization" (Cheu, Joseph, Mao, Peng, ICLR 2022),
+SCO for short. Its sums of bounded vectors by multi-message shuffling are
+:mod:`opacus_shuffle.protocols`; ``docs/sums_and_optimisation.rst`` has examples.
 """
 
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd

@@ -20,7 +20,8 @@ class BoundedGradients:
     Attributes:
         objective: The loss or the envelope.
         limit: No reported gradient is longer.
-        clip: Whether longer gradients are cut and unusable ones replaced by zero, rather than refused.
+        clip: Whether longer gradients are cut and unusable ones replaced by zero, rather than
+            refused.
     """
 
     objective: Objective
@@ -35,23 +36,31 @@ class BoundedGradients:
     @property
     def smoothing_cost(self) -> float:
         """By how much the loss's excess may exceed that of what is minimised: L²/(2β) for an envelope."""
-        return self.limit**2 / (2 * self.objective.smoothness) if isinstance(self.objective, MoreauEnvelope) else 0.0
+        return (
+            self.limit**2 / (2 * self.objective.smoothness)
+            if isinstance(self.objective, MoreauEnvelope)
+            else 0.0
+        )
 
     def rows(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns one gradient per record, shape (B, d), float64, none longer than ``limit``.
 
-        Without ``clip`` a gradient that is too long is refused, and the objective's own errors come up. With it, whether an
-        error is raised must not tell about single records: one without a finite gradient (a wrong label, say) reports zero, and
-        the others what they would report beside a usable one. An error comes up only if records of zeros and of ones, of the
-        same shapes, have it too (a wrong dimension, say): then it tells about the call, not about the records.
+        Without ``clip`` a gradient that is too long is refused, and the objective's own errors come
+        up. With it, whether an error is raised must not tell about single records: one without a
+        finite gradient (a wrong label, say) reports zero, and the others what they would report
+        beside a usable one. An error comes up only if records of zeros and of ones, of the same
+        shapes, have it too (a wrong dimension, say): then it tells about the call, not about the
+        records.
         """
         rows = self._usable(theta, batch) if self.clip else self.objective.gradients(theta, batch)
         norms = rows.norm(dim=1, keepdim=True)
         longest = float(norms.max()) if len(rows) else 0.0
-        # The true gradient is in the ball, so the way to its nearest point leads no farther from it.
+        # The true gradient is in the ball, so the way to its nearest point leads no farther from
+        # it.
         if not self.clip and not longest <= self.limit * (1 + SLACK) + self.bias:
             raise ValueError(
-                f"lipschitz must bound every user's gradient, got {self.limit:.6g} and a longer gradient: pass a larger "
+                f"lipschitz must bound every user's gradient, got {self.limit:.6g} and a longer "
+                "gradient: pass a larger "
                 "lipschitz, or clip=True to cut every gradient to it"
             )
         return rows * (self.limit / norms.clamp_min(self.limit))
@@ -66,13 +75,16 @@ class BoundedGradients:
             if self._is_structural(rows, theta, batch):
                 raise rows
             return torch.zeros(count, self.objective.dimension, dtype=torch.float64)
-        # The block again, with a usable record in the place of each unusable one: in a batch of another shape the usable ones
-        # might be rounded otherwise.
+        # The block again, with a usable record in the place of each unusable one: in a batch of
+        # another shape the usable ones might be rounded otherwise.
         stand_ins = torch.full((count,), good[0])
         stand_ins[good] = torch.tensor(good)
         found = self._attempt(theta, take(batch, stand_ins))
         if not isinstance(found, Tensor):
-            raise RuntimeError("objective must treat records one by one, got errors that depend on which ones are together")
+            raise RuntimeError(
+                "objective must treat records one by one, got errors that depend on which ones are "
+                "together"
+            )
         usable = torch.zeros(count, 1, dtype=torch.bool)
         usable[good] = True
         return torch.where(usable & found.isfinite().all(dim=1, keepdim=True), found, 0.0)
@@ -95,10 +107,15 @@ class BoundedGradients:
             return self.objective.gradients(theta, batch)
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever a user's loss may raise: that it did tells about the record
+        except (
+            Exception
+        ) as error:  # whatever a user's loss may raise: that it did tells about the record
             return error
 
     def _is_structural(self, error: Exception, theta: Tensor, record: Any) -> bool:
         """Returns whether records of zeros and of ones, of the same shapes, raise the same error."""
-        probes = [self._attempt(theta, map_data(make, record)) for make in (torch.zeros_like, torch.ones_like)]
+        probes = [
+            self._attempt(theta, map_data(make, record))
+            for make in (torch.zeros_like, torch.ones_like)
+        ]
         return all(type(found) is type(error) and str(found) == str(error) for found in probes)

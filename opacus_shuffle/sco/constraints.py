@@ -37,19 +37,32 @@ class _Region(ABC):
         """Returns the nearest point of the set; points of the set stay as they are.
 
         Args:
-            theta: A floating-point tensor (d,); of a ball or a box also (B, d), whose rows are projected one by one.
+            theta: A floating-point tensor (d,); of a ball or a box also (B, d), whose rows are
+                projected one by one.
 
         Raises:
-            ValueError: If it is no such tensor, of another dimension than the set, or not finite; or if a given projection
-                answers something else than a finite tensor of theta's shape.
+            ValueError: If it is no such tensor, of another dimension than the set, or not finite;
+                or if a given projection answers something else than a finite tensor of theta's
+                shape.
         """
         name = type(self).__name__
-        if not isinstance(theta, Tensor) or not theta.is_floating_point() or theta.ndim not in (1, 2):
-            raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {described(theta)}")
+        if (
+            not isinstance(theta, Tensor)
+            or not theta.is_floating_point()
+            or theta.ndim not in (1, 2)
+        ):
+            raise ValueError(
+                f"theta must be a floating-point tensor of shape (d,), got {described(theta)}"
+            )
         if self.dimension is not None and theta.shape[-1] != self.dimension:
-            raise ValueError(f"theta must have the dimension {self.dimension} of {name}, got {theta.shape[-1]}")
+            raise ValueError(
+                f"theta must have the dimension {self.dimension} of {name}, got {theta.shape[-1]}"
+            )
         if not bool(torch.isfinite(theta).all()):
-            raise ValueError(f"theta must be finite to be projected onto {name}, got NaN or infinity in it; take smaller steps")
+            raise ValueError(
+                f"theta must be finite to be projected onto {name}, got NaN or infinity in it; "
+                "take smaller steps"
+            )
         return self._nearest(theta)
 
     @abstractmethod
@@ -113,20 +126,29 @@ class Box(_Region):
     dimension: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {} if self.dimension is None else {"dimension": integer("dimension", self.dimension)}
+        sizes = (
+            {} if self.dimension is None else {"dimension": integer("dimension", self.dimension)}
+        )
         for name in ("low", "high"):
             given = getattr(self, name)
-            bound = real_vector(name, given) if isinstance(given, Tensor) else finite_number(name, given)
+            bound = (
+                real_vector(name, given)
+                if isinstance(given, Tensor)
+                else finite_number(name, given)
+            )
             if isinstance(bound, Tensor):
                 sizes[name] = len(bound)
             object.__setattr__(self, name, bound)
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"low, high and dimension must agree, got {sizes}; give vectors of one length")
+            raise ValueError(
+                f"low, high and dimension must agree, got {sizes}; give vectors of one length"
+            )
         object.__setattr__(self, "dimension", next(iter(sizes.values()), None))
         low, high = self._corners()
         if bool((low > high).any()) or bool((low == high).all()):
             raise ValueError(
-                f"low must not exceed high, and be below it somewhere, got low={self.low!r}, high={self.high!r}; swap them?"
+                f"low must not exceed high, and be below it somewhere, got low={self.low!r}, "
+                f"high={self.high!r}; swap them?"
             )
 
     @property
@@ -137,7 +159,10 @@ class Box(_Region):
             ValueError: If the box lies between two numbers and has no ``dimension``.
         """
         if self.dimension is None:
-            raise ValueError("dimension must be given for the diameter of a Box whose bounds are numbers; pass dimension=d")
+            raise ValueError(
+                "dimension must be given for the diameter of a Box whose bounds are numbers; pass "
+                "dimension=d"
+            )
         low, high = self._corners()
         return float(torch.linalg.vector_norm((high - low).expand(self.dimension)))
 
@@ -147,7 +172,9 @@ class Box(_Region):
 
     def _corners(self) -> tuple[Tensor, Tensor]:
         """Returns both bounds as tensors, (d,) or ()."""
-        return torch.as_tensor(self.low, dtype=torch.float64), torch.as_tensor(self.high, dtype=torch.float64)
+        return torch.as_tensor(self.low, dtype=torch.float64), torch.as_tensor(
+            self.high, dtype=torch.float64
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +192,9 @@ class Projection(_Region):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise ValueError(f"function must be a callable from a point to its projection, got {self.function!r}")
+            raise ValueError(
+                f"function must be a callable from a point to its projection, got {self.function!r}"
+            )
         object.__setattr__(self, "diameter", positive("diameter", self.diameter))
 
     def _nearest(self, theta: Tensor) -> Tensor:
@@ -178,25 +207,36 @@ def as_constraint(value: Any, diameter: float | None = None) -> Constraint:
     """Returns the constraint itself, or a projection function as a constraint.
 
     Args:
-        value: A :class:`Constraint`, which is returned as it is, or a callable from θ (d,) to its projection (d,).
-        diameter: The set's diameter (or an upper bound on it), for a callable, which does not tell. An object keeps its own.
+        value: A :class:`Constraint`, which is returned as it is, or a callable from θ (d,) to its
+            projection (d,).
+        diameter: The set's diameter (or an upper bound on it), for a callable, which does not tell.
+            An object keeps its own.
 
     Raises:
         ValueError: It is neither, or has no diameter.
     """
-    # Not isinstance(value, Constraint): a class has these members, too, and a Box's diameter may raise.
+    # Not isinstance(value, Constraint): a class has these members, too, and a Box's diameter may
+    # raise.
     if not isinstance(value, type) and hasattr(type(value), "project"):
-        if not hasattr(type(value), "diameter") and "diameter" not in getattr(value, "__dict__", {}):
-            raise ValueError(f"constraint must have a diameter besides project, got {value!r}; add the attribute")
+        if not hasattr(type(value), "diameter") and "diameter" not in getattr(
+            value, "__dict__", {}
+        ):
+            raise ValueError(
+                f"constraint must have a diameter besides project, got {value!r}; add the attribute"
+            )
         positive("constraint.diameter", value.diameter)
         known: Constraint = value
         return known
     if isinstance(value, type) or not callable(value):
         raise ValueError(
-            f"constraint must be an L2Ball, a Box, an object with project(theta) and diameter, or a callable, got {value!r}"
+            "constraint must be an L2Ball, a Box, an object with project(theta) and diameter, or "
+            f"a callable, got {value!r}"
         )
     if diameter is None:
-        raise ValueError("diameter must be given when the constraint is a callable, which does not tell it; pass diameter=...")
+        raise ValueError(
+            "diameter must be given when the constraint is a callable, which does not tell it; "
+            "pass diameter=..."
+        )
     return Projection(value, diameter)
 
 

@@ -52,7 +52,8 @@ def sgd_bound(
 ) -> float:
     """Returns an upper bound on the expected excess loss of the average of T projected subgradient steps (SCO Lemma 4.2).
 
-    D²/(2ηT) + ηL_G²/2, and ‖bias‖·diameter for gradients that are not quite unbiased: ⟨bias, θ_t − θ*⟩ in every step.
+    D²/(2ηT) + ηL_G²/2, and ‖bias‖·diameter for gradients that are not quite unbiased: ⟨bias, θ_t −
+    θ*⟩ in every step.
     """
     return distance**2 / (2 * step_size * rounds) + step_size * second_moment / 2 + bias * diameter
 
@@ -90,7 +91,9 @@ class DescentBound:
         oracle, users = self.oracle, self.num_users
         width = 2 * oracle.lipschitz / self.granularity
         root = width * math.sqrt(oracle.dimension)
-        pace = 2 * step_size * (oracle.lipschitz / users + oracle.bias) + step_size**2 * root * smoothness / (2 * users)
+        pace = 2 * step_size * (
+            oracle.lipschitz / users + oracle.bias
+        ) + step_size**2 * root * smoothness / (2 * users)
         spread = step_size**2 * (root**2 / (2 * users**2) + 2 * root * oracle.bias / users)
         return oracle.lipschitz * (pace * self.rounds / 2 + 2 / 3 * math.sqrt(spread * self.rounds))
 
@@ -115,14 +118,22 @@ class DescentBound:
         def slope(step: float) -> float:
             beta = 2 / step if smoothness is None else smoothness
             rough = self.oracle.lipschitz**2 / 4 if smoothness is None else 0.0
-            return self.oracle.second_moment(self.num_users) / 2 + self.drift(step, beta) / step + rough
+            return (
+                self.oracle.second_moment(self.num_users) / 2
+                + self.drift(step, beta) / step
+                + rough
+            )
 
         if smoothness is None:  # the drift is then proportional to η
             return math.sqrt(start / slope(1.0))
         step = 2 / smoothness
-        first = math.sqrt(start / slope(1e-12 * step))  # the slope grows with η: the best step is no longer than this
+        first = math.sqrt(
+            start / slope(1e-12 * step)
+        )  # the slope grows with η: the best step is no longer than this
         best = minimize_scalar(
-            lambda log_step: start / math.exp(log_step) + math.exp(log_step) * slope(math.exp(log_step)),
+            lambda log_step: (
+                start / math.exp(log_step) + math.exp(log_step) * slope(math.exp(log_step))
+            ),
             bounds=(math.log(min(first, step)) - 12, math.log(min(first, step))),
             method="bounded",
             options={"xatol": 1e-6},
@@ -133,7 +144,10 @@ class DescentBound:
 def descent_candidates(oracle: Oracle, *, num_users: int) -> list[int]:
     """Returns numbers of rounds to try: powers of two up to T = min(n, (n/s)²) of Lemma B.6, s of one round, and T itself.
 
-    None is above :data:`MOST_ROUNDS`: the theorem takes up to n rounds, each a gradient of every user.
+    None is above :data:`MOST_ROUNDS`: the theorem takes up to n rounds, each a gradient of every
+    user.
     """
-    most = clamp(min(num_users, (num_users / max(oracle.ratio, 1e-150)) ** 2), min(num_users, MOST_ROUNDS))
+    most = clamp(
+        min(num_users, (num_users / max(oracle.ratio, 1e-150)) ** 2), min(num_users, MOST_ROUNDS)
+    )
     return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]

@@ -1,6 +1,7 @@
 """``shuffle_sgd``, in which every user takes part in one round, and ``shuffle_gradient_descent``, in which all do in all.
 
-Algorithms 3 and 5, Theorems 4.1 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
+Algorithms 3 and 5, Theorems 4.1 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex
+optimisation (SCO).
 """
 
 from __future__ import annotations
@@ -31,22 +32,26 @@ def shuffle_sgd(
         problem: What is to be minimised; it need not be smooth.
         budget: What may be revealed.
         batch_size: b, users per round; by default the proved bound's best.
-        step_size: η; by default the proved bound's best. Practical steps begin with it, by default with D/max(L, √T·σ), σ² the
-            noise's mean square on a mean gradient, and at most 1/β where ``problem.smoothness`` is β.
-        steps: ``"proved"``, equal ones with a proved excess loss, whose answer is the mean of the iterates; or
-            ``"practical"``, longer ones that fall to 0, whose answer is the last iterate and mostly has less loss
-            by the same messages: privacy is the same, and nothing else is proved.
+        step_size: η; by default the proved bound's best. Practical steps begin with it, by default
+            with D/max(L, √T·σ), σ² the noise's mean square on a mean gradient, and at most 1/β
+            where ``problem.smoothness`` is β.
+        steps: ``"proved"``, equal ones with a proved excess loss, whose answer is the mean of the
+            iterates; or ``"practical"``, longer ones that fall to 0, whose answer is the last
+            iterate and mostly has less loss by the same messages: privacy is the same, and nothing
+            else is proved.
 
     Returns:
-        The estimate. Users beyond the last whole batch are not used; ``privacy.num_users`` says how many were.
+        The estimate. Users beyond the last whole batch are not used; ``privacy.num_users`` says how
+        many were.
 
     Raises:
         ValueError: If an argument is out of range, or a gradient is too long (without ``clip``).
 
     Formal Guarantees:
-        (ε, δ)-DP under replacement of one user's value, for every data set, against whoever sees all shuffled messages and the
-        estimate: each user is in one round, which is (ε, δ)-DP whatever the rounds before it said. Excess loss: D²/(2ηT) +
-        ηL_G²/2 (Lemma 4.2). SCO Algorithm 3 prints θ + ηg; descent is θ − ηg. Theorem 4.1 has an L too much in η.
+        (ε, δ)-DP under replacement of one user's value, for every data set, against whoever sees
+        all shuffled messages and the estimate: each user is in one round, which is (ε, δ)-DP
+        whatever the rounds before it said. Excess loss: D²/(2ηT) + ηL_G²/2 (Lemma 4.2). SCO
+        Algorithm 3 prints θ + ηg; descent is θ − ηg. Theorem 4.1 has an L too much in η.
     """
     return SGD(problem, budget, batch_size=batch_size, step_size=step_size, steps=steps).solve()
 
@@ -62,26 +67,31 @@ def shuffle_gradient_descent(
     """Minimises users' mean loss by projected gradient descent on all of them, the sums by a shuffle protocol.
 
     Args:
-        problem: What is to be minimised: directly if ``problem.smoothness`` is known (Lemma B.6), else smoothed (Theorem 4.9).
-        budget: What may be revealed by all rounds together: with ``calibration="tight"`` they are composed exactly, with
-            ``"published"`` by Algorithm 5's advanced composition.
-        rounds: T; each costs a gradient of every user. By default the proved bound's best of at most 256; with many users more
-            rounds would prove less excess loss (up to n of them), and seldom have less.
-        step_size: η; by default the proved bound's best. Practical steps begin with it, by default with D/max(L, √T·σ), σ² the
-            noise's mean square on a mean gradient, and at most 1/β where ``problem.smoothness`` is β.
-        steps: ``"proved"``, equal ones with a proved excess loss, whose answer is the mean of the iterates; or
-            ``"practical"``, longer ones that fall to 0, whose answer is the last iterate and mostly has less loss
-            by the same messages: privacy is the same, and nothing else is proved.
+        problem: What is to be minimised: directly if ``problem.smoothness`` is known (Lemma B.6),
+            else smoothed (Theorem 4.9).
+        budget: What may be revealed by all rounds together: with ``calibration="tight"`` they are
+            composed exactly, with ``"published"`` by Algorithm 5's advanced composition.
+        rounds: T; each costs a gradient of every user. By default the proved bound's best of at
+            most 256; with many users more rounds would prove less excess loss (up to n of them),
+            and seldom have less.
+        step_size: η; by default the proved bound's best. Practical steps begin with it, by default
+            with D/max(L, √T·σ), σ² the noise's mean square on a mean gradient, and at most 1/β
+            where ``problem.smoothness`` is β.
+        steps: ``"proved"``, equal ones with a proved excess loss, whose answer is the mean of the
+            iterates; or ``"practical"``, longer ones that fall to 0, whose answer is the last
+            iterate and mostly has less loss by the same messages: privacy is the same, and nothing
+            else is proved.
 
     Returns:
-        The estimate; its excess loss is :class:`~opacus_shuffle.sco.descent_bound.DescentBound`'s (plus L²/(2β) if smoothed).
+        The estimate; its excess loss is :class:`~opacus_shuffle.sco.descent_bound.DescentBound`'s
+        (plus L²/(2β) if smoothed).
 
     Raises:
         ValueError: If an argument is out of range, or a gradient is too long (without ``clip``).
 
     Formal Guarantees:
-        (ε, δ)-DP under replacement of one user's value, for every data set, against whoever sees all messages of all rounds.
-        SCO Algorithm 5 prints θ + ηg; descent is θ − ηg.
+        (ε, δ)-DP under replacement of one user's value, for every data set, against whoever sees
+        all messages of all rounds. SCO Algorithm 5 prints θ + ηg; descent is θ − ηg.
     """
     return GradientDescent(problem, budget, rounds=rounds, step_size=step_size, steps=steps).solve()
 
@@ -116,12 +126,15 @@ class SGD(Solver):
     def _practical(self, batch_size: int, rounds: int, start: Start) -> Plan:
         """Returns steps that nothing is proved of: the longest that neither a gradient nor all the noise leads far astray.
 
-        One gradient moves the iterate by no more than the distance to the minimiser, all rounds' noise together by about that,
-        before it falls. The bound's steps are shorter, because its gradients may all be as long as the longest.
+        One gradient moves the iterate by no more than the distance to the minimiser, all rounds'
+        noise together by about that, before it falls. The bound's steps are shorter, because its
+        gradients may all be as long as the longest.
         """
         problem = self.problem
         variance = self.protocol(batch_size, rounds).variance / batch_size**2
-        longest = start.distance / max(problem.lipschitz, math.sqrt(rounds * problem.dimension * variance))
+        longest = start.distance / max(
+            problem.lipschitz, math.sqrt(rounds * problem.dimension * variance)
+        )
         if problem.smoothness is not None:
             longest = min(longest, 1 / problem.smoothness)
         first = self.step_size or longest
@@ -162,7 +175,9 @@ class GradientDescent(SGD):
                 return math.inf
             return math.inf if plan.bound is None else plan.bound + plan.gradients.smoothing_cost
 
-        candidates = descent_candidates(self.oracle(self.protocol(num_users, 1).variance), num_users=num_users)
+        candidates = descent_candidates(
+            self.oracle(self.protocol(num_users, 1).variance), num_users=num_users
+        )
         return num_users, min(candidates, key=value)
 
     def plan(self, batch_size: int, rounds: int, start: Start) -> Plan:
@@ -171,10 +186,14 @@ class GradientDescent(SGD):
             return self._practical(batch_size, rounds, start)
         return self._descent(batch_size, rounds, start, self.step_size)
 
-    def _descent(self, num_users: int, rounds: int, start: Start, step_size: float | None = None) -> Plan:
+    def _descent(
+        self, num_users: int, rounds: int, start: Start, step_size: float | None = None
+    ) -> Plan:
         """Returns the plan of equal steps, of this size or the best, with the smoothing that suits them."""
         problem, protocol = self.problem, self.protocol(num_users, rounds)
-        likely = problem.smooth_gradients(problem.lipschitz / start.distance)  # their error, if an envelope's
+        likely = problem.smooth_gradients(
+            problem.lipschitz / start.distance
+        )  # their error, if an envelope's
         proved = DescentBound(
             rounds=rounds,
             num_users=num_users,

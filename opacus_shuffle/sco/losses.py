@@ -1,7 +1,8 @@
 """Convex losses of a linear score: logistic, absolute, hinge and squared, with what theorems ask of them.
 
-Each is h(⟨θ, x⟩, y) with a convex *link* h, of θ (d,) and a batch of features (B, d) and targets (B,). If
-``|h′|`` ≤ l, ``|h″|`` ≤ m and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz and (m·R²)-smooth in θ.
+Each is h(⟨θ, x⟩, y) with a convex *link* h, of θ (d,) and a batch of features (B, d) and targets
+(B,). If ``|h′|`` ≤ l, ``|h″|`` ≤ m and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz and
+(m·R²)-smooth in θ.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ Function = Callable[[Tensor, Any], Tensor]
 class Link:
     """A convex function h(s, y) of a score s, elementwise over a batch, and what is known of it.
 
-    The functions are called on batches of one record, all at once by ``torch.func.vmap``, unless ``elementwise``
-    promises that they treat records one by one.
+    The functions are called on batches of one record, all at once by ``torch.func.vmap``, unless
+    ``elementwise`` promises that they treat records one by one.
 
     Args:
         name: For messages.
         value: h: scores (B,) and targets to (B,).
-        derivative: h′ in the score, any subgradient at a kink; by default by automatic differentiation of ``value``.
+        derivative: h′ in the score, any subgradient at a kink; by default by automatic
+            differentiation of ``value``.
         lipschitz: The largest ``|h′|``; None if unbounded or unknown.
-        coefficient: For a closed form of the proximal point: from scores s, targets and κ > 0 (all (B,)) to the a with
-            a ∈ ∂h(s − κa). By default it is found by bisection.
+        coefficient: For a closed form of the proximal point: from scores s, targets and κ > 0 (all
+            (B,)) to the a with a ∈ ∂h(s − κa). By default it is found by bisection.
         signed: Whether targets must be −1 or +1.
-        elementwise: Your promise that ``value``, ``derivative`` and ``coefficient`` compute each record's answer from that
-            record alone. They are then called on whole batches. The privacy guarantee rests on it, and nothing checks it.
+        elementwise: Your promise that ``value``, ``derivative`` and ``coefficient`` compute each
+            record's answer from that record alone. They are then called on whole batches. The
+            privacy guarantee rests on it, and nothing checks it.
     """
 
     name: str
@@ -55,9 +58,13 @@ class Link:
         for name in ("value", "derivative", "coefficient"):
             function = getattr(self, name)
             if not callable(function) and (function is not None or name == "value"):
-                raise ValueError(f"{name} must be a callable of scores and targets, got {function!r}")
+                raise ValueError(
+                    f"{name} must be a callable of scores and targets, got {function!r}"
+                )
             if function is not None and not self.elementwise:
-                object.__setattr__(self, name, each_record(function, f"link {self.name}'s {name}", remedy))
+                object.__setattr__(
+                    self, name, each_record(function, f"link {self.name}'s {name}", remedy)
+                )
         if self.derivative is None:
             object.__setattr__(self, "derivative", self._differentiate)
         if self.lipschitz is not None:
@@ -65,8 +72,13 @@ class Link:
 
     def check(self, targets: Any) -> None:
         """Refuses labels that are not −1 or +1, for which hinge and logistic losses are silently wrong."""
-        if self.signed and not (isinstance(targets, Tensor) and targets.ndim == 1 and bool((targets.abs() == 1).all())):
-            raise ValueError(f"y must hold -1 and +1 only, in shape (B,), for the {self.name} loss; use 2 * y - 1 for 0 and 1")
+        if self.signed and not (
+            isinstance(targets, Tensor) and targets.ndim == 1 and bool((targets.abs() == 1).all())
+        ):
+            raise ValueError(
+                f"y must hold -1 and +1 only, in shape (B,), for the {self.name} loss; use 2 * y - "
+                "1 for 0 and 1"
+            )
 
     def _differentiate(self, scores: Tensor, targets: Any) -> Tensor:
         """Returns h′ by one backward pass: the sum's gradient, since h is elementwise."""
@@ -75,7 +87,8 @@ class Link:
             values = self.value(variable, targets)
             if values.shape != scores.shape or not values.requires_grad:
                 raise ValueError(
-                    f"link must map scores {tuple(scores.shape)} to as many values by differentiable operations, "
+                    f"link must map scores {tuple(scores.shape)} to as many values by "
+                    "differentiable operations, "
                     f"got shape {tuple(values.shape)}"
                 )
             return torch.autograd.grad(values.sum(), variable)[0]

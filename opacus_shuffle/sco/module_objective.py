@@ -20,19 +20,20 @@ from opacus_shuffle.sco.records import batch_of_one, map_data, one_loss, refuse_
 class ModuleObjective(RecordObjective):
     """The losses ``criterion(module(inputs), targets)`` of single records.
 
-    Gradients come from ``torch.func``, which runs the module on one record at a time: each depends on that record
-    alone, whatever the module does with a batch. The module is copied, and stays as it is until :meth:`load` writes a
-    θ into it. A batch is ``(inputs, targets)``; inputs may be a tensor, a tuple of positional or a dict of keyword
-    arguments. Floating-point data take the precision and device of the parameters; θ and gradients stay in double
-    precision, on the CPU. (A network's losses are rarely convex: privacy does not ask, but the theorems' loss bounds
-    do.)
+    Gradients come from ``torch.func``, which runs the module on one record at a time: each depends
+    on that record alone, whatever the module does with a batch. The module is copied, and stays as
+    it is until :meth:`load` writes a θ into it. A batch is ``(inputs, targets)``; inputs may be a
+    tensor, a tuple of positional or a dict of keyword arguments. Floating-point data take the
+    precision and device of the parameters; θ and gradients stay in double precision, on the CPU. (A
+    network's losses are rarely convex: privacy does not ask, but the theorems' loss bounds do.)
 
     Args:
-        module: Any that Opacus accepts and ``torch.func`` can differentiate; a ``GradSampleModule`` is taken for the
-            module that it wraps. Layers that mix records (BatchNorm) are refused, and so are, when gradients are
-            first asked for, dropouts in training mode: the theorems need one fixed loss per record, so switch them
-            off (p = 0, or ``module.eval()``).
-        criterion: From outputs and targets to a loss; called on batches of one, so its reduction does not matter.
+        module: Any that Opacus accepts and ``torch.func`` can differentiate; a ``GradSampleModule``
+            is taken for the module that it wraps. Layers that mix records (BatchNorm) are refused,
+            and so are, when gradients are first asked for, dropouts in training mode: the theorems
+            need one fixed loss per record, so switch them off (p = 0, or ``module.eval()``).
+        criterion: From outputs and targets to a loss; called on batches of one, so its reduction
+            does not matter.
 
     Attributes:
         dimension: The number of trainable parameters.
@@ -48,7 +49,9 @@ class ModuleObjective(RecordObjective):
     def __init__(self, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         instance_of("module", module, (nn.Module,))
         if not callable(criterion):
-            raise ValueError(f"criterion must be a callable criterion(outputs, targets), got {criterion!r}")
+            raise ValueError(
+                f"criterion must be a callable criterion(outputs, targets), got {criterion!r}"
+            )
         self._criterion = criterion
         # The copy first: taking the hooks off the original would end the run that it may be in.
         inner: Any = copy.deepcopy(module)
@@ -56,10 +59,15 @@ class ModuleObjective(RecordObjective):
             inner, module = inner.to_standard_module(), wrapped_network(module)
         elif hasattr(module, "autograd_grad_sample_hooks"):
             raise ValueError(
-                "module must not carry Opacus's hooks unless as a GradSampleModule; pass the wrapper, or call its cleanup()"
+                "module must not carry Opacus's hooks unless as a GradSampleModule; pass the "
+                "wrapper, or call its cleanup()"
             )
         self._module, self._copy = module, inner
-        own = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        own = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        ]
         if not own:
             raise ValueError("module must have a trainable parameter, got none; set requires_grad")
         self.names = [name for name, _ in own]
@@ -72,7 +80,9 @@ class ModuleObjective(RecordObjective):
     def initial(self) -> Tensor:
         """The module's parameters as they are now, (d,), double precision."""
         own = [self._module.get_parameter(name) for name in self.names]
-        return torch.cat([parameter.detach().to("cpu", torch.float64).reshape(-1) for parameter in own])
+        return torch.cat(
+            [parameter.detach().to("cpu", torch.float64).reshape(-1) for parameter in own]
+        )
 
     def load(self, theta: Tensor) -> nn.Module:
         """Writes a point into the module.
@@ -110,7 +120,10 @@ class ModuleObjective(RecordObjective):
         before = [(id(buffer), buffer._version) for buffer in self._copy.buffers()]
         losses, gradients = super()._evaluate(theta, batch)
         if before != [(id(buffer), buffer._version) for buffer in self._copy.buffers()]:
-            raise ValueError("module must leave its buffers alone, got one that changes them, so that records mix; call eval()")
+            raise ValueError(
+                "module must leave its buffers alone, got one that changes them, so that records "
+                "mix; call eval()"
+            )
         return losses.detach(), gradients.detach()
 
     def _one(self, theta: Tensor, record: Any) -> Tensor:
@@ -118,22 +131,35 @@ class ModuleObjective(RecordObjective):
         pieces = zip(self.names, self._pieces(theta), self._parameters, strict=True)
         values = {name: piece.to(own.device, own.dtype) for name, piece, own in pieces}
         by_name = inputs if isinstance(inputs, dict) else {}
-        by_position = () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, list) else inputs
+        by_position = (
+            ()
+            if isinstance(inputs, dict)
+            else tuple(inputs)
+            if isinstance(inputs, list)
+            else inputs
+        )
         outputs = torch.func.functional_call(self._copy, values, by_position, by_name)
         return one_loss(self._criterion(outputs, targets), "criterion")
 
 
 def _check(module: nn.Module) -> None:
     """Refuses networks without per-record gradients, by Opacus's rules and ours."""
-    errors = ModuleValidator.validate(copy.deepcopy(module).train(), strict=False)  # it refuses evaluation mode alone
+    errors = ModuleValidator.validate(
+        copy.deepcopy(module).train(), strict=False
+    )  # it refuses evaluation mode alone
     mixing = [
         name or "the module itself"
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or not layer.track_running_stats)
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        and (layer.training or not layer.track_running_stats)
     ]
     if errors or mixing:
-        reasons = "; ".join([str(error) for error in errors] + [f"{name} mixes the records of a batch" for name in mixing])
+        reasons = "; ".join(
+            [str(error) for error in errors]
+            + [f"{name} mixes the records of a batch" for name in mixing]
+        )
         raise ValueError(
-            f"module must have per-record gradients, but: {reasons}; opacus.validators.ModuleValidator.fix may help"
+            f"module must have per-record gradients, but: {reasons}; "
+            "opacus.validators.ModuleValidator.fix may help"
         )
     refuse_broken_attention(module)

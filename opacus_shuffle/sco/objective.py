@@ -28,13 +28,14 @@ Loss = Callable[[Tensor, Any], Tensor]
 class Objective(ABC):
     """The losses of single records at a point θ, and their gradients.
 
-    Subclasses write ``_evaluate``. Data are a tensor, or a tuple, list or dict of such (nested as you like), all with one
-    leading dimension: the users. Floating-point data are converted to double precision, which θ and the gradients have.
+    Subclasses write ``_evaluate``. Data are a tensor, or a tuple, list or dict of such (nested as
+    you like), all with one leading dimension: the users. Floating-point data are converted to
+    double precision, which θ and the gradients have.
 
     Attributes:
         dimension: d, of θ.
-        chunk_size: How many records are worked on at once, which bounds the memory used beside the result; set
-            it lower for losses that need much.
+        chunk_size: How many records are worked on at once, which bounds the memory used beside the
+            result; set it lower for losses that need much.
         rounding: The relative error of the arithmetic that losses are computed in.
     """
 
@@ -47,17 +48,20 @@ class Objective(ABC):
         """Returns the objective of a function of θ and a batch.
 
         Args:
-            loss: From θ (d,) and a batch to the records' losses, of shape (B,), or for a batch of one a number. It is called
-                on batches of one, so that it cannot mix records, all at once by ``torch.func.vmap``: write it
-                with PyTorch operations, and no ``item()``. The losses of :mod:`opacus_shuffle.sco.losses` are
-                recognised, and faster.
+            loss: From θ (d,) and a batch to the records' losses, of shape (B,), or for a batch of
+                one a number. It is called on batches of one, so that it cannot mix records, all at
+                once by ``torch.func.vmap``: write it with PyTorch operations, and no ``item()``.
+                The losses of :mod:`opacus_shuffle.sco.losses` are recognised, and faster.
             dimension: d.
 
         Raises:
             ValueError: The loss cannot be called.
         """
         if isinstance(loss, type) or not callable(loss):
-            raise ValueError(f"loss must be a callable loss(theta, batch) that returns one loss per record, got {loss!r}")
+            raise ValueError(
+                "loss must be a callable loss(theta, batch) that returns one loss per record, got "
+                f"{loss!r}"
+            )
         if isinstance(loss, LinearLoss):
             return LinearObjective(loss.link, dimension=dimension)
         return _LossObjective(loss, dimension=dimension)
@@ -98,12 +102,19 @@ class Objective(ABC):
         """Yields the point and the records, in parts of at most ``chunk_size`` records."""
         count = number_of_users(batch)
         shapes = [(self.dimension,), (count, self.dimension)]
-        if not isinstance(theta, Tensor) or tuple(theta.shape) not in shapes or not theta.is_floating_point():
+        if (
+            not isinstance(theta, Tensor)
+            or tuple(theta.shape) not in shapes
+            or not theta.is_floating_point()
+        ):
             raise ValueError(
-                f"theta must be a floating-point tensor of shape {shapes[0]} or {shapes[1]}, got {described(theta)}"
+                f"theta must be a floating-point tensor of shape {shapes[0]} or {shapes[1]}, got "
+                f"{described(theta)}"
             )
         if not bool(torch.isfinite(theta).all()):
-            raise ValueError("theta must be finite, got NaN or infinite entries; take smaller steps")
+            raise ValueError(
+                "theta must be finite, got NaN or infinite entries; take smaller steps"
+            )
         theta = theta.detach().to("cpu", torch.float64)
         batch = self._prepare(batch)
         for start in range(0, count, self.chunk_size):
@@ -134,12 +145,21 @@ class LinearObjective(Objective):
 
     def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Returns ⟨θ, x⟩ (B,), the features and the targets of a batch, and refuses one that is no such pair."""
-        if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[0], Tensor):
+        if (
+            not isinstance(batch, tuple | list)
+            or len(batch) != 2
+            or not isinstance(batch[0], Tensor)
+        ):
             raise ValueError("batch must be a pair (x, y) for a generalised linear loss")
         features, targets = batch
-        if features.ndim != 2 or features.shape[1] != self.dimension or not features.is_floating_point():
+        if (
+            features.ndim != 2
+            or features.shape[1] != self.dimension
+            or not features.is_floating_point()
+        ):
             raise ValueError(
-                f"x must be a floating-point tensor of shape (B, {self.dimension}), got {described(features)}; the "
+                f"x must be a floating-point tensor of shape (B, {self.dimension}), got "
+                f"{described(features)}; the "
                 "second is the dimension of theta"
             )
         self.link.check(targets)
@@ -168,7 +188,9 @@ class RecordObjective(Objective):
         """Returns one record's loss, a number, at θ (d,)."""
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0))
+        both = torch.func.vmap(
+            torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0)
+        )
         with vectorised(self.what, self.remedy):
             gradients, losses = both(theta, batch)
         return losses, gradients
@@ -192,7 +214,8 @@ def elementwise(values: Tensor, scores: Tensor) -> Tensor:
     """Returns a link's values, and refuses all but one per record: targets of shape (B, 1) would give a table."""
     if values.shape != scores.shape:
         raise ValueError(
-            f"link must give one value per record, {tuple(scores.shape)}, got {tuple(values.shape)}; targets are of shape (B,)"
+            f"link must give one value per record, {tuple(scores.shape)}, got "
+            f"{tuple(values.shape)}; targets are of shape (B,)"
         )
     return values
 
@@ -203,7 +226,9 @@ def _finite(what: str, chunks: list[Tensor], empty: tuple[int, ...]) -> Tensor:
     whole = whole.detach().to("cpu", torch.float64)
     if not bool(whole.isfinite().all()):  # not which, nor how many: a message may be published
         raise ValueError(
-            f"{what} must be finite, got NaN or infinity among them: look for divisions by zero, logarithms of zero and "
-            "overflow in the loss, or for such values in the data; clip=True lets such records report zero"
+            f"{what} must be finite, got NaN or infinity among them: look for divisions by zero, "
+            "logarithms of zero and "
+            "overflow in the loss, or for such values in the data; clip=True lets such records "
+            "report zero"
         )
     return whole

@@ -1,8 +1,8 @@
 """Users' records, and functions that are called on one of them at a time.
 
-Records are a tensor, or a tuple, list or dict of such, all with one leading dimension, the users. What users write for
-batches is vectorised by ``torch.func.vmap``, so that nothing in it can mix records; what vmap cannot run (branches on
-values, random numbers) is refused.
+Records are a tensor, or a tuple, list or dict of such, all with one leading dimension, the users.
+What users write for batches is vectorised by ``torch.func.vmap``, so that nothing in it can mix
+records; what vmap cannot run (branches on values, random numbers) is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def number_of_users(data: Any) -> int:
         raise ValueError("data must have the users as first dimension, got a tensor of shape ()")
     sizes = [shape[0] for shape in shapes]
     if not sizes or len(set(sizes)) > 1:
-        raise ValueError(f"data must hold tensors with one leading dimension, the users, got {sizes or 'no tensor'}")
+        raise ValueError(
+            "data must hold tensors with one leading dimension, the users, got "
+            f"{sizes or 'no tensor'}"
+        )
     return sizes[0]
 
 
@@ -52,7 +55,11 @@ def map_data(function: Callable[[Tensor], Any], data: Any) -> Any:
 
 def described(value: Any) -> str:
     """Returns what a value is, for messages: a tensor's type and shape, or the type of anything else."""
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"{value.dtype} of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )
 
 
 def as_double(x: Tensor) -> Tensor:
@@ -66,18 +73,24 @@ def real_vector(name: str, value: Any, size: int | None = None) -> Tensor:
     if vector.ndim != 1 or not len(vector) or size not in (None, len(vector)):
         raise ValueError(f"{name} must have shape ({size or 'd'},), got {tuple(vector.shape)}")
     if not bool(vector.isfinite().all()):
-        raise ValueError(f"{name} must hold {len(vector)} finite numbers, got NaN or infinity in it")
+        raise ValueError(
+            f"{name} must hold {len(vector)} finite numbers, got NaN or infinity in it"
+        )
     return vector.to("cpu", torch.float64).clone()
 
 
 def refuse_unless_finite(subject: str, value: Any, shape: tuple[int, ...]) -> None:
     """Refuses all but finite tensors of this shape; ``subject`` says who "must be" or "must return" one."""
     if not isinstance(value, Tensor) or value.shape != shape or not bool(value.isfinite().all()):
-        seen = described(value) if getattr(value, "shape", None) != shape else "NaN or infinity in it"
+        seen = (
+            described(value) if getattr(value, "shape", None) != shape else "NaN or infinity in it"
+        )
         raise ValueError(f"{subject} a finite tensor of shape {tuple(shape)}, got {seen}")
 
 
-def each_record(function: Callable[..., Tensor], name: str, remedy: str = "") -> Callable[..., Tensor]:
+def each_record(
+    function: Callable[..., Tensor], name: str, remedy: str = ""
+) -> Callable[..., Tensor]:
     """Returns a function of batches that calls the given one on batches of one record.
 
     Args:
@@ -92,7 +105,8 @@ def each_record(function: Callable[..., Tensor], name: str, remedy: str = "") ->
         value: Any = function(*batch)
         if not isinstance(value, Tensor) or value.shape != batch[0].shape:
             raise ValueError(
-                f"{name} must return a tensor of shape {tuple(batch[0].shape)} for a batch of one record, got "
+                f"{name} must return a tensor of shape {tuple(batch[0].shape)} for a batch of one "
+                "record, got "
                 f"{described(value)}"
             )
         return value[0]
@@ -118,10 +132,12 @@ def vectorised(name: str, remedy: str = "") -> Iterator[None]:
         said = str(error).splitlines()[0]
         if "randomness" in said:
             raise ValueError(
-                f"{name} must not draw random numbers, got one that does; take them out (dropout: p=0, or eval())"
+                f"{name} must not draw random numbers, got one that does; take them out (dropout: "
+                "p=0, or eval())"
             ) from error
         raise ValueError(
-            f"{name} must run under torch.func.vmap on one record at a time, but PyTorch says: {said[:200]}; write it with "
+            f"{name} must run under torch.func.vmap on one record at a time, but PyTorch says: "
+            f"{said[:200]}; write it with "
             f"PyTorch operations and no branches on values{remedy}"
         ) from error
 
@@ -135,7 +151,8 @@ def one_loss(value: Any, name: str) -> Tensor:
     """Returns the loss of a batch of one as a number, and refuses anything else."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ValueError(
-            f"{name} must return one loss per record (it is called with one record at a time), got {described(value)}: sum or "
+            f"{name} must return one loss per record (it is called with one record at a time), got "
+            f"{described(value)}: sum or "
             "average over everything but the records, with reduction='sum' or 'mean' say"
         )
     return value.reshape(())

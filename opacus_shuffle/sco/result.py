@@ -20,15 +20,17 @@ class Estimate:
     Attributes:
         theta: The estimate, float64, shape (d,).
         privacy: What the run reveals, to whom.
-        history: Every round's norm of the noisy mean gradient; it is computed from shuffled messages alone, so that it
-            may be published.
+        history: Every round's norm of the noisy mean gradient; it is computed from shuffled
+            messages alone, so that it may be published.
         choices: What was used: batch size, step size, smoothness, …
-        excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of a fresh user, the
-            expectation is over users and randomness, and the minimum is over the constraint set. Proved if all users follow the
-            protocol and are independent with one distribution, every user's loss is convex, and Lipschitz and smooth as stated,
-            and ``diameter``, where given, is at least the distance from the start to a minimiser. It never depends on the data:
-            it reveals nothing, nor notices when this fails (a ``clip=True`` that cuts, say). None where nothing is proved:
-            steps that are too long, or practical.
+        excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of
+            a fresh user, the expectation is over users and randomness, and the minimum is over the
+            constraint set. Proved if all users follow the protocol and are independent with one
+            distribution, every user's loss is convex, and Lipschitz and smooth as stated, and
+            ``diameter``, where given, is at least the distance from the start to a minimiser. It
+            never depends on the data: it reveals nothing, nor notices when this fails (a
+            ``clip=True`` that cuts, say). None where nothing is proved: steps that are too long, or
+            practical.
     """
 
     theta: Tensor
@@ -43,12 +45,12 @@ class Estimate:
             quality = "excess loss: nothing is proved for these settings"
         else:
             quality = (
-                f"expected excess loss at most {round_up(self.excess_loss_bound)} (users independent with one distribution; "
+                f"expected excess loss at most {round_up(self.excess_loss_bound)} (users "
+                "independent with one distribution; "
                 "loss convex and as Lipschitz and smooth as stated)"
             )
-        return (
-            f"estimate of {self.theta.numel()} parameters after {len(self.history)} rounds\n{used}\n{quality}\n{self.privacy}"
-        )
+        counted = f"estimate of {self.theta.numel()} parameters after {len(self.history)} rounds"
+        return f"{counted}\n{used}\n{quality}\n{self.privacy}"
 
 
 def _short(value: Any) -> str:

@@ -68,7 +68,9 @@ class Solver(ABC):
         self.step_size = None if step_size is None else positive("step_size", step_size)
         self.steps: str = one_of("steps", steps, ("proved", "practical"))
         self.history: list[float] = []
-        self._protocol = functools.cache(functools.partial(ShuffleVectorSum, **dataclasses.asdict(budget)))
+        self._protocol = functools.cache(
+            functools.partial(ShuffleVectorSum, **dataclasses.asdict(budget))
+        )
 
     @abstractmethod
     def schedule(self, num_users: int, start: Start) -> tuple[int, int]:
@@ -91,7 +93,8 @@ class Solver(ABC):
         """Runs a phase on these users, who have not taken part before."""
         size, rounds = self.schedule(len(users), start)
         plan = self.plan(size, rounds, start)
-        # Unless everyone is in every round no two rounds share a user: on that rests what a sequential run promises.
+        # Unless everyone is in every round no two rounds share a user: on that rests what a
+        # sequential run promises.
         full = self.interaction == "full"
         groups = [users] * rounds if full else list(torch.split(users[: size * rounds], size))
         self.history, often = [], rounds if full else 1
@@ -102,7 +105,9 @@ class Solver(ABC):
             rounds=rounds,
             rounds_per_user=often,
             num_users=size if full else size * rounds,
-            bits_per_user=None if self.interaction == "pan" else often * self.protocol(size, rounds).bits_per_user,
+            bits_per_user=None
+            if self.interaction == "pan"
+            else often * self.protocol(size, rounds).bits_per_user,
         )
         used = {"algorithm": self.algorithm, **plan.choices}
         return Estimate(
@@ -115,11 +120,19 @@ class Solver(ABC):
 
     def _proved(self, plan: Plan) -> float | None:
         """Returns the excess loss that is proved, with what smoothing costs."""
-        return None if plan.bound is None else self.problem.capped(plan.bound + plan.gradients.smoothing_cost)
+        return (
+            None
+            if plan.bound is None
+            else self.problem.capped(plan.bound + plan.gradients.smoothing_cost)
+        )
 
     def batches(self, num_users: int, best: int) -> tuple[int, int]:
         """Returns the size of batches, as given or, if it is not, the best, and how many whole ones there are."""
-        size = best if self.batch_size is None else integer("batch_size", self.batch_size, maximum=num_users)
+        size = (
+            best
+            if self.batch_size is None
+            else integer("batch_size", self.batch_size, maximum=num_users)
+        )
         return size, num_users // size
 
     def order(self) -> Tensor:
@@ -133,20 +146,33 @@ class Solver(ABC):
     def oracle(self, variance: float, bias: float = 0.0) -> Oracle:
         """Returns what a round with this variance of its sum tells about a gradient."""
         problem = self.problem
-        return Oracle(lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance, bias=bias)
+        return Oracle(
+            lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance, bias=bias
+        )
 
     def protocol(self, num_users: int, rounds: int) -> ShuffleVectorSum:
         """Returns the protocol of each of a phase's rounds, of so many users; together they spend the budget."""
         rounds_per_user = rounds if self.interaction == "full" else 1
-        return self._protocol(num_users, self.problem.dimension, self.problem.lipschitz, rounds=rounds_per_user)
+        return self._protocol(
+            num_users, self.problem.dimension, self.problem.lipschitz, rounds=rounds_per_user
+        )
 
     def planned_variance(self) -> float:
         """Returns the variance per coordinate of a round's sum, before its number of users is known."""
         promised = dataclasses.asdict(self.budget)
-        honest_fraction = promised.pop("honest_fraction")  # the others' noise comes on top, hence the division
-        return noise_variance(dimension=self.problem.dimension, max_norm=self.problem.lipschitz, **promised) / honest_fraction
+        honest_fraction = promised.pop(
+            "honest_fraction"
+        )  # the others' noise comes on top, hence the division
+        return (
+            noise_variance(
+                dimension=self.problem.dimension, max_norm=self.problem.lipschitz, **promised
+            )
+            / honest_fraction
+        )
 
-    def mean_gradient(self, gradients: BoundedGradients, theta: Tensor, users: Tensor, rounds: int) -> Tensor:
+    def mean_gradient(
+        self, gradients: BoundedGradients, theta: Tensor, users: Tensor, rounds: int
+    ) -> Tensor:
         """Makes one of a phase's rounds: these users report their gradients, the protocol estimates the mean (d,)."""
         blocks = torch.split(users, max(1, _BLOCK // self.problem.dimension))
         rows = (gradients.rows(theta, take(self.problem.data, block)) for block in blocks)

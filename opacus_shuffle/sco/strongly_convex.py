@@ -1,7 +1,8 @@
 """``shuffle_strongly_convex``: phases on disjoint groups of users, each from where the last one ended.
 
-Theorems 4.8 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO): every phase starts nearer to the
-minimiser (``docs/proofs/20_accelerated_sgd.md``, Phases), and takes steps to suit.
+Theorems 4.8 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO):
+every phase starts nearer to the minimiser (``docs/proofs/20_accelerated_sgd.md``, Phases), and
+takes steps to suit.
 """
 
 from __future__ import annotations
@@ -42,18 +43,21 @@ def shuffle_strongly_convex(
     """Minimises users' mean loss, strongly convex, by phases of another method.
 
     Args:
-        problem: What is to be minimised; without a known smoothness every phase smooths the loss anew.
+        problem: What is to be minimised; without a known smoothness every phase smooths the loss
+            anew.
         budget: What the whole run may reveal.
         strong_convexity: λ: the mean loss less λ‖θ‖²/2 is convex on the set.
-        method: ``"accelerated"`` (Theorem 4.8), ``"gradient_descent"`` (Theorem 4.9; every user in every round of its phase) or
-            ``"pan_private"`` (Theorem C.3, 3 and 4; no shuffler, records in the order given).
+        method: ``"accelerated"`` (Theorem 4.8), ``"gradient_descent"`` (Theorem 4.9; every user in
+            every round of its phase) or ``"pan_private"`` (Theorem C.3, 3 and 4; no shuffler,
+            records in the order given).
         phases: k; by default the one with the least proved bound (:func:`best_number_of_phases`).
         rounds: T of each phase, for ``"gradient_descent"`` only.
         batch_size: b of each phase, for the other methods only.
 
     Returns:
-        The estimate. ``choices["phases"]`` holds each phase's own. Excess loss: the last phase's bound, whose distance is
-        D_1 = min(D, 2L/λ), D_{j+1} = min(diameter, 2L/λ, √(2·bound_j/λ)) (in mean square, which is all that the bounds need).
+        The estimate. ``choices["phases"]`` holds each phase's own. Excess loss: the last phase's
+        bound, whose distance is D_1 = min(D, 2L/λ), D_{j+1} = min(diameter, 2L/λ, √(2·bound_j/λ))
+        (in mean square, which is all that the bounds need).
 
     Raises:
         ValueError: If an argument is out of range, or a gradient is too long (without ``clip``).
@@ -63,28 +67,45 @@ def shuffle_strongly_convex(
     """
     one_of("method", method, METHODS)
     if rounds is not None and method != "gradient_descent":
-        raise ValueError(f"rounds goes with method='gradient_descent', got rounds={rounds!r} for {method!r}: pass batch_size")
+        raise ValueError(
+            f"rounds goes with method='gradient_descent', got rounds={rounds!r} for {method!r}: "
+            "pass batch_size"
+        )
     if batch_size is not None and method == "gradient_descent":
-        raise ValueError(f"batch_size goes with the other methods, got {batch_size!r} for 'gradient_descent': pass rounds")
+        raise ValueError(
+            f"batch_size goes with the other methods, got {batch_size!r} for 'gradient_descent': "
+            "pass rounds"
+        )
     solver = METHODS[method](problem, budget, rounds=rounds, batch_size=batch_size)
     convexity = positive("strong_convexity", strong_convexity)
     if problem.smoothness is not None and problem.smoothness < convexity:
-        raise ValueError(f"smoothness must be at least strong_convexity={convexity:g}, got {problem.smoothness!r}")
+        raise ValueError(
+            f"smoothness must be at least strong_convexity={convexity:g}, got "
+            f"{problem.smoothness!r}"
+        )
     if convexity > (most := 2 * problem.lipschitz / problem.diameter) * (1 + 1e-9):
         raise ValueError(
-            f"strong_convexity must not exceed 2 * lipschitz / diameter = {most:g} of the constraint set, got {convexity:g}: "
-            "no loss with gradients that short curves so much across that diameter; take a smaller one, a smaller set or a "
+            f"strong_convexity must not exceed 2 * lipschitz / diameter = {most:g} of the "
+            f"constraint set, got {convexity:g}: "
+            "no loss with gradients that short curves so much across that diameter; take a smaller "
+            "one, a smaller set or a "
             "larger lipschitz"
         )
     objective = problem.objective
     if isinstance(objective, LinearObjective) and objective.link.lipschitz is not None:
         warnings.warn(
-            f"strong_convexity={convexity:g} of the {objective.link.name} loss is taken on trust, and seldom true: it is flat "
-            f"where scores are large. Add {convexity / 2:g} * theta.square().sum() to a loss function of your own; "
+            f"strong_convexity={convexity:g} of the {objective.link.name} loss is taken on trust, "
+            "and seldom true: it is flat "
+            f"where scores are large. Add {convexity / 2:g} * theta.square().sum() to a loss "
+            "function of your own; "
             "else nothing is proved of the excess loss (privacy does not depend on it)",
             stacklevel=2,
         )
-    count = best_number_of_phases(solver, convexity) if phases is None else integer("phases", phases, maximum=problem.num_users)
+    count = (
+        best_number_of_phases(solver, convexity)
+        if phases is None
+        else integer("phases", phases, maximum=problem.num_users)
+    )
     share = problem.num_users // count
     users, start = solver.order(), _first_start(problem, convexity)
     ran: list[Estimate] = []
@@ -113,7 +134,9 @@ def best_number_of_phases(solver: Solver, strong_convexity: float) -> int:
     def value(phases: int) -> float:
         try:
             return bound_of_phases(solver, strong_convexity, phases)
-        except ValueError:  # so few users in a phase that no protocol, or no batch of this size, suits them
+        except (
+            ValueError
+        ):  # so few users in a phase that no protocol, or no batch of this size, suits them
             return math.inf
 
     users = solver.problem.num_users
@@ -139,4 +162,6 @@ def _first_start(problem: Problem, convexity: float) -> Start:
 def _next_start(problem: Problem, theta: Tensor, bound: float | None, convexity: float) -> Start:
     """Returns where the next phase starts, after one that ended at this point with this bound: at times farther off."""
     farthest = min(problem.diameter, 2 * problem.lipschitz / convexity)
-    return Start(theta, farthest if bound is None else min(farthest, math.sqrt(2 * bound / convexity)), bound)
+    return Start(
+        theta, farthest if bound is None else min(farthest, math.sqrt(2 * bound / convexity)), bound
+    )

@@ -40,9 +40,13 @@ def laplace():
 def test_it_answers_for_its_name_and_fields(laplace):
     one = laplace.LaplaceReports(**RUN)
     assert opacus_shuffle.compute_epsilon(one, steps=4, delta=1e-5) == 0.2
-    assert opacus_shuffle.compute_epsilon("laplace_reports", steps=4, delta=1e-5, diameter=3.0, **RUN) == pytest.approx(0.6)
+    assert opacus_shuffle.compute_epsilon(
+        "laplace_reports", steps=4, delta=1e-5, diameter=3.0, **RUN
+    ) == pytest.approx(0.6)
     assert opacus_shuffle.compute_epsilon(one, steps=4, delta=1e-5, adjacency="replace") == 0.4
-    sigma = opacus_shuffle.compute_noise_multiplier("laplace_reports", target_epsilon=1, target_delta=0.1, num_users=9, steps=7)
+    sigma = opacus_shuffle.compute_noise_multiplier(
+        "laplace_reports", target_epsilon=1, target_delta=0.1, num_users=9, steps=7
+    )
     assert sigma == pytest.approx(7, rel=1e-6)
     with pytest.raises(ValueError, match="did you mean diameter"):
         opacus_shuffle.compute_epsilon("laplace_reports", steps=4, delta=1e-5, diametre=3.0, **RUN)
@@ -59,7 +63,10 @@ def test_it_is_reported_with_its_meanings_and_drawn(laplace):
     assert "no guarantee at all" in printed
     assert json.loads(json.dumps(report.to_dict()))["settings"][0]["diameter"] == 1.0
     pytest.importorskip("matplotlib").use("Agg")
-    assert [line.get_label() for line in report.plot().lines] == ["certified: every data set", "half: nothing"]
+    assert [line.get_label() for line in report.plot().lines] == [
+        "certified: every data set",
+        "half: nothing",
+    ]
 
 
 def test_opacus_knows_its_accountant_which_pickles_and_restores(laplace):
@@ -68,13 +75,20 @@ def test_opacus_knows_its_accountant_which_pickles_and_restores(laplace):
     accountant.num_users = 1000
     for _ in range(3):
         accountant.step(noise_multiplier=200.0, sample_rate=0.1)
-    assert accountant.get_epsilon(1e-5) == pytest.approx(3 * 100**0.5 / 200)  # 100 reports share the noise of the sum
+    assert accountant.get_epsilon(1e-5) == pytest.approx(
+        3 * 100**0.5 / 200
+    )  # 100 reports share the noise of the sum
     assert pickle.loads(pickle.dumps(accountant)).rounds == accountant.rounds
     restored = create_accountant("laplace_reports")
     restored.load_state_dict(through_json(accountant.state_dict()))
     assert restored.rounds == accountant.rounds
     sigma = get_noise_multiplier(
-        target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, steps=3, accountant="laplace_reports", num_users=100
+        target_epsilon=1.0,
+        target_delta=1e-5,
+        sample_rate=0.1,
+        steps=3,
+        accountant="laplace_reports",
+        num_users=100,
     )
     assert sigma >= 3 * 10**0.5
 
@@ -84,11 +98,15 @@ def test_networks_train_with_it(laplace):
     toy = make_toy(records=60, batch_size=10)
     model, optimizer, loader = engine.make_private(**toy, noise_multiplier=30.0, local_noise=True)
     run_epoch(model, optimizer, loader)
-    assert engine.accountant.rounds == [(laplace.LaplaceReports(noise_multiplier=30.0, num_users=10), 6)]
+    assert engine.accountant.rounds == [
+        (laplace.LaplaceReports(noise_multiplier=30.0, num_users=10), 6)
+    ]
     assert engine.get_epsilon(1e-5) == pytest.approx(6 / 30)
     budget = {"target_epsilon": 2.0, "target_delta": 1e-5, "epochs": 1, "local_noise": True}
     engine = opacus_shuffle.PrivacyEngine(accountant="laplace_reports")
-    _, optimizer, _ = engine.make_private_with_epsilon(**make_toy(records=60, batch_size=10), **budget)
+    _, optimizer, _ = engine.make_private_with_epsilon(
+        **make_toy(records=60, batch_size=10), **budget
+    )
     assert optimizer.noise_multiplier == pytest.approx(3.0, rel=1e-6)
 
 
@@ -97,22 +115,39 @@ def test_it_is_on_the_command_line(laplace, capsys):
 
     assert "laplace_reports" in MECHANISMS
     assert bounds_of(laplace.LaplaceReports) == ("certified", "half")
-    flags = ["--num-users", "100", "--noise-multiplier", "20", "--diameter", "3", "--steps", "4", "--delta", "1e-5"]
+    flags = [
+        "--num-users",
+        "100",
+        "--noise-multiplier",
+        "20",
+        "--diameter",
+        "3",
+        "--steps",
+        "4",
+        "--delta",
+        "1e-5",
+    ]
     assert main(["epsilon", "--mechanism", "laplace_reports", *flags]) == 0
     assert capsys.readouterr().out.startswith("0.6000\n")
 
 
 def test_a_newcomer_takes_nothing_from_others(laplace):
-    before = opacus_shuffle.compute_epsilon("shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5)
+    before = opacus_shuffle.compute_epsilon(
+        "shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5
+    )
     with pytest.raises(ValueError, match="'shuffled_checkin' belongs to ShuffledCheckIn"):
         type("Mine", (opacus_shuffle.ShuffledCheckIn,), {"name": "shuffled_checkin"})
     with pytest.raises(ValueError, match="bound 'certified' of shuffled_checkin belongs to"):
-        registry.register_bound(opacus_shuffle.ShuffledCheckIn, "certified", meaning="nothing", guarantee=laplace.PROVED)(
-            lambda rounds, **options: None
-        )
-    with pytest.raises(ValueError, match="the training of shuffled_checkin belongs to GaussianReports"):
+        registry.register_bound(
+            opacus_shuffle.ShuffledCheckIn, "certified", meaning="nothing", guarantee=laplace.PROVED
+        )(lambda rounds, **options: None)
+    with pytest.raises(
+        ValueError, match="the training of shuffled_checkin belongs to GaussianReports"
+    ):
         type("Takeover", (Scheme,), {"mechanisms": (opacus_shuffle.ShuffledCheckIn,)})
-    after = opacus_shuffle.compute_epsilon("shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5)
+    after = opacus_shuffle.compute_epsilon(
+        "shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5
+    )
     assert after == before
 
 

@@ -17,8 +17,13 @@ from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 DELTA, BATCH = 1e-3, 2
-PROTOCOL = ShuffleVectorSum.with_noise_multiplier(BATCH, 1, 1.0, 1.5, delta=DELTA, rounding_share=1.0)
-PAIRS = {"zero_out": [(1.0, 0.0), (-1.0, 0.0), (0.7, 0.0)], "replace": [(1.0, -1.0), (0.3, -1.0), (1.0, 0.0)]}
+PROTOCOL = ShuffleVectorSum.with_noise_multiplier(
+    BATCH, 1, 1.0, 1.5, delta=DELTA, rounding_share=1.0
+)
+PAIRS = {
+    "zero_out": [(1.0, 0.0), (-1.0, 0.0), (0.7, 0.0)],
+    "replace": [(1.0, -1.0), (0.3, -1.0), (1.0, 0.0)],
+}
 
 
 def rounds_of(users, steps):
@@ -54,7 +59,9 @@ OTHERS = [(0.0,) * 5, (1.0,) * 5, (-1.0,) * 5, (1.0, -1.0, 0.2, -0.6, 1.0)]
 
 @pytest.mark.parametrize(("users", "steps"), [(2, 1), (2, 2), (3, 1), (3, 2), (6, 1), (6, 2)])
 @pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
-def test_the_certified_epsilon_holds_for_its_adjacency_whoever_the_others_are(users, steps, adjacency):
+def test_the_certified_epsilon_holds_for_its_adjacency_whoever_the_others_are(
+    users, steps, adjacency
+):
     epsilon = compute_bound(rounds_of(users, steps), delta=DELTA, adjacency=adjacency).epsilon
     for pair, others in itertools.product(PAIRS[adjacency], OTHERS):
         assert exact_delta(users, steps, pair, others, epsilon) <= DELTA
@@ -70,7 +77,10 @@ def test_zeroing_is_not_answered_by_replacing(users, steps):
 @pytest.mark.parametrize("users", [2, 3, 6, 20, 60, 200])
 def test_where_zeroing_costs_what_replacing_costs_the_meaning_says_so(users):
     """Hiding the samples is proved for replacement alone; seen samples are proved for either by itself."""
-    bounds = {each.value: compute_bound(rounds_of(users, 40), delta=DELTA, adjacency=each) for each in Adjacency}
+    bounds = {
+        each.value: compute_bound(rounds_of(users, 40), delta=DELTA, adjacency=each)
+        for each in Adjacency
+    }
     zeroing, replacing = bounds["zero_out"], bounds["replace"]
     assert zeroing.epsilon <= replacing.epsilon
     same = "the same epsilon holds if the record is replaced"

@@ -10,7 +10,15 @@ from helpers.bad_calls import require_named_refusals
 from opacus.accountants import create_accountant
 
 import opacus_shuffle
-from opacus_shuffle import Guarantee, PrivacyBound, PrivacyReport, ShuffledCheckIn, ShuffledSums, ShuffleVectorSum, accountants
+from opacus_shuffle import (
+    Guarantee,
+    PrivacyBound,
+    PrivacyReport,
+    ShuffledCheckIn,
+    ShuffledSums,
+    ShuffleVectorSum,
+    accountants,
+)
 from opacus_shuffle.core.guarantees import Adjacency, InconsistentBound
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -34,12 +42,20 @@ def load(state_dict):
 
 
 def answer_by_hand(**given):
-    with contextlib.suppress(InconsistentBound):  # what NaN, a negative epsilon and one below its lower value are
+    with contextlib.suppress(
+        InconsistentBound
+    ):  # what NaN, a negative epsilon and one below its lower value are
         PrivacyBound("m", "b", covers="every data set", **given)
 
 
 PROTOCOL = ShuffleVectorSum(num_users=1000, dimension=4, max_norm=1.0, epsilon=2.0, delta=1e-5)
-ANSWER = {"epsilon": 1.0, "delta": 1e-5, "adjacency": Adjacency.ZERO_OUT, "guarantee": Guarantee.PROVED, "rounds": 2}
+ANSWER = {
+    "epsilon": 1.0,
+    "delta": 1e-5,
+    "adjacency": Adjacency.ZERO_OUT,
+    "guarantee": Guarantee.PROVED,
+    "rounds": 2,
+}
 HISTORY = {"rounds": [(ROUND, 2)]}
 CALLS = {
     "sums": (ShuffledSums, fields_of(ShuffledSums.of_protocol(PROTOCOL))),
@@ -48,13 +64,25 @@ CALLS = {
         {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 4},
     ),
     "sums of a protocol": (ShuffledSums.of_protocol, {"protocol": PROTOCOL, "num_users": 2000}),
-    "bound of one round": (opacus_shuffle.privacy_bound, {"mechanism": ROUND, "steps": 2, **QUESTION}),
+    "bound of one round": (
+        opacus_shuffle.privacy_bound,
+        {"mechanism": ROUND, "steps": 2, **QUESTION},
+    ),
     "bound": (accountants.compute_bound, {**HISTORY, **QUESTION}),
     "baseline": (accountants.compute_baseline, {**HISTORY, **REPORT, "baseline": "local"}),
     "names of bounds": (accountants.bounds_of, {"mechanism": ShuffledCheckIn}),
-    "noise": (accountants.smallest_noise, {"epsilon": lambda sigma: 1 / sigma, "target_epsilon": 1.0, "lowest": 1e-3}),
-    "report": (PrivacyReport, {**HISTORY, **REPORT, "simulated": False, "emulated": False, "rewound": 0}),
-    "epsilon of an accountant": (lambda **given: accountant().get_epsilon(**given), {**QUESTION, "orders": None}),
+    "noise": (
+        accountants.smallest_noise,
+        {"epsilon": lambda sigma: 1 / sigma, "target_epsilon": 1.0, "lowest": 1e-3},
+    ),
+    "report": (
+        PrivacyReport,
+        {**HISTORY, **REPORT, "simulated": False, "emulated": False, "rewound": 0},
+    ),
+    "epsilon of an accountant": (
+        lambda **given: accountant().get_epsilon(**given),
+        {**QUESTION, "orders": None},
+    ),
     "bound of an accountant": (lambda **given: accountant().bound(**given), QUESTION),
     "report of an accountant": (lambda **given: accountant().report(**given), REPORT),
     "accountant": (

@@ -30,7 +30,9 @@ def test_calibration_ends_on_the_safe_side_and_close(target, delta):
 
 @settings(deadline=None)
 @given(st.floats(1e-3, 1e2), st.floats(0.01, 100), st.floats(0.2, 5), st.floats(1e-3, 0.5))
-def test_rough_values_however_wrong_change_an_epsilon_by_one_in_ten_thousand(target, factor, power, flat):
+def test_rough_values_however_wrong_change_an_epsilon_by_one_in_ten_thousand(
+    target, factor, power, flat
+):
     """ε = 3/σ² + flat/σ in place of what a bound would take its time for."""
     entry = find_bound(ShuffleGauss, "certified")
 
@@ -44,7 +46,10 @@ def test_rough_values_however_wrong_change_an_epsilon_by_one_in_ten_thousand(tar
 
     def noise(entry):
         return noise_within(
-            entry, lambda sigma: [(ShuffleGauss(noise_multiplier=sigma, num_users=9), 1)], target_epsilon=target, delta=1e-6
+            entry,
+            lambda sigma: [(ShuffleGauss(noise_multiplier=sigma, num_users=9), 1)],
+            target_epsilon=target,
+            delta=1e-6,
         )
 
     asked = []
@@ -87,7 +92,10 @@ def test_the_noise_of_costly_bounds_is_within_the_budget_and_close_to_it(mechani
     [
         (lambda sigma: 0.5 + 1 / sigma, 0.1, "stays at"),
         (lambda sigma: math.nan, 1.0, "NaN"),
-        *((lambda sigma: 1 / sigma, target, "target_epsilon") for target in (0, -1, math.nan, math.inf)),
+        *(
+            (lambda sigma: 1 / sigma, target, "target_epsilon")
+            for target in (0, -1, math.nan, math.inf)
+        ),
     ],
 )
 def test_what_cannot_be_met_is_refused_by_name(epsilon, target, named):
@@ -102,5 +110,10 @@ def test_a_target_of_next_to_nothing_is_met():
 
 
 def test_a_target_that_nothing_lies_below_takes_a_noise_too():
-    sigma = compute_noise_multiplier("shuffle_gauss", num_users=2, steps=1, target_epsilon=1e-320, target_delta=1e-5)
-    assert compute_epsilon("shuffle_gauss", num_users=2, steps=1, noise_multiplier=sigma, delta=1e-5) <= 1e-320
+    sigma = compute_noise_multiplier(
+        "shuffle_gauss", num_users=2, steps=1, target_epsilon=1e-320, target_delta=1e-5
+    )
+    assert (
+        compute_epsilon("shuffle_gauss", num_users=2, steps=1, noise_multiplier=sigma, delta=1e-5)
+        <= 1e-320
+    )

@@ -1,6 +1,7 @@
 """Where one user reports, every ε is the Gaussian mechanism's: whatever turns one ε into another is held to its exact curve.
 
-The curve is Balle and Wang's (2018, Theorem 8), with 40 digits and no part of the library. Proofs: docs/proofs/10_*.md.
+The curve is Balle and Wang's (2018, Theorem 8), with 40 digits and no part of the library. Proofs:
+docs/proofs/10_*.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from opacus_shuffle.accountants.mechanisms import (
     ShuffleGauss,
     SubsampledShuffle,
 )
-from opacus_shuffle.analysis import advanced_composition, binomial_sums, composition, gaussian, sampled_sums
+from opacus_shuffle.analysis import (
+    advanced_composition,
+    binomial_sums,
+    composition,
+    gaussian,
+    sampled_sums,
+)
 from opacus_shuffle.analysis.monotone_epsilon import monotone_epsilon
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
@@ -54,11 +61,18 @@ def close(epsilon, *, mu, delta):
 
 logarithmic = st.floats(math.log(0.3), math.log(300)).map(math.exp)
 deltas = st.one_of(st.floats(math.log(1e-9), math.log(0.99)).map(math.exp), st.floats(1e-3, 0.99))
-runs = given(sigma=logarithmic, delta=deltas, steps=st.sampled_from([1, 7, 100]), adjacency=st.sampled_from(Adjacency))
+runs = given(
+    sigma=logarithmic,
+    delta=deltas,
+    steps=st.sampled_from([1, 7, 100]),
+    adjacency=st.sampled_from(Adjacency),
+)
 ROUNDS = {
     "everyone": lambda sigma: ShuffleGauss(noise_multiplier=sigma, num_users=1),
     "check-in": lambda sigma: ShuffledCheckIn(noise_multiplier=sigma, num_users=1, sample_rate=1.0),
-    "samples": lambda sigma: SubsampledShuffle(noise_multiplier=sigma, num_users=1, sample_rate=1.0),
+    "samples": lambda sigma: SubsampledShuffle(
+        noise_multiplier=sigma, num_users=1, sample_rate=1.0
+    ),
     "a server": lambda sigma: ShuffledWeights(noise_multiplier=sigma, dimension=3, sample_rate=1.0),
 }
 
@@ -69,7 +83,9 @@ ROUNDS = {
 @example(sigma=7.13658, delta=0.0905, steps=1, adjacency=Adjacency.REPLACE)
 @example(sigma=224.7, delta=0.003, steps=100, adjacency=Adjacency.ZERO_OUT)
 @example(sigma=1.0, delta=0.9, steps=1, adjacency=Adjacency.REPLACE)
-def test_the_least_of_all_proofs_is_the_gaussian_mechanism_s_epsilon(sigma, delta, steps, adjacency):
+def test_the_least_of_all_proofs_is_the_gaussian_mechanism_s_epsilon(
+    sigma, delta, steps, adjacency
+):
     exact = {"mu": adjacency.distance * math.sqrt(steps) / sigma, "delta": delta}
     for name, round_of in ROUNDS.items():
         rounds = [(round_of(sigma), steps)]
@@ -79,43 +95,68 @@ def test_the_least_of_all_proofs_is_the_gaussian_mechanism_s_epsilon(sigma, delt
         if name == "a server":
             continue
         for baseline in ("local", "secure_aggregation", "central"):
-            found = compute_baseline(rounds, delta=delta, baseline=baseline, adjacency=adjacency).epsilon
+            found = compute_baseline(
+                rounds, delta=delta, baseline=baseline, adjacency=adjacency
+            ).epsilon
             assert holds(found, **exact), (name, baseline)
             assert certified <= found or baseline != "local"
 
 
 @settings(deadline=None, max_examples=30)
 @runs
-def test_rounds_that_are_joined_cost_no_less_than_what_they_stand_for(sigma, delta, steps, adjacency):
+def test_rounds_that_are_joined_cost_no_less_than_what_they_stand_for(
+    sigma, delta, steps, adjacency
+):
     """Some kinds more than are computed apart, of nearly the same noise."""
     kinds = [sigma * (1 + 0.002 * number) for number in range(45)]
     mu = adjacency.distance * math.sqrt(sum(steps / each**2 for each in kinds))
     for round_of in (ROUNDS["everyone"], ROUNDS["a server"]):
-        found = compute_bound([(round_of(each), steps) for each in kinds], delta=delta, adjacency=adjacency).epsilon
+        found = compute_bound(
+            [(round_of(each), steps) for each in kinds], delta=delta, adjacency=adjacency
+        ).epsilon
         assert holds(found, mu=mu, delta=delta)
     summed = [(SampledSum(mu=2 / each), steps) for each in kinds]
-    assert holds(sampled_sums.compute_epsilon(summed, delta=delta), mu=2 / adjacency.distance * mu, delta=delta)
+    assert holds(
+        sampled_sums.compute_epsilon(summed, delta=delta),
+        mu=2 / adjacency.distance * mu,
+        delta=delta,
+    )
 
 
 @settings(deadline=None)
 @runs
-def test_chords_orders_and_printed_digits_never_fall_below_the_curve(sigma, delta, steps, adjacency):
+def test_chords_orders_and_printed_digits_never_fall_below_the_curve(
+    sigma, delta, steps, adjacency
+):
     mu = adjacency.distance * math.sqrt(steps) / sigma
     exact = {"mu": mu, "delta": delta}
     own = gaussian.compute_epsilon(**exact)
-    assert monotone_epsilon(lambda share: gaussian.compute_epsilon(mu=mu, delta=share), delta) == own
+    assert (
+        monotone_epsilon(lambda share: gaussian.compute_epsilon(mu=mu, delta=share), delta) == own
+    )
     assert holds(own, **exact)
-    by_orders = composition.epsilon_from_rdp(lambda orders: orders * mu**2 / 2, delta=delta, orders=[1.1, 1.5, 3, 8, 50])[0]
+    by_orders = composition.epsilon_from_rdp(
+        lambda orders: orders * mu**2 / 2, delta=delta, orders=[1.1, 1.5, 3, 8, 50]
+    )[0]
     assert holds(by_orders, **exact)
     step = adjacency.distance / sigma
     each_step = [(lambda share: gaussian.compute_epsilon(mu=step, delta=share), 1.0, steps)]
     for split in (0.5, None):
-        assert holds(advanced_composition.compute_epsilon(each_step, delta=delta, delta_split=split), **exact)
-    assert Decimal(round_down(own)) <= Decimal(own) <= Decimal(round_up(own)) <= Decimal(own) * Decimal("1.001")
+        assert holds(
+            advanced_composition.compute_epsilon(each_step, delta=delta, delta_split=split), **exact
+        )
+    assert (
+        Decimal(round_down(own))
+        <= Decimal(own)
+        <= Decimal(round_up(own))
+        <= Decimal(own) * Decimal("1.001")
+    )
 
 
 @settings(deadline=None)
-@given(sigma=logarithmic, delta=deltas, rate=st.floats(0.01, 1), adjacency=st.sampled_from(Adjacency))
+@given(
+    sigma=logarithmic, delta=deltas, rate=st.floats(0.01, 1), adjacency=st.sampled_from(Adjacency)
+)
 @example(sigma=0.3, delta=0.06, rate=0.1, adjacency=Adjacency.ZERO_OUT)
 def test_a_sample_that_is_seen_costs_its_share_of_the_hockey_stick(sigma, delta, rate, adjacency):
     rounds = [(ShuffledCheckIn(noise_multiplier=sigma, num_users=1, sample_rate=rate), 1)]
@@ -133,7 +174,9 @@ def test_a_step_of_which_a_sample_is_hidden_costs_less_in_both_orders(sigma, del
     with mpmath.workdps(40):
         ratio = 1 + (mpmath.exp(epsilon) - 1) / rate
         forward = rate * hockey_stick(1 / sigma, mpmath.log(ratio))
-        left = mpmath.exp(-epsilon) - (1 - rate)  # 1 > e^ε·(1 − γ + γX) where X is below this over γ
+        left = mpmath.exp(-epsilon) - (
+            1 - rate
+        )  # 1 > e^ε·(1 − γ + γX) where X is below this over γ
         reverse = mpmath.mpf(0)
         if left > 0:
             scale = mpmath.exp(epsilon) * rate
@@ -148,7 +191,9 @@ def test_a_step_of_which_a_sample_is_hidden_costs_less_in_both_orders(sigma, del
 def test_a_pair_s_two_values_enclose_the_curve(sigma, delta, steps, kinds):
     """For the lower value of many kinds as few, those that tell less."""
     sigmas = [sigma * (1 + 0.01 * number) for number in range(kinds)]
-    pair = compute_bound([(ROUNDS["everyone"](each), steps) for each in sigmas], delta=delta, bound="pair")
+    pair = compute_bound(
+        [(ROUNDS["everyone"](each), steps) for each in sigmas], delta=delta, bound="pair"
+    )
     mu = math.sqrt(sum(steps / each**2 for each in sigmas))
     assert holds(pair.epsilon, mu=mu, delta=delta)
     assert hockey_stick(mu, pair.lower) >= delta * (1 - 1e-15) or pair.lower == 0
@@ -163,9 +208,17 @@ def test_a_pair_s_two_values_enclose_the_curve(sigma, delta, steps, kinds):
 )
 def test_calibrated_noise_keeps_its_budget_on_the_curve(target, delta, steps, adjacency):
     sigma = compute_noise_multiplier(
-        "shuffle_gauss", num_users=1, steps=steps, target_epsilon=target, target_delta=delta, adjacency=adjacency
+        "shuffle_gauss",
+        num_users=1,
+        steps=steps,
+        target_epsilon=target,
+        target_delta=delta,
+        adjacency=adjacency,
     )
-    assert sigma == 1e-3 or hockey_stick(adjacency.distance * math.sqrt(steps) / sigma, target) <= delta
+    assert (
+        sigma == 1e-3
+        or hockey_stick(adjacency.distance * math.sqrt(steps) / sigma, target) <= delta
+    )
 
 
 @pytest.mark.parametrize("delta", [1e-9, 1e-6, 1e-3, 0.3])

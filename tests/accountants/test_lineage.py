@@ -1,6 +1,7 @@
 """Whatever forks, is saved, loaded, taken back or copied: an account holds the releases that it says, or refuses.
 
-Every round of the model has a number of its own, and all have the same noise, so that nothing but names tells them apart.
+Every round of the model has a number of its own, and all have the same noise, so that nothing but
+names tells them apart.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ class Account:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["run", "run", "fork", "copy", "load", "rewind"]), st.integers(0, 99), st.integers(0, 99)),
+    st.tuples(
+        st.sampled_from(["run", "run", "fork", "copy", "load", "rewind"]),
+        st.integers(0, 99),
+        st.integers(0, 99),
+    ),
     min_size=5,
     max_size=40,
 )

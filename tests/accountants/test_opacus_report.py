@@ -22,7 +22,9 @@ NAMES = ("rdp", "prv", "gdp")
 
 def trained(name, *, noise_multiplier=2.0, seed=None, **keywords):
     engine = PrivacyEngine(accountant=name, seed=seed)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=noise_multiplier, **keywords)
+    model, optimizer, loader = engine.make_private(
+        **make_toy(), noise_multiplier=noise_multiplier, **keywords
+    )
     run_epoch(model, optimizer, loader)
     return engine
 
@@ -32,7 +34,11 @@ def test_the_report_holds_the_accountant_s_own_epsilon_with_what_it_is_worth(nam
     engine = trained(name)
     report = engine.privacy_report(1e-5)
     (bound,) = report.bounds
-    assert (bound.epsilon, bound.rounds, bound.trusted) == (engine.get_epsilon(1e-5), 4, "the server")
+    assert (bound.epsilon, bound.rounds, bound.trusted) == (
+        engine.get_epsilon(1e-5),
+        4,
+        "the server",
+    )
     assert bound.guarantee is (Guarantee.ESTIMATE if name == "gdp" else Guarantee.PROVED)
     assert max(map(len, str(report).splitlines())) <= WIDTH
     assert ("To quote" in str(report)) is (name != "gdp")
@@ -46,10 +52,16 @@ def test_the_report_holds_the_accountant_s_own_epsilon_with_what_it_is_worth(nam
 
 def test_a_statement_of_an_estimate_promises_nothing():
     proved, estimate = (trained(name).privacy_report(1e-5).statement() for name in ("rdp", "gdp"))
-    assert "differentially private for every data set in zero-out adjacency, trusting the server alone" in proved
+    assert (
+        "differentially private for every data set in zero-out adjacency, trusting the server alone"
+        in proved
+    )
     assert "opacus 1." in proved  # whose proof it is
     assert "differentially private" not in estimate
-    assert "is an approximation, no guarantee: it is about the limit of many steps, trusting the server." in estimate
+    assert (
+        "is an approximation, no guarantee: it is about the limit of many steps, trusting the "
+        "server." in estimate
+    )
 
 
 @pytest.mark.parametrize(("secure", "said"), [(False, True), (True, False)])
@@ -58,7 +70,10 @@ def test_the_report_says_in_one_line_that_the_noise_is_pytorch_s_own(secure, sai
     run_epoch(*engine.make_private(**make_toy(), noise_multiplier=2.0))
     report = engine.privacy_report(1e-5)
     for text in (str(report), report.statement(), report._repr_html_()):
-        assert ("the noise is PyTorch's own, as in Opacus" in " ".join(text.replace("&#x27;", "'").split())) is said
+        assert (
+            "the noise is PyTorch's own, as in Opacus"
+            in " ".join(text.replace("&#x27;", "'").split())
+        ) is said
     assert report.to_dict()["pytorch_noise"] is said
 
 
@@ -136,8 +151,15 @@ class Mine(RDPAccountant):
     [
         *((kind, [], "train first") for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)),
         (RDPAccountant, [(1.0, 0.01, 0)], "train first"),
-        *((kind, [(0.0, 0.01, 10)], "add noise") for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)),
-        (GaussianAccountant, [(1.0, 0.01, 100), (2.0, 0.02, 10)], "use 'prv' or 'rdp'"),  # it counts the last only
+        *(
+            (kind, [(0.0, 0.01, 10)], "add noise")
+            for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)
+        ),
+        (
+            GaussianAccountant,
+            [(1.0, 0.01, 100), (2.0, 0.02, 10)],
+            "use 'prv' or 'rdp'",
+        ),  # it counts the last only
         (Mine, [(1.0, 0.1, 1)], r"use get_epsilon\(delta\)"),
     ],
 )

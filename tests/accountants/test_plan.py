@@ -16,7 +16,14 @@ from opacus_shuffle.commands import plan as plan_command
 from opacus_shuffle.commands.main import main
 from opacus_shuffle.core.tables import WIDTH
 
-ASKED = {"num_users": 400, "steps": 3, "target_epsilon": 10.0, "target_delta": 1e-5, "sample_rate": 0.25, "dimension": 50}
+ASKED = {
+    "num_users": 400,
+    "steps": 3,
+    "target_epsilon": 10.0,
+    "target_delta": 1e-5,
+    "sample_rate": 0.25,
+    "dimension": 50,
+}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in ASKED.items()]
 
 
@@ -29,7 +36,11 @@ def epsilon_at(row, sigma, *, users=400):
     fields = {"dimension": 50} if "dimension" in row.round.field_names() else {}
     rate = {} if row.round.sampling is None else {"sample_rate": 0.25}
     round_ = row.round.build(noise_multiplier=sigma, num_users=users, **rate, **fields)
-    compute, which = (compute_bound, "bound") if row.bound.bound == "certified" else (compute_baseline, "baseline")
+    compute, which = (
+        (compute_bound, "bound")
+        if row.bound.bound == "certified"
+        else (compute_baseline, "baseline")
+    )
     return compute([(round_, 3)], delta=1e-5, **{which: row.bound.bound}).epsilon
 
 
@@ -96,18 +107,24 @@ def test_every_row_but_the_server_s_says_what_a_user_sends(found):
     for row in rows:
         assert row.sent == sent_per_user([(row.round, 3)], dimension=50)
     gaussian, sums = rows[1], rows[3]
-    assert (gaussian.to_dict()["bytes_per_user"], gaussian.to_dict()["bits_per_coordinate"]) == (3 * 50 * 4, 32)
+    assert (gaussian.to_dict()["bytes_per_user"], gaussian.to_dict()["bits_per_coordinate"]) == (
+        3 * 50 * 4,
+        32,
+    )
     printed = " ".join(str(found).split())
     assert "shuffle_gauss, shuffled_sums: all users report in every round." in printed
     assert f"By shuffled_sums: {sums.sent}" in printed
     assert max(map(len, str(found).splitlines())) <= WIDTH
     assert "zero_out compared with a run in which one record reports zero" in printed
     for row in rows:
-        assert row.bound.meaning in printed  # what an ε counts on, such as hidden participation, stands beside it
+        assert (
+            row.bound.meaning in printed
+        )  # what an ε counts on, such as hidden participation, stands beside it
         assert row.to_dict()["meaning"] == row.bound.meaning
 
 
-# --- ten users in every round, where all but the shuffler's row has a closed form ------------------------------------
+# --- ten users in every round, where all but the shuffler's row has a closed form
+# ------------------------------------
 
 
 def gaussian_delta(mu, epsilon):
@@ -120,7 +137,9 @@ def of_ten():
     return plan(num_users=10, steps=2, target_epsilon=10.0, target_delta=1e-5)
 
 
-def test_ten_users_have_a_row_for_every_kind_of_trust_and_its_noise_is_the_gaussian_mechanism_s(of_ten):
+def test_ten_users_have_a_row_for_every_kind_of_trust_and_its_noise_is_the_gaussian_mechanism_s(
+    of_ten,
+):
     trusted = ["nobody", "the shuffler", "the aggregation", "the server"]
     assert [row.trusted for row in of_ten.rows] == trusted
     assert {row.mechanism for row in of_ten.rows} == {"shuffle_gauss"}
@@ -150,7 +169,10 @@ def test_trusting_nobody_takes_the_square_of_the_users(of_ten):
         ({"dimension": 0.5}, "dimension"),
         ({"noise_multiplier": 1}, "noise_multiplier"),
         ({"honest_part": 0.5}, "honest_fraction"),
-        ({"honest_fraction": float("nan"), "dimension": None}, "honest_fraction=nan.*pass dimension"),
+        (
+            {"honest_fraction": float("nan"), "dimension": None},
+            "honest_fraction=nan.*pass dimension",
+        ),
         ({"honest_fraction": float("nan")}, "honest_fraction"),
     ],
 )

@@ -35,7 +35,8 @@ def reload_everything():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_registration_survives_reloads():
-    # In another process: here a second table of accountants would stand beside the one that tests have imported.
+    # In another process: here a second table of accountants would stand beside the one that tests
+    # have imported.
     child = multiprocessing.get_context("fork").Process(target=reload_everything)
     child.start()
     child.join()
@@ -43,10 +44,14 @@ def test_registration_survives_reloads():
 
 
 @pytest.mark.parametrize("stranger", [RDPAccountant, lambda *, patience: RDPAccountant()])
-def test_a_stranger_of_the_same_name_is_not_overwritten_and_nothing_else_is_registered(stranger, monkeypatch):
+def test_a_stranger_of_the_same_name_is_not_overwritten_and_nothing_else_is_registered(
+    stranger, monkeypatch
+):
     monkeypatch.setitem(registry._ACCOUNTANTS, "shuffled_checkin", stranger)
     monkeypatch.delitem(registry._ACCOUNTANTS, "shuffle_gauss")
-    with pytest.raises(ValueError, match="already registered as shuffled_checkin: register those under other names"):
+    with pytest.raises(
+        ValueError, match="already registered as shuffled_checkin: register those under other names"
+    ):
         opacus_shuffle.accountants.register_accountants()
     assert registry._ACCOUNTANTS["shuffled_checkin"] is stranger
     assert "shuffle_gauss" not in registry._ACCOUNTANTS

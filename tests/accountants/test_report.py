@@ -32,11 +32,15 @@ from opacus_shuffle.core.guarantees import Adjacency, InconsistentBound, Privacy
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import WIDTH
 
-# shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py), the others by plain numbers.
+# shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py),
+# the others by plain numbers.
 PLAIN = ONE_NOISE
 every_mechanism = pytest.mark.parametrize("mechanism", PLAIN)
-# Reports are shuffled here, by a shuffler that is trusted; shuffled_fw shuffles weights at a server that is.
-every_shuffler_of_reports = pytest.mark.parametrize("mechanism", [name for name in PLAIN if name != "shuffled_fw"])
+# Reports are shuffled here, by a shuffler that is trusted; shuffled_fw shuffles weights at a server
+# that is.
+every_shuffler_of_reports = pytest.mark.parametrize(
+    "mechanism", [name for name in PLAIN if name != "shuffled_fw"]
+)
 LADDER = ("local", "certified", "published", "pair", "secure_aggregation", "central")
 RUNGS_OF_WEIGHTS = ("composition", "certified", "published", "published_optimised", "pair")
 CHECK_IN = [(ShuffledCheckIn(noise_multiplier=3.0, num_users=5000, sample_rate=0.1), 200)]
@@ -60,7 +64,12 @@ def test_the_ladder_falls_from_no_trust_to_full_trust(mechanism):
     assert spent["published"] >= spent["pair"]
     assert spent["secure_aggregation"] >= spent["central"] > 0
     report = report_of(mechanism)
-    assert {bound.trusted for bound in report.bounds} == {"nobody", "the shuffler", "the aggregation", "the server"}
+    assert {bound.trusted for bound in report.bounds} == {
+        "nobody",
+        "the shuffler",
+        "the aggregation",
+        "the server",
+    }
     assert report.best.bound == "certified"
     assert f"To quote: epsilon = {round_up(report.best.epsilon)}" in str(report)
 
@@ -105,7 +114,9 @@ def test_replacement_leaves_out_what_it_has_no_value_for():
     assert "is replaced by any other" in " ".join(str(report).split())
     zero_out = {bound.bound: bound.epsilon for bound in report_of("shuffled_checkin").bounds}
     assert all(bound.epsilon > zero_out[bound.bound] for bound in report.bounds)
-    assert [bound.bound for bound in report_of("shuffled_fw", adjacency="replace").bounds] == ["certified"]
+    assert [bound.bound for bound in report_of("shuffled_fw", adjacency="replace").bounds] == [
+        "certified"
+    ]
     names = [bound.bound for bound in report_of("shuffle_gauss", adjacency="replace").bounds]
     assert names == ["local", "certified", "secure_aggregation", "central"]
 
@@ -113,7 +124,9 @@ def test_replacement_leaves_out_what_it_has_no_value_for():
 def test_the_dictionary_is_json_and_complete():
     report = report_of("subsampled_shuffle")
     found = json.loads(json.dumps(report.to_dict()))
-    assert found["settings"] == [{"noise_multiplier": 3.0, "num_users": 5000, "sample_rate": 0.1, "rounds": 200}]
+    assert found["settings"] == [
+        {"noise_multiplier": 3.0, "num_users": 5000, "sample_rate": 0.1, "rounds": 200}
+    ]
     assert found["quote"] == report.best.bound
     assert [row["epsilon"] for row in found["bounds"]] == [bound.epsilon for bound in report.bounds]
     tight = next(row for row in found["bounds"] if row["bound"] == "pair")
@@ -127,9 +140,13 @@ def test_notebooks_get_the_same_text_escaped():
     assert html.unescape(report._repr_html_()) == f"<pre>{report}</pre>"
 
 
-@pytest.mark.parametrize(("rewound", "said"), [(0, None), (1, "1 round that ran is"), (5, "5 rounds that ran are")])
+@pytest.mark.parametrize(
+    ("rewound", "said"), [(0, None), (1, "1 round that ran is"), (5, "5 rounds that ran are")]
+)
 def test_whatever_is_quoted_of_a_rewound_account_says_so(rewound, said):
-    accountant = opacus_shuffle.accountants.ShuffleAccountant(ShuffledCheckIn, num_users=100, local_noise=True)
+    accountant = opacus_shuffle.accountants.ShuffleAccountant(
+        ShuffledCheckIn, num_users=100, local_noise=True
+    )
     accountant.record(FEW[0][0])
     state = accountant.state_dict()
     if rewound:
@@ -142,7 +159,8 @@ def test_whatever_is_quoted_of_a_rewound_account_says_so(rewound, said):
         assert (said or "") in quoted
 
 
-# --- rows that contradict each other -------------------------------------------------------------------------------
+# --- rows that contradict each other
+# -------------------------------------------------------------------------------
 
 
 @settings(max_examples=5, deadline=None)
@@ -160,7 +178,9 @@ def test_certified_lies_between_the_pair_s_lower_value_and_what_is_seen_without_
     fields = {} if kind is ShuffleGauss else {"sample_rate": rate}
     sizes = {"dimension": users} if kind is ShuffledWeights else {"num_users": users}
     rounds = [(kind(noise_multiplier=noise, **fields, **sizes), steps)]
-    certified, pair = (compute_bound(rounds, delta=delta, bound=bound) for bound in ("certified", "pair"))
+    certified, pair = (
+        compute_bound(rounds, delta=delta, bound=bound) for bound in ("certified", "pair")
+    )
     assert pair.lower <= certified.epsilon
     if kind is not ShuffledWeights:
         for adjacency in Adjacency:
@@ -177,16 +197,54 @@ BOUNDS = "opacus_shuffle.accountants.bounds"
 @pytest.mark.parametrize(
     ("spoilt", "share", "rounds", "adjacency", "named"),
     [
-        ("shuffle_gaussian.monotone_epsilon.monotone_epsilon", 0.1, FEW, "zero_out", "'certified' says .*'pair' at least"),
-        ("shuffle_gaussian.monotone_epsilon.monotone_epsilon", 100, FEW, "zero_out", "'certified' says .*'local'"),
-        ("shuffle_gaussian.monotone_epsilon.monotone_epsilon", 100, FEW, "replace", r"'certified' says .*'local'.*\(replace\)"),
+        (
+            "shuffle_gaussian.monotone_epsilon.monotone_epsilon",
+            0.1,
+            FEW,
+            "zero_out",
+            "'certified' says .*'pair' at least",
+        ),
+        (
+            "shuffle_gaussian.monotone_epsilon.monotone_epsilon",
+            100,
+            FEW,
+            "zero_out",
+            "'certified' says .*'local'",
+        ),
+        (
+            "shuffle_gaussian.monotone_epsilon.monotone_epsilon",
+            100,
+            FEW,
+            "replace",
+            r"'certified' says .*'local'.*\(replace\)",
+        ),
         ("shuffle_gaussian.unshuffled_epsilon", 1e-3, FEW, "replace", "'certified' says .*'local'"),
-        ("shuffled_weights.sampled_gaussian_epsilon", 0.1, WEIGHTS, "zero_out", "'certified' says .*'pair' at least"),
-        ("shuffled_sums.unshuffled_epsilon", 0.5, [(SUMS, 3)], "zero_out", "'certified' says .*lower"),
-        ("shuffled_sums.advanced_composition.compose", 0.1, [(SUMS, 3)], "replace", "'published' says .*'certified' at least"),
+        (
+            "shuffled_weights.sampled_gaussian_epsilon",
+            0.1,
+            WEIGHTS,
+            "zero_out",
+            "'certified' says .*'pair' at least",
+        ),
+        (
+            "shuffled_sums.unshuffled_epsilon",
+            0.5,
+            [(SUMS, 3)],
+            "zero_out",
+            "'certified' says .*lower",
+        ),
+        (
+            "shuffled_sums.advanced_composition.compose",
+            0.1,
+            [(SUMS, 3)],
+            "replace",
+            "'published' says .*'certified' at least",
+        ),
     ],
 )
-def test_a_false_bound_is_refused_where_another_row_contradicts_it(monkeypatch, spoilt, share, rounds, adjacency, named):
+def test_a_false_bound_is_refused_where_another_row_contradicts_it(
+    monkeypatch, spoilt, share, rounds, adjacency, named
+):
     place = f"{BOUNDS}.{spoilt}"
     true = pkgutil.resolve_name(place)
     PrivacyReport(rounds, delta=1e-5, adjacency=adjacency)
@@ -195,7 +253,8 @@ def test_a_false_bound_is_refused_where_another_row_contradicts_it(monkeypatch, 
         PrivacyReport(rounds, delta=1e-5, adjacency=adjacency)
 
 
-# --- the picture ---------------------------------------------------------------------------------------------------
+# --- the picture
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_curves_end_at_the_report_s_own_values_and_rise(monkeypatch):
@@ -229,7 +288,10 @@ def test_the_picture_has_log_axes_a_line_per_bound_and_the_shaded_region(monkeyp
 
 def test_a_report_says_how_noisy_the_gradient_is_by_which_training_steps():
     report = report_of("shuffled_checkin")  # 500 reports of 3.0 each
-    louder = PrivacyReport([*CHECK_IN, (ShuffledCheckIn(noise_multiplier=4.0, num_users=5000, sample_rate=0.1), 1)], delta=1e-5)
+    louder = PrivacyReport(
+        [*CHECK_IN, (ShuffledCheckIn(noise_multiplier=4.0, num_users=5000, sample_rate=0.1), 1)],
+        delta=1e-5,
+    )
     assert f"the noisiest round's sum: {4 * math.sqrt(500):.3g}" in " ".join(str(louder).split())
     on_sum = 3.0 * math.sqrt(500)
     assert f"round's sum: {on_sum:.3g} clipping norms" in " ".join(str(report).split())
@@ -244,7 +306,14 @@ FEW_USERS = {"noise_multiplier": 0.3, "num_users": 50, "sample_rate": 0.1}
 
 
 def bound_of(**fields):
-    standard = {"mechanism": "m", "bound": "b", "epsilon": 1.0, "delta": 1e-5, "adjacency": "zero_out", "rounds": 3}
+    standard = {
+        "mechanism": "m",
+        "bound": "b",
+        "epsilon": 1.0,
+        "delta": 1e-5,
+        "adjacency": "zero_out",
+        "rounds": 3,
+    }
     return PrivacyBound(**{**standard, "guarantee": Guarantee.ESTIMATE, "covers": "", **fields})
 
 
@@ -276,38 +345,58 @@ def test_an_estimate_is_contradicted_by_a_pair_of_the_same_adversary_alone():
 def exact_delta(run, rounds, epsilon):
     """δ at ε where each round's sum and participants are seen: a mixture of Gaussian mechanisms over how many take part."""
     others = np.arange(run.num_users)
-    squares = np.concatenate([[0.0], 1 / ((others + 1) * run.noise_multiplier**2)])  # μ² of one round
+    squares = np.concatenate(
+        [[0.0], 1 / ((others + 1) * run.noise_multiplier**2)]
+    )  # μ² of one round
     chances = np.concatenate(
-        [[1 - run.sample_rate], run.sample_rate * scipy.stats.binom(run.num_users - 1, run.sample_rate).pmf(others)]
+        [
+            [1 - run.sample_rate],
+            run.sample_rate * scipy.stats.binom(run.num_users - 1, run.sample_rate).pmf(others),
+        ]
     )
     total, weight = np.zeros(1), np.ones(1)
     for _ in range(rounds):
         total, weight = np.add.outer(total, squares).ravel(), np.outer(weight, chances).ravel()
     mu, weight = np.sqrt(total[total > 0]), weight[total > 0]
     normal = scipy.stats.norm
-    return float(weight @ (normal.cdf(mu / 2 - epsilon / mu) - np.exp(epsilon) * normal.cdf(-mu / 2 - epsilon / mu)))
+    return float(
+        weight
+        @ (normal.cdf(mu / 2 - epsilon / mu) - np.exp(epsilon) * normal.cdf(-mu / 2 - epsilon / mu))
+    )
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize(("users", "rate", "sigma"), [(20, 0.1, 0.5), (40, 0.5, 1.0), (30, 0.02, 2.0)])
-def test_the_sum_of_a_round_by_coins_has_the_noise_of_the_reports_that_it_has(rounds, users, rate, sigma):
+@pytest.mark.parametrize(
+    ("users", "rate", "sigma"), [(20, 0.1, 0.5), (40, 0.5, 1.0), (30, 0.02, 2.0)]
+)
+def test_the_sum_of_a_round_by_coins_has_the_noise_of_the_reports_that_it_has(
+    rounds, users, rate, sigma
+):
     run = ShuffledCheckIn(noise_multiplier=sigma, num_users=users, sample_rate=rate)
     for delta in (1e-3, 1e-6):
         sums = compute_baseline([(run, rounds)], delta=delta, baseline="secure_aggregation")
         assert sums.guarantee is Guarantee.PROVED
         assert exact_delta(run, rounds, sums.epsilon) <= delta * (1 + 1e-9)
-        assert sums.epsilon <= compute_baseline([(run, rounds)], delta=delta, baseline="local").epsilon
+        assert (
+            sums.epsilon <= compute_baseline([(run, rounds)], delta=delta, baseline="local").epsilon
+        )
 
 
-@pytest.mark.parametrize(("users", "rate", "sigma", "delta"), [(50, 0.7, 0.5, 0.01), (200, 0.5, 1.0, 1e-3)])
-def test_the_sum_of_a_round_by_coins_costs_what_is_left_of_delta_for_as_few_reports_as_there_may_be(users, rate, sigma, delta):
+@pytest.mark.parametrize(
+    ("users", "rate", "sigma", "delta"), [(50, 0.7, 0.5, 0.01), (200, 0.5, 1.0, 1e-3)]
+)
+def test_the_sum_of_a_round_by_coins_costs_what_is_left_of_delta_for_as_few_reports_as_there_may_be(
+    users, rate, sigma, delta
+):
     """A hundredth of δ is for rounds of fewer than k reports; 99 of them are for k, of which a grid takes 0.3 at most."""
     run = [(ShuffledCheckIn(noise_multiplier=sigma, num_users=users, sample_rate=rate), 1)]
     others = scipy.stats.binom(users - 1, rate)
     fewest = max(k for k in range(1, users + 1) if rate * others.cdf(k - 2) <= 0.01 * delta)
     epsilon = compute_baseline(run, delta=delta, baseline="secure_aggregation").epsilon
     mu, normal = 1 / (sigma * math.sqrt(fewest)), scipy.stats.norm
-    spent = rate * (normal.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal.cdf(-mu / 2 - epsilon / mu))
+    spent = rate * (
+        normal.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal.cdf(-mu / 2 - epsilon / mu)
+    )
     assert 0.987 * delta < spent <= 0.99 * delta
 
 
@@ -320,7 +409,9 @@ def test_a_record_is_rarely_in_a_round_of_fewer_reports(users, rate, exponent):
     assert 1 <= fewest <= users
     assert rate * chances[: fewest - 1].sum() <= probability
     if fewest < users and probability < rate / 2.1:
-        assert rate * chances[:fewest].sum() >= probability * (1 - 1e-5)  # not one report fewer than that takes
+        assert rate * chances[:fewest].sum() >= probability * (
+            1 - 1e-5
+        )  # not one report fewer than that takes
 
 
 def test_a_row_says_that_who_takes_part_is_seen_where_not_everyone_does():
@@ -332,7 +423,8 @@ def test_a_row_says_that_who_takes_part_is_seen_where_not_everyone_does():
     assert "sample seen" not in str(everyone)
 
 
-# --- statements, which people paste into papers: they leave out nothing that the report says, and promise no more ---
+# --- statements, which people paste into papers: they leave out nothing that the report says, and
+# promise no more ---
 LARGE = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
 
 
@@ -345,7 +437,8 @@ def test_a_statement_names_the_model_and_all_numbers_that_the_accounting_was_mad
         "users 60,000",
         "sampling rate 0.1",
         "clipped to norm 0.5",
-        f"({round_up(report.best.epsilon)}, 1e-05)-differentially private for every data set in zero-out adjacency",
+        f"({round_up(report.best.epsilon)}, 1e-05)-differentially private for every data set in "
+        "zero-out adjacency",
         "trusting the shuffler alone",
         "sees every shuffled report of every round",
         "compared with a run in which one record's report is noise alone",
@@ -367,7 +460,12 @@ def test_changed_noise_is_told_as_its_range_and_replacement_as_such():
 
 @pytest.mark.parametrize("delta", [1e-5, 0.3])
 def test_what_the_report_warns_of_the_statement_warns_of(delta):
-    report = PrivacyReport([(ShuffleGauss(noise_multiplier=0.3, num_users=6), 4)], delta=delta, num_users=24, emulated=True)
+    report = PrivacyReport(
+        [(ShuffleGauss(noise_multiplier=0.3, num_users=6), 4)],
+        delta=delta,
+        num_users=24,
+        emulated=True,
+    )
     text, said = (" ".join(each.split()) for each in (str(report), report.statement()))
     for sentence in ("protects next to nothing", "the noise was added once to the sum"):
         assert sentence in text
@@ -383,7 +481,9 @@ def test_a_delta_of_one_over_n_is_not_above_it():
 def test_a_run_that_others_can_draw_again_is_promised_nothing():
     said = PrivacyReport([(LARGE, 1)], delta=1e-5, predictable=("seed=0",)).statement()
     assert "This run is not private: whoever knows seed=0" in said
-    assert said.index("not private") < said.index("With secret randomness, this training would be (")
+    assert said.index("not private") < said.index(
+        "With secret randomness, this training would be ("
+    )
     assert "This training is" not in said
 
 

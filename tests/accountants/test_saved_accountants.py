@@ -51,23 +51,38 @@ def with_round(**changes):
         (lambda state: {**state, "mechanism": "rdp"}, r"mechanism in state_dict must be one of"),
         (lambda state: {**state, "rounds": [((2.0,), 1)]}, r"rounds in state_dict must be"),
         (lambda state: {**state, "rounds": [(1, 2)]}, r"rounds in state_dict must be"),
-        (with_round(noise_multiplier=math.nan), r"noise_multiplier must be a finite number, got nan"),
+        (
+            with_round(noise_multiplier=math.nan),
+            r"noise_multiplier must be a finite number, got nan",
+        ),
         (with_round(sigma=1.0), r"a round of .* must hold noise_multiplier, num_users, .*'sigma'"),
         (
             lambda state: {**state, "rounds": [({"noise_multiplier": 2.0}, 5)]},
             r"a round of .* must hold noise_multiplier, num_users",
         ),
-        (lambda state: {**state, "rounds": [(state["rounds"][0][0], 0)]}, r"steps must be a whole number"),
+        (
+            lambda state: {**state, "rounds": [(state["rounds"][0][0], 0)]},
+            r"steps must be a whole number",
+        ),
         (lambda state: {**state, "rounds": [3]}, r"rounds in state_dict must be a list of pairs"),
         (lambda state: {**state, "planned": {"noise_multiplier": 2.0}}, r"a round of .* must hold"),
         (lambda state: {**state, "fields": {"sigma": 1.0}}, r"unknown keyword.*sigma=1.0"),
         (lambda state: {**state, "fields": {3: 1.0}}, r"unknown keyword.*3=1.0"),
         (lambda state: {**state, "num_users": 999}, r"state_dict speaks of num_users=999"),
         (lambda state: {**state, "num_users": "x"}, r"num_users must be a number, got 'x'"),
-        (lambda state: {**state, "batch_size": -1}, r"batch_size must be a whole number of at least 1"),
-        (lambda state: {**state, "emulated": not state["emulated"]}, r"state_dict speaks of .*emulated=True"),
+        (
+            lambda state: {**state, "batch_size": -1},
+            r"batch_size must be a whole number of at least 1",
+        ),
+        (
+            lambda state: {**state, "emulated": not state["emulated"]},
+            r"state_dict speaks of .*emulated=True",
+        ),
         (lambda state: {**state, "emulated": "no"}, r"emulated must be True or False, got 'no'"),
-        (lambda state: {name: value for name, value in state.items() if name != "rounds"}, r"must hold mechanism, rounds"),
+        (
+            lambda state: {name: value for name, value in state.items() if name != "rounds"},
+            r"must hold mechanism, rounds",
+        ),
         (lambda state: {**state, "more": 1}, r"must hold mechanism, rounds, .*'more'"),
     ],
 )
@@ -95,7 +110,8 @@ def test_a_saved_round_of_another_run_than_its_own_plan_or_population_is_refused
         if planned is not None:
             accountant.plan(planned)
         elif kind.sampling is None or "sample_rate" in change:
-            continue  # nothing says what these were: a batch's size, or a rate, of a stock engine's run
+            # nothing says what these were: a batch's size, or a rate, of a stock engine's run
+            continue
         state = accountant.state_dict()
         state["rounds"] = [({**state["rounds"][0][0], **change}, 5)]
         with pytest.raises(ValueError, match="state_dict speaks of"):
@@ -114,9 +130,13 @@ def test_a_saved_run_keeps_what_its_accountant_was_told_or_is_refused(kind):
     assert (accountant.batch_size, accountant.state_dict()["fields"]) == (60, told)
 
 
-@pytest.mark.parametrize("change", [{"num_users": 10**9}, {"emulated": False}, {"batch_size": 10**6}])
+@pytest.mark.parametrize(
+    "change", [{"num_users": 10**9}, {"emulated": False}, {"batch_size": 10**6}]
+)
 def test_what_turns_steps_into_rounds_cannot_be_changed_where_they_are_not_yet_rounds(change):
-    accountant = ShuffleAccountant(ShuffledCheckIn)  # of a stock engine, which has not said how many users there are
+    accountant = ShuffleAccountant(
+        ShuffledCheckIn
+    )  # of a stock engine, which has not said how many users there are
     accountant.step(noise_multiplier=2.0, sample_rate=0.1)
     state = accountant.state_dict()
     assert state["rounds"] == [((2.0, 0.1), 1)]

@@ -20,7 +20,9 @@ from opacus_shuffle.analysis.binomial_sums import BinomialNoise, BinomialSum
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 
 TIGHT = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6)
-PUBLISHED = ShuffleVectorSum(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=20, calibration="published")
+PUBLISHED = ShuffleVectorSum(
+    50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=20, calibration="published"
+)
 
 
 def mechanism_of(protocol, users=1000):
@@ -38,14 +40,18 @@ def accountant_of(protocol, *, users=1000, steps=20):
     return accountant
 
 
-# --- bounds ---------------------------------------------------------------------------------------------------------
+# --- bounds
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [TIGHT, PUBLISHED], ids=["tight", "published"])
 @pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
 @pytest.mark.parametrize("users", [50, 1000])
 def test_every_bound_is_proved_and_certified_is_the_smaller(protocol, adjacency, users):
-    answers = {name: bound_of(protocol, users=users, bound=name, adjacency=adjacency) for name in bounds_of(ShuffledSums)}
+    answers = {
+        name: bound_of(protocol, users=users, bound=name, adjacency=adjacency)
+        for name in bounds_of(ShuffledSums)
+    }
     assert set(answers) == {"published", "certified"}
     for answer in answers.values():
         assert answer.guarantee is Guarantee.PROVED
@@ -83,14 +89,18 @@ def test_one_round_of_the_paper_s_protocol_is_what_it_was_made_for():
     # At another δ the same noise is that of the protocol made for the ε found.
     other = round_epsilon(mechanism, 1e-8)
     again = ShuffleVectorSum(50, 200, 1.0, epsilon=other, delta=1e-8, calibration="published")
-    assert again.noise_bits * again.bit_probability == pytest.approx(protocol.noise_bits * protocol.bit_probability, rel=1e-9)
+    assert again.noise_bits * again.bit_probability == pytest.approx(
+        protocol.noise_bits * protocol.bit_probability, rel=1e-9
+    )
     assert again.granularity == protocol.granularity
 
 
 @pytest.mark.zoo
 def test_the_paper_s_rounds_meet_the_budget_they_were_made_for_at_any_number_of_steps():
     for steps in (2, 500):
-        protocol = ShuffleVectorSum(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=steps, calibration="published")
+        protocol = ShuffleVectorSum(
+            50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=steps, calibration="published"
+        )
         spent = bound_of(protocol, steps=steps, bound="published").epsilon
         assert spent <= 2.0
         each, share = protocol.round_epsilon, 1e-5 / (steps + 1)
@@ -124,7 +134,9 @@ def test_with_secret_coins_a_replacement_costs_its_share_of_the_whole_distance()
 
     for delta in (1e-3, 1e-5, 1e-8):
         found = compute_bound([(coins, 1)], delta=delta, adjacency="replace").epsilon
-        assert spent(found) <= delta < spent(found * (1 - 0.005))  # a grid of one report is some tenths of a percent off
+        assert (
+            spent(found) <= delta < spent(found * (1 - 0.005))
+        )  # a grid of one report is some tenths of a percent off
 
 
 LOST = 1e-4
@@ -144,7 +156,9 @@ def test_what_the_tails_of_all_rounds_lose_is_taken_off_delta_wherever_rounds_ar
     found = sampled_sums.compute_epsilon(everyone, delta=3.6 * LOST, zeroed=adjacency == "zero_out")
     assert gaussian_delta(distance * 0.7 * math.sqrt(steps), found) <= 0.6 * LOST
     sums = BinomialSum(noise=BinomialNoise(trials=40_000, probability=0.5), shift=70, dimension=2)
-    slope, share = binomial_sums.gaussian_equivalent(sums, lost=binomial_sums.LOST_SHARE * LOST / steps)
+    slope, share = binomial_sums.gaussian_equivalent(
+        sums, lost=binomial_sums.LOST_SHARE * LOST / steps
+    )
     found = binomial_sums.compute_epsilon([(sums, steps)], delta=LOST, distance=distance)
     assert gaussian_delta(distance * slope * math.sqrt(steps), found) <= LOST - steps * share
 
@@ -155,17 +169,21 @@ def test_of_a_sample_what_is_lost_is_taken_off_delta_too(seen):
     rounds, none = ([(SampledSum(mu=1.0, sample_rate=0.5, lost=lost), 2)] for lost in (LOST, 0.0))
     if seen:
         found, less = (
-            gaussian_epsilons(each, delta=delta)["samples that are seen"] for each, delta in ((rounds, 3 * LOST), (none, LOST))
+            gaussian_epsilons(each, delta=delta)["samples that are seen"]
+            for each, delta in ((rounds, 3 * LOST), (none, LOST))
         )
     else:
         found, less = (
-            sampled_sums.compute_epsilon(each, delta=delta) for each, delta in ((rounds, 3 * LOST), (none, 2 * LOST))
+            sampled_sums.compute_epsilon(each, delta=delta)
+            for each, delta in ((rounds, 3 * LOST), (none, 2 * LOST))
         )
-    # The share that clipping may take of δ, and of the slack of the other round, is 1e-4 of each; ε falls with log δ or slower.
+    # The share that clipping may take of δ, and of the slack of the other round, is 1e-4 of each; ε
+    # falls with log δ or slower.
     assert found == pytest.approx(less, rel=1e-3)
 
 
-# --- the accountant -------------------------------------------------------------------------------------------------
+# --- the accountant
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_history_is_opacus_s_and_a_checkpoint_restores_everything():
@@ -192,7 +210,10 @@ def changed(place, **fields):
     [
         (TIGHT, changed("rounds", sigma=1)),
         (TIGHT, lambda saved: accountant_of(PUBLISHED).state_dict()),
-        (TIGHT, changed("rounds", noise_multiplier=10 * TIGHT.noise_multiplier)),  # which would be printed as proved
+        (
+            TIGHT,
+            changed("rounds", noise_multiplier=10 * TIGHT.noise_multiplier),
+        ),  # which would be printed as proved
         (TIGHT, changed("planned", sample_rate=0.5)),
         (PUBLISHED, changed("rounds", round_epsilon=mechanism_of(PUBLISHED).round_epsilon / 10)),
     ],
@@ -216,15 +237,25 @@ def planned(protocol=TIGHT, **options):
 REFUSALS = {
     "use a new PrivacyEngine": lambda: planned(PUBLISHED),
     "for another run": lambda: planned(users=500),
-    r"sample_rate must be 0\.05 as planned": lambda: planned().step(noise_multiplier=TIGHT.noise_multiplier, sample_rate=0.5),
-    r"num_users=50 is for samples of fixed size": lambda: ShuffledSums.of_protocol(TIGHT, num_users=50, sample_rate=0.1),
+    r"sample_rate must be 0\.05 as planned": lambda: planned().step(
+        noise_multiplier=TIGHT.noise_multiplier, sample_rate=0.5
+    ),
+    r"num_users=50 is for samples of fixed size": lambda: ShuffledSums.of_protocol(
+        TIGHT, num_users=50, sample_rate=0.1
+    ),
     "sampling must be one of 'poisson', 'fixed_size'": lambda: ShuffledSums.build(
         noise_multiplier=1.0, num_users=500, dimension=20, sampling="own"
     ),
     "local_noise": lambda: ShuffleAccountant(ShuffledSums, local_noise=True),
-    r"ShuffledSums\.build": lambda: ShuffledSums(noise_multiplier=1.0, num_users=1000, sample_rate=0.1, dimension=5),
-    "granularity and noise_trials": lambda: ShuffledSums.build(noise_multiplier=1.0, num_users=1000, dimension=5, tail=1e-9),
-    "larger delta": lambda: bound_of(ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=0.4), delta=1e-7),
+    r"ShuffledSums\.build": lambda: ShuffledSums(
+        noise_multiplier=1.0, num_users=1000, sample_rate=0.1, dimension=5
+    ),
+    "granularity and noise_trials": lambda: ShuffledSums.build(
+        noise_multiplier=1.0, num_users=1000, dimension=5, tail=1e-9
+    ),
+    "larger delta": lambda: bound_of(
+        ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=0.4), delta=1e-7
+    ),
     "'certified', 'published'": lambda: accountant_of(TIGHT).get_epsilon(1e-5, bound="pair"),
     "orders": lambda: accountant_of(TIGHT).get_epsilon(1e-5, orders=[2.0]),
 }
@@ -239,25 +270,35 @@ def test_what_no_such_run_can_be_is_refused_by_name(named):
 def test_dishonest_users_know_who_is_in_a_sample_but_nothing_of_others_coins():
     half = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6, honest_fraction=0.5)
     assert mechanism_of(half, users=50).honest_fraction == 0.5
-    with pytest.raises(ValueError, match=r"honest_fraction=0\.5 goes with sampling='poisson' or sample_rate=1"):
+    with pytest.raises(
+        ValueError, match=r"honest_fraction=0\.5 goes with sampling='poisson' or sample_rate=1"
+    ):
         mechanism_of(half)
     coins = ShuffledSums.of_protocol(half, sample_rate=0.1)
-    found, everyone = (compute_bound([(each, 20)], delta=1e-5) for each in (coins, ShuffledSums.of_protocol(half)))
+    found, everyone = (
+        compute_bound([(each, 20)], delta=1e-5) for each in (coins, ShuffledSums.of_protocol(half))
+    )
     assert found.guarantee is Guarantee.PROVED
     assert found.proof == "secret coins"
     assert found.epsilon < everyone.epsilon / 2
 
 
-# --- the mechanism --------------------------------------------------------------------------------------------------
+# --- the mechanism
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("protocol", [TIGHT, pytest.param(PUBLISHED, marks=pytest.mark.slow)], ids=["tight", "published"])
+@pytest.mark.parametrize(
+    "protocol", [TIGHT, pytest.param(PUBLISHED, marks=pytest.mark.slow)], ids=["tight", "published"]
+)
 def test_the_noise_follows_from_the_bits(protocol):
     mechanism = mechanism_of(protocol)
     assert protocol.mu <= mechanism.mu <= protocol.mu * (1 + 1e-12)
     noise = protocol.sum_round.noise
-    assert mechanism.noise_std == pytest.approx(2 * math.sqrt(noise.variance) / protocol.granularity)
-    # within the tolerance for another SciPy's tails it is taken as it is; beyond, either way, it is refused
+    assert mechanism.noise_std == pytest.approx(
+        2 * math.sqrt(noise.variance) / protocol.granularity
+    )
+    # within the tolerance for another SciPy's tails it is taken as it is; beyond, either way, it is
+    # refused
     near = dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier * (1 + 5e-7))
     assert near.same_run_as(mechanism)
     for factor in (10.0, 1.001, 0.999, 0.1):
@@ -282,6 +323,8 @@ def test_a_published_epsilon_is_that_of_its_bits():
 @settings(max_examples=6, deadline=None)
 @given(sigma=st.floats(0.5, 50), reports=st.integers(10, 2000), dimension=st.integers(1, 10**5))
 def test_bits_are_built_for_a_noise_multiplier_as_dp_sgd_has_it(sigma, reports, dimension):
-    built = ShuffledSums.build(noise_multiplier=sigma, num_users=10 * reports, sample_rate=0.1, dimension=dimension)
+    built = ShuffledSums.build(
+        noise_multiplier=sigma, num_users=10 * reports, sample_rate=0.1, dimension=dimension
+    )
     assert sigma <= built.noise_multiplier <= 1.03 * sigma
     assert round(built.expected_reports) == reports

@@ -31,29 +31,46 @@ def test_sampling_is_theorem_2_without_overflow(epsilon, rate):
 
 @settings(deadline=None, max_examples=200)
 @given(
-    st.lists(st.tuples(st.one_of(st.just(0.0), log_floats(1e-300, 1e6)), st.integers(1, 10**6)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.one_of(st.just(0.0), log_floats(1e-300, 1e6)), st.integers(1, 10**6)),
+        min_size=1,
+        max_size=4,
+    ),
     log_floats(1e-300, 0.9),
 )
 def test_composition_is_theorem_1_rounded_up(epsilons, slack):
     with mpmath.workdps(40):
         total = sum(mpmath.mpf(e) * n for e, n in epsilons)
         squares = sum(mpmath.mpf(e) ** 2 * n for e, n in epsilons)
-        exact = min(total, squares / 2 + mpmath.sqrt(2 * mpmath.log(1 / mpmath.mpf(slack)) * squares))
+        exact = min(
+            total, squares / 2 + mpmath.sqrt(2 * mpmath.log(1 / mpmath.mpf(slack)) * squares)
+        )
         found = compose(epsilons, slack=slack)
         assert exact <= found <= exact * (1 + mpmath.mpf(2e-12))
 
 
 @settings(deadline=None, max_examples=200)
-@given(log_floats(1e-6, 1e6), log_floats(1e-12, 0.1), st.integers(1, 10**5), log_floats(1e-4, 1.0), st.floats(0.05, 0.95))
+@given(
+    log_floats(1e-6, 1e6),
+    log_floats(1e-12, 0.1),
+    st.integers(1, 10**5),
+    log_floats(1e-4, 1.0),
+    st.floats(0.05, 0.95),
+)
 @example(1e6, 1e-9, 1, 1e-3, 0.5)
 @example(0.5, 5e-6, 500, 0.02, 0.5)
-def test_the_budget_of_a_step_spends_the_whole_budget_and_no_more(epsilon, delta, steps, rate, split):
-    each, its_delta = step_budget(epsilon=epsilon, delta=delta, steps=steps, sample_rate=rate, delta_split=split)
+def test_the_budget_of_a_step_spends_the_whole_budget_and_no_more(
+    epsilon, delta, steps, rate, split
+):
+    each, its_delta = step_budget(
+        epsilon=epsilon, delta=delta, steps=steps, sample_rate=rate, delta_split=split
+    )
     assert 0 < each < math.inf
     assert 0 < its_delta < 1
     assert its_delta == pytest.approx(min(split * delta / (rate * steps), 1.0), rel=1e-12)
     spent_then = compose([(subsample(each, sample_rate=rate), steps)], slack=(1 - split) * delta)
-    # Rounded down by 1e-12 here, up by as much there; e^ε − 1 over q passes a relative error on at most ε/(1 − e^{−ε})-fold.
+    # Rounded down by 1e-12 here, up by as much there; e^ε − 1 over q passes a relative error on at
+    # most ε/(1 − e^{−ε})-fold.
     assert spent_then == pytest.approx(epsilon, rel=1e-10)
 
 
@@ -79,6 +96,8 @@ def test_what_the_steps_and_the_composition_take_of_delta_add_up_to_it(delta_spl
         shares.append(share)
         return math.log1p(math.expm1(small) / rate)  # ε₀ = 1e-3 after sampling
 
-    found = advanced_composition.compute_epsilon([(step, rate, count)], delta=delta, delta_split=delta_split)
+    found = advanced_composition.compute_epsilon(
+        [(step, rate, count)], delta=delta, delta_split=delta_split
+    )
     slack = math.exp(-((found / small - count * small / 2) ** 2) / (2 * count))
     assert count * rate * shares[-1] + slack == pytest.approx(delta, rel=1e-9)

@@ -25,7 +25,9 @@ from opacus_shuffle.analysis.binomial_sums import (
 def precise_tails(trials, probability):
     """P(B > y) for y from −1 to ``trials``, 50 digits."""
     p = mpmath.mpf(probability)
-    masses = [mpmath.binomial(trials, y) * p**y * (1 - p) ** (trials - y) for y in range(trials + 1)]
+    masses = [
+        mpmath.binomial(trials, y) * p**y * (1 - p) ** (trials - y) for y in range(trials + 1)
+    ]
     tails = [mpmath.mpf(0)]
     for mass in reversed(masses):
         tails.append(tails[-1] + mass)
@@ -48,7 +50,9 @@ def precise_tails(trials, probability):
         (300, 0.5, 250),
     ],
 )
-def test_the_hockey_stick_is_the_sum_over_all_outcomes_rounded_up(trials, probability, shift, epsilon):
+def test_the_hockey_stick_is_the_sum_over_all_outcomes_rounded_up(
+    trials, probability, shift, epsilon
+):
     with mpmath.workdps(50):
         _, masses = precise_tails(trials, probability)
         factor, pad = mpmath.exp(epsilon), mpmath.mpf("1.01e-9")
@@ -65,8 +69,14 @@ def test_the_hockey_stick_is_the_sum_over_all_outcomes_rounded_up(trials, probab
             for a, b in zip(reversed(one), reversed(other), strict=True):
                 tail_one, tail_other = tail_one + a, tail_other + b
                 limit = max(limit, tail_one * (1 + pad) - factor * tail_other * (1 - pad))
-        found = hockey_stick(BinomialNoise(trials=trials, probability=probability), shift=shift, epsilon=epsilon)
-        assert truth * (1 - mpmath.mpf(2) ** -52) <= found <= min(limit * (1 + mpmath.mpf(2) ** -50), 1)
+        found = hockey_stick(
+            BinomialNoise(trials=trials, probability=probability), shift=shift, epsilon=epsilon
+        )
+        assert (
+            truth * (1 - mpmath.mpf(2) ** -52)
+            <= found
+            <= min(limit * (1 + mpmath.mpf(2) ** -50), 1)
+        )
 
 
 def precise_tail_at_huge_trials(trials, probability, y):
@@ -98,7 +108,8 @@ def test_the_hockey_stick_is_rounded_up_at_huge_trials(trials, shift, epsilon):
     noise = BinomialNoise(trials=trials, probability=0.5)
     found = hockey_stick(noise, shift=shift, epsilon=epsilon)
     with mpmath.workdps(40):
-        # Any threshold gives a value that the supremum is not below; near the best one they agree to second order.
+        # Any threshold gives a value that the supremum is not below; near the best one they agree
+        # to second order.
         y = round(trials / 2 + shift / 2 + epsilon / shift * noise.variance)
         truth = precise_tail_at_huge_trials(trials, 0.5, y - shift)
         truth -= mpmath.exp(epsilon) * precise_tail_at_huge_trials(trials, 0.5, y)
@@ -114,7 +125,9 @@ def test_the_hockey_stick_is_rounded_up_at_huge_trials(trials, shift, epsilon):
     epsilon=st.floats(0, 6),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_two_values_within_the_shift_are_told_apart_better_than_its_ends(trials, probability, shift, one, other, epsilon):
+def test_no_two_values_within_the_shift_are_told_apart_better_than_its_ends(
+    trials, probability, shift, one, other, epsilon
+):
     distribution = binomial_distribution(trials, probability)
     _, p, q = moved_pair(distribution, one * shift, other * shift)
     assert both_ways([(p, q)], epsilon) <= hockey_stick(

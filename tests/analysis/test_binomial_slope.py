@@ -29,7 +29,10 @@ from opacus_shuffle.analysis.binomial_sums import (
 )
 
 small_noise = st.tuples(
-    st.integers(150, 2500), st.floats(0.1, 0.9), st.floats(0.05, 1.5), st.sampled_from([1e-6, 1e-3, 0.02, 0.2])
+    st.integers(150, 2500),
+    st.floats(0.1, 0.9),
+    st.floats(0.05, 1.5),
+    st.sampled_from([1e-6, 1e-3, 0.02, 0.2]),
 )
 
 
@@ -61,7 +64,11 @@ def kept_range(noise, distribution, tail):
     first, masses = distribution
     assert first == 0
     low = int(np.searchsorted(np.cumsum(masses), tail / 2, side="right")) - 1
-    high = noise.trials - 1 - (int(np.searchsorted(np.cumsum(masses[::-1]), tail / 2, side="right")) - 1)
+    high = (
+        noise.trials
+        - 1
+        - (int(np.searchsorted(np.cumsum(masses[::-1]), tail / 2, side="right")) - 1)
+    )
     return low, high
 
 
@@ -72,14 +79,19 @@ def test_every_threshold_lies_on_or_above_the_gaussians_trade_off(drawn, one, ot
     distribution = binomial_distribution(noise.trials, noise.probability)
     low, high = kept_range(noise, distribution, tail)
     values = sorted((one * shift, other * shift))
-    # Lemma 2.4 keeps, with lo = low − g and hi = high + g, the thresholds from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, both included.
-    for y in range(low - shift + math.ceil(values[1]) - 1, high + shift + math.floor(values[0]) + 1):
+    # Lemma 2.4 keeps, with lo = low − g and hi = high + g, the thresholds from lo + ⌈w′⌉ − 1 to hi
+    # + ⌊w⌋, both included.
+    for y in range(
+        low - shift + math.ceil(values[1]) - 1, high + shift + math.floor(values[0]) + 1
+    ):
         fall = quantile(distribution, values[0], y) - quantile(distribution, values[1], y)
         assert fall <= bound.slope * (values[1] - values[0]) + 1e-9
 
 
 @given(drawn=small_noise, one=st.floats(0, 1), other=st.floats(0, 1), true=st.floats(0, 1))
-@example(drawn=(150, 0.5, 1.0, 1e-6), one=0.0, other=1.0, true=1.0)  # the outcome hi + ⌊w⌋ itself has a threshold of its own
+@example(
+    drawn=(150, 0.5, 1.0, 1e-6), one=0.0, other=1.0, true=1.0
+)  # the outcome hi + ⌊w⌋ itself has a threshold of its own
 @settings(max_examples=60, deadline=None)
 def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
     noise, shift, tail, bound = bounded(drawn)
@@ -89,7 +101,9 @@ def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
     value = values[0] + true * (values[1] - values[0])
     _, p, _ = moved_pair(distribution, value, value)
     outcomes = first + math.floor(value) + np.arange(len(p))
-    lumped = (outcomes < low - shift + math.ceil(values[1])) | (outcomes > high + shift + math.floor(values[0]))
+    lumped = (outcomes < low - shift + math.ceil(values[1])) | (
+        outcomes > high + shift + math.floor(values[0])
+    )
     assert p[lumped].sum() <= bound.lost * (1 + ROUNDING)
     assert bound.lost <= tail * (1 + 2e-9)
 
@@ -103,7 +117,9 @@ def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
 @settings(max_examples=100, deadline=None)
 def test_one_coordinate_never_exceeds_the_bound(drawn, one, other, epsilon):
     noise, shift, _, bound = bounded(drawn)
-    _, p, q = moved_pair(binomial_distribution(noise.trials, noise.probability), one * shift, other * shift)
+    _, p, q = moved_pair(
+        binomial_distribution(noise.trials, noise.probability), one * shift, other * shift
+    )
     limit = gaussian_delta(bound.slope * abs(one - other) * shift, epsilon) + bound.lost
     assert both_ways([(p, q)], epsilon) <= limit + ROUNDING * (1 + math.exp(epsilon))
 
@@ -117,12 +133,19 @@ def test_one_coordinate_never_exceeds_the_bound(drawn, one, other, epsilon):
 )
 @settings(max_examples=80, deadline=None)
 @pytest.mark.parametrize("dimension", [2, 3])
-def test_two_and_three_coordinates_never_exceed_the_bound(dimension, trials, probability, tail, share, data):
-    noise = BinomialNoise(trials=trials if dimension == 2 else 60 + trials // 8, probability=probability)
+def test_two_and_three_coordinates_never_exceed_the_bound(
+    dimension, trials, probability, tail, share, data
+):
+    noise = BinomialNoise(
+        trials=trials if dimension == 2 else 60 + trials // 8, probability=probability
+    )
     shift = max(1, round(share * math.sqrt(noise.variance)))
     bound = gaussian_bound(noise, shift=shift, tail=tail)
     assume(math.isfinite(bound.slope))
-    values = [(shift * data.draw(st.floats(0, 1)), shift * data.draw(st.floats(0, 1))) for _ in range(dimension)]
+    values = [
+        (shift * data.draw(st.floats(0, 1)), shift * data.draw(st.floats(0, 1)))
+        for _ in range(dimension)
+    ]
     epsilon = data.draw(st.floats(0, 5))
     distribution = binomial_distribution(noise.trials, noise.probability)
     pairs = [moved_pair(distribution, one, other)[1:] for one, other in values]
@@ -142,7 +165,9 @@ def test_thirty_tiny_moves_together_stay_below_the_bound(kind, probability):
     distribution = binomial_distribution(noise.trials, probability, reach=9)
     move = shift * direction(kind, 30, rng)
     start = rng.uniform(np.maximum(0, -move), np.minimum(shift, shift - move))
-    pairs = [moved_pair(distribution, one, one + by)[1:] for one, by in zip(start, move, strict=True)]
+    pairs = [
+        moved_pair(distribution, one, one + by)[1:] for one, by in zip(start, move, strict=True)
+    ]
     epsilons = [0.1, 0.5, 1.0, 2.0, 3.0]
     for ends in (pairs, [(q, p) for p, q in pairs]):
         below, above = delta_of_losses(ends, epsilons, step=2e-4)
@@ -160,11 +185,18 @@ def slope_by_definition(noise, lowest, highest):
         -ndtri(binom.sf(np.arange(lowest - 1, highest + 1), noise.trials, noise.probability)),
     )
     density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-    return float(np.max(binom.pmf(y, noise.trials, noise.probability) / np.minimum(density[1:], density[:-1])))
+    return float(
+        np.max(
+            binom.pmf(y, noise.trials, noise.probability) / np.minimum(density[1:], density[:-1])
+        )
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 50, 333, 2**16])
-@pytest.mark.parametrize(("trials", "probability", "shift"), [(3000, 0.5, 20), (3001, 0.2, 9), (900, 0.7, 30), (5000, 0.05, 3)])
+@pytest.mark.parametrize(
+    ("trials", "probability", "shift"),
+    [(3000, 0.5, 20), (3001, 0.2, 9), (900, 0.7, 30), (5000, 0.05, 3)],
+)
 def test_blocks_of_outcomes_never_lower_the_slope(monkeypatch, blocks, trials, probability, shift):
     noise = BinomialNoise(trials=trials, probability=probability)
     low, high = kept_range(noise, binomial_distribution(trials, probability), 1e-3)
@@ -177,6 +209,9 @@ def test_blocks_of_outcomes_never_lower_the_slope(monkeypatch, blocks, trials, p
 
 
 def test_a_noise_too_small_for_the_shift_gives_no_bound():
-    assert gaussian_bound(BinomialNoise(trials=20, probability=0.5), shift=15, tail=1e-3).slope == math.inf
+    assert (
+        gaussian_bound(BinomialNoise(trials=20, probability=0.5), shift=15, tail=1e-3).slope
+        == math.inf
+    )
     each = BinomialSum(noise=BinomialNoise(trials=20, probability=0.5), shift=15, dimension=2)
     assert compute_epsilon([(each, 1)], delta=1e-6) == math.inf

@@ -30,14 +30,23 @@ from opacus_shuffle.analysis.binomial_sums import (
     ("trials", "probability", "shift"),
     [(2000, 0.5, 6), pytest.param(3000, 0.2, 4, marks=pytest.mark.zoo), (2500, 0.85, 9)],
 )
-def test_rounds_together_cost_between_the_lower_and_the_upper_value(trials, probability, shift, count, delta):
-    each = BinomialSum(noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=4)
-    upper, lower = compute_epsilon([(each, count)], delta=delta), lower_epsilon([(each, count)], delta=delta)
+def test_rounds_together_cost_between_the_lower_and_the_upper_value(
+    trials, probability, shift, count, delta
+):
+    each = BinomialSum(
+        noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=4
+    )
+    upper, lower = (
+        compute_epsilon([(each, count)], delta=delta),
+        lower_epsilon([(each, count)], delta=delta),
+    )
     assert 0 <= lower <= upper < math.inf
     _, p, q = moved_pair(binomial_distribution(trials, probability, reach=9), 0, shift)
-    # Outcomes that one window of 9 standard deviations leaves out, in all rounds: below count·2.3e-19·few.
+    # Outcomes that one window of 9 standard deviations leaves out, in all rounds: below
+    # count·2.3e-19·few.
     above = [
-        delta_of_losses([ends], [upper, lower], step=2e-4 / math.sqrt(count), repeats=count)[1] for ends in ((p, q), (q, p))
+        delta_of_losses([ends], [upper, lower], step=2e-4 / math.sqrt(count), repeats=count)[1]
+        for ends in ((p, q), (q, p))
     ]
     at_upper, at_lower = np.max(above, axis=0)
     assert at_upper <= delta
@@ -45,7 +54,12 @@ def test_rounds_together_cost_between_the_lower_and_the_upper_value(trials, prob
 
 
 @pytest.mark.parametrize(
-    "kind", ["diagonal", "random", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("axis", "signs", "one large"))]
+    "kind",
+    [
+        "diagonal",
+        "random",
+        *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("axis", "signs", "one large")),
+    ],
 )
 def test_rounds_with_any_direction_cost_no_more_than_computed(kind):
     rng = np.random.default_rng(11)
@@ -53,7 +67,9 @@ def test_rounds_with_any_direction_cost_no_more_than_computed(kind):
     distribution = binomial_distribution(3000, 0.5, reach=9)
     move = 9 * direction(kind, 8, rng)
     start = rng.uniform(np.maximum(0, -move), np.minimum(9, 9 - move))
-    pairs = [moved_pair(distribution, one, one + by)[1:] for one, by in zip(start, move, strict=True)]
+    pairs = [
+        moved_pair(distribution, one, one + by)[1:] for one, by in zip(start, move, strict=True)
+    ]
     for delta in (0.05, 1e-4):
         epsilon = compute_epsilon([(each, 5)], delta=delta)
         for ends in (pairs, [(q, p) for p, q in pairs]):
@@ -61,14 +77,26 @@ def test_rounds_with_any_direction_cost_no_more_than_computed(kind):
 
 
 def test_rounds_of_two_kinds_cost_no_more_than_computed():
-    kinds = [(BinomialNoise(trials=2000, probability=0.5), 5, 3), (BinomialNoise(trials=900, probability=0.4), 2, 2)]
-    rounds = [(BinomialSum(noise=noise, shift=shift, dimension=1), count) for noise, shift, count in kinds]
+    kinds = [
+        (BinomialNoise(trials=2000, probability=0.5), 5, 3),
+        (BinomialNoise(trials=900, probability=0.4), 2, 2),
+    ]
+    rounds = [
+        (BinomialSum(noise=noise, shift=shift, dimension=1), count) for noise, shift, count in kinds
+    ]
     pairs = []
     for noise, shift, count in kinds:
-        pairs += count * [moved_pair(binomial_distribution(noise.trials, noise.probability, reach=9), 0, shift)[1:]]
+        pairs += count * [
+            moved_pair(binomial_distribution(noise.trials, noise.probability, reach=9), 0, shift)[
+                1:
+            ]
+        ]
     for delta in (0.05, 1e-4):
         upper, lower = compute_epsilon(rounds, delta=delta), lower_epsilon(rounds, delta=delta)
-        above = [delta_of_losses(ends, [upper, lower], step=1e-4)[1] for ends in (pairs, [x[::-1] for x in pairs])]
+        above = [
+            delta_of_losses(ends, [upper, lower], step=1e-4)[1]
+            for ends in (pairs, [x[::-1] for x in pairs])
+        ]
         assert np.max(above, axis=0)[0] <= delta <= np.max(above, axis=0)[1]
 
 

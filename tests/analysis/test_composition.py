@@ -23,15 +23,28 @@ def rounds(count):
 
 
 def test_table_1_of_the_paper_comes_out_with_orders_up_to_thirty():
-    ours = [epsilon_from_rdp(rounds(count), delta=DELTA, orders=range(2, 31))[0] for count in range(1, 8)]
-    assert [round(value, 5) for value in ours] == [0.22820, 0.22820, 0.22821, 0.22821, 0.22821, 0.22822, 0.22822]
+    ours = [
+        epsilon_from_rdp(rounds(count), delta=DELTA, orders=range(2, 31))[0]
+        for count in range(1, 8)
+    ]
+    assert [round(value, 5) for value in ours] == [
+        0.22820,
+        0.22820,
+        0.22821,
+        0.22821,
+        0.22821,
+        0.22822,
+        0.22822,
+    ]
 
 
 @settings(deadline=None, max_examples=10)
 @given(st.floats(0.5, 30), st.integers(1, 10**5), st.integers(1, 10**4), st.floats(1e-12, 0.1))
 def test_epsilon_is_the_minimum_over_all_orders_and_rounded_up(sigma, users, count, delta):
     def rdp(orders):
-        return count * mean_ratio.compute_rdp(noise_multiplier=sigma, num_users=users, orders=orders)
+        return count * mean_ratio.compute_rdp(
+            noise_multiplier=sigma, num_users=users, orders=orders
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", OrderCapWarning)
@@ -41,7 +54,9 @@ def test_epsilon_is_the_minimum_over_all_orders_and_rounded_up(sigma, users, cou
             return
     top = int(2 * order) + 64
     orders = np.arange(2, min(top, mean_ratio.MAX_ORDER))
-    lemma = rdp(orders) + (math.log(1 / delta) + (orders - 1) * np.log1p(-1 / orders) - np.log(orders)) / (orders - 1)
+    lemma = rdp(orders) + (
+        math.log(1 / delta) + (orders - 1) * np.log1p(-1 / orders) - np.log(orders)
+    ) / (orders - 1)
     best = max(lemma.min(), 0.0)
     assert epsilon <= best * (1 + 2 * RELATIVE_ERROR) + 1e-15
     if order >= 2:
@@ -69,13 +84,17 @@ def test_the_gaussian_epsilon_is_just_above_the_exact_one(mu, delta):
     with mpmath.workdps(60):
 
         def exact_delta(e):
-            return mpmath.ncdf(mpmath.mpf(mu) / 2 - e / mpmath.mpf(mu)) - mpmath.exp(e) * mpmath.ncdf(
-                -mpmath.mpf(mu) / 2 - e / mpmath.mpf(mu)
-            )
+            return mpmath.ncdf(mpmath.mpf(mu) / 2 - e / mpmath.mpf(mu)) - mpmath.exp(
+                e
+            ) * mpmath.ncdf(-mpmath.mpf(mu) / 2 - e / mpmath.mpf(mu))
 
         assert exact_delta(mpmath.mpf(epsilon)) <= mpmath.mpf(delta)
-        if epsilon > 0:  # the root is found to 1e-12 of its bracket, then enlarged by RELATIVE_ERROR
-            slack = 2 * gaussian.RELATIVE_ERROR * epsilon + 1e-11 * (mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)))
+        if (
+            epsilon > 0
+        ):  # the root is found to 1e-12 of its bracket, then enlarged by RELATIVE_ERROR
+            slack = 2 * gaussian.RELATIVE_ERROR * epsilon + 1e-11 * (
+                mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta))
+            )
             lower = epsilon - slack
             assert lower <= 0 or exact_delta(mpmath.mpf(lower)) >= mpmath.mpf(delta)
 

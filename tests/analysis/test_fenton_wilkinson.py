@@ -1,6 +1,7 @@
 """WS Theorem 6: the code against Eq. 83 term by term with many digits, and what solving it for σ and ε promises.
 
-That the formula is no bound is not tested here but stated: ``test_the_formula_denies_what_a_simple_test_finds``.
+That the formula is no bound is not tested here but stated:
+``test_the_formula_denies_what_a_simple_test_finds``.
 """
 
 from __future__ import annotations
@@ -15,26 +16,36 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.fenton_wilkinson import compute_delta, compute_epsilon, compute_noise_std
+from opacus_shuffle.analysis.fenton_wilkinson import (
+    compute_delta,
+    compute_epsilon,
+    compute_noise_std,
+)
 
 
 def equation_83(epsilon, sigma, d, c, batch_clip):
     """WS Eq. 25 with the letters of Eq. 83, in 80 digits."""
     with mpmath.workdps(80):
-        epsilon, sigma, d, c, batch_clip = (mpmath.mpf(x) for x in (epsilon, sigma, d, c, batch_clip))
+        epsilon, sigma, d, c, batch_clip = (
+            mpmath.mpf(x) for x in (epsilon, sigma, d, c, batch_clip)
+        )
 
         def spread(product):  # σ_Z, and the sum in ζ
             exponential = mpmath.exp(-d * product / ((d - 1) * sigma**2))
             total = 1 + (d - 1) * exponential
             return mpmath.sqrt(
-                mpmath.log((1 + (d - 1) * exponential**2) / total**2 * mpmath.expm1(c**2 / sigma**2) + 1)
+                mpmath.log(
+                    (1 + (d - 1) * exponential**2) / total**2 * mpmath.expm1(c**2 / sigma**2) + 1
+                )
             ), mpmath.log(total)
 
         s1, log_total = spread(c * batch_clip)
         zeta1 = -log_total
         s2, log_total = spread(c * (c + batch_clip))
         zeta2 = -log_total - c**2 / sigma**2
-        return mpmath.ncdf(s1 / 2 + (zeta1 - epsilon) / s1) - mpmath.exp(epsilon) * mpmath.ncdf(s2 / 2 + (zeta2 - epsilon) / s2)
+        return mpmath.ncdf(s1 / 2 + (zeta1 - epsilon) / s1) - mpmath.exp(epsilon) * mpmath.ncdf(
+            s2 / 2 + (zeta2 - epsilon) / s2
+        )
 
 
 def log_floats(low, high):
@@ -48,12 +59,14 @@ ratios = log_floats(0.05, 50)  # σ/c
 epsilons = st.floats(0, 8)
 targets = log_floats(1e-10, 0.5)
 
-# δ is the difference of two terms that are at most 1 where it is small; their arguments, below 20, have relative errors of some
-# 2⁻⁵² that Φ, of slope 0.4 at most, passes on. The same for one more ulp of σ, from its multiplication by the clip.
+# δ is the difference of two terms that are at most 1 where it is small; their arguments, below 20,
+# have relative errors of some 2⁻⁵² that Φ, of slope 0.4 at most, passes on. The same for one more
+# ulp of σ, from its multiplication by the clip.
 ROUNDING = 1e-13
 
 
-# ---- the formula ------------------------------------------------------------------------------------------------------------
+# ---- the formula
+# ------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -63,23 +76,33 @@ ROUNDING = 1e-13
 @example(1.0, 0.05, 10**12, 1.0, 1e-2)
 def test_delta_is_equation_83(epsilon, ratio, d, clip, norm):
     sigma, batch_clip = ratio * clip, norm * clip
-    delta = compute_delta(epsilon=epsilon, noise_std=sigma, dimension=d, clip=clip, batch_clip=batch_clip)
+    delta = compute_delta(
+        epsilon=epsilon, noise_std=sigma, dimension=d, clip=clip, batch_clip=batch_clip
+    )
     assert abs(delta - equation_83(epsilon, sigma, d, clip, batch_clip)) <= 1e-10
 
 
 def test_delta_is_what_the_reference_values_say(reference):
     for row in reference["fenton_wilkinson_delta"]:
         delta = compute_delta(
-            epsilon=row["epsilon"], noise_std=row["sigma"], dimension=int(row["d"]), clip=row["c"], batch_clip=row["c_prime"]
+            epsilon=row["epsilon"],
+            noise_std=row["sigma"],
+            dimension=int(row["d"]),
+            clip=row["c"],
+            batch_clip=row["c_prime"],
         )
         assert delta == pytest.approx(float(row["delta"]), abs=1e-12), row
 
 
 @given(epsilons, ratios, clips, norms)
 def test_one_coordinate_is_the_unshuffled_gaussian(epsilon, ratio, clip, norm):
-    delta = compute_delta(epsilon=epsilon, noise_std=ratio * clip, dimension=1, clip=clip, batch_clip=norm * clip)
+    delta = compute_delta(
+        epsilon=epsilon, noise_std=ratio * clip, dimension=1, clip=clip, batch_clip=norm * clip
+    )
     # A difference of Φ(·) ≤ 1 and e^ε·Φ(·) ≤ 1: some ulps of 1.
-    assert delta == pytest.approx(math.exp(gaussian.log_delta(mu=1 / ratio, epsilon=epsilon)), abs=1e-13)
+    assert delta == pytest.approx(
+        math.exp(gaussian.log_delta(mu=1 / ratio, epsilon=epsilon)), abs=1e-13
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,10 +124,13 @@ def test_nothing_is_ever_nan(epsilon, ratio, d, norm, target):
         assert 0 < sigma < math.inf
 
 
-# ---- solving it -------------------------------------------------------------------------------------------------------------
+# ---- solving it
+# -------------------------------------------------------------------------------------------------------------
 
 steps = st.builds(
-    lambda epsilon, target, d, clip, norm: dict(epsilon=epsilon, delta=target, dimension=d, clip=clip, batch_clip=norm * clip),
+    lambda epsilon, target, d, clip, norm: dict(
+        epsilon=epsilon, delta=target, dimension=d, clip=clip, batch_clip=norm * clip
+    ),
     log_floats(1e-3, 8),
     targets,
     st.one_of(dimensions, st.just(1)),
@@ -115,7 +141,10 @@ steps = st.builds(
 
 def delta_at(step, sigma):
     """δ at this σ, for the rest of the step."""
-    return compute_delta(noise_std=sigma, **{name: step[name] for name in ("epsilon", "dimension", "clip", "batch_clip")})
+    return compute_delta(
+        noise_std=sigma,
+        **{name: step[name] for name in ("epsilon", "dimension", "clip", "batch_clip")},
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -155,7 +184,8 @@ def test_the_epsilon_found_is_enough_and_so_is_more_but_not_less(ratio, target, 
 
 
 def test_the_papers_vit_step_asks_for_the_known_noise():
-    # Advanced composition and sampling leave these for each of 500 steps of 1000 of 50,000 records at ε = 0.5, δ = 5e-6.
+    # Advanced composition and sampling leave these for each of 500 steps of 1000 of 50,000 records
+    # at ε = 0.5, δ = 5e-6.
     sigma = compute_noise_std(epsilon=0.197617, delta=2.5e-7, dimension=85_800_000)
     assert sigma == pytest.approx(0.27372, abs=5e-6)
 
@@ -173,12 +203,14 @@ def test_the_curve_is_not_monotone_and_the_last_crossing_counts():
     assert sigma >= noise[values > 1e-3].max()
 
 
-@pytest.mark.parametrize(("sigma", "epsilon", "truth"), [(0.27372, 0.1976, 1.54e-3), (0.3, 0.2, 1.8e-4)])
+@pytest.mark.parametrize(
+    ("sigma", "epsilon", "truth"), [(0.27372, 0.1976, 1.54e-3), (0.3, 0.2, 1.8e-4)]
+)
 def test_the_formula_denies_what_a_simple_test_finds(sigma, epsilon, truth):
     d = 85_800_000
     assert compute_delta(epsilon=epsilon, noise_std=sigma, dimension=d) < 3e-7
-    # f = 0 and f' = e_1 meet the theorem's conditions. "The largest coordinate exceeds t" does not care for permutations, and
-    # each t is a lower bound on δ.
+    # f = 0 and f' = e_1 meet the theorem's conditions. "The largest coordinate exceeds t" does not
+    # care for permutations, and each t is a lower bound on δ.
     t = np.linspace(1.0, 2.5, 3001)
     under_f = -np.expm1(d * np.log1p(-ndtr(-t / sigma)))
     under_other = -np.expm1((d - 1) * np.log1p(-ndtr(-t / sigma)) + np.log(ndtr((t - 1) / sigma)))

@@ -1,8 +1,8 @@
 """The certificate against the true mechanism: every data set tried here is one that it must hold for.
 
-Cutting the line into cells and looking at the cells only is post-processing, so δ of the shuffled *cells* is at most the true
-δ. It is a finite sum, so a certificate that it exceeds is wrong: no tolerance but ``ROUNDING``. What is tested is proved in
-docs/proofs/01_gaussian_clones.md.
+Cutting the line into cells and looking at the cells only is post-processing, so δ of the shuffled
+*cells* is at most the true δ. It is a finite sum, so a certificate that it exceeds is wrong: no
+tolerance but ``ROUNDING``. What is tested is proved in docs/proofs/01_gaussian_clones.md.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ def test_few_clones_are_not_thrown_away(sampling, adjacency):
     """Rounds with less than half a clone on average counted as unshuffled: ε more than halved from one σ to the next."""
 
     def epsilon(sigma):
-        each = ShuffledRound(noise_multiplier=sigma, num_users=4000, sample_rate=0.1, sampling=sampling)
+        each = ShuffledRound(
+            noise_multiplier=sigma, num_users=4000, sample_rate=0.1, sampling=sampling
+        )
         return gaussian_clones.smallest_epsilon([(each, 20)], delta=1e-5, adjacency=adjacency)[0]
 
     found = [epsilon(0.9 * 1.02**step) for step in range(8)]
     assert all(before > after > before / 2 for before, after in itertools.pairwise(found)), found
 
 
-# ---- two and three users, cell by cell --------------------------------------------------------------------------------------
+# ---- two and three users, cell by cell
+# --------------------------------------------------------------------------------------
 
 
 def assert_certified(moved, still, rounds, *, adjacency="zero_out", deltas=DELTAS, clones):
@@ -50,7 +53,10 @@ def assert_certified(moved, still, rounds, *, adjacency="zero_out", deltas=DELTA
 
 def other_records(users):
     random = np.random.default_rng(users).uniform(-1, 1, (2, users - 1))
-    return [*itertools.combinations_with_replacement((-1.0, 0.0, 1.0), users - 1), *map(tuple, random.tolist())]
+    return [
+        *itertools.combinations_with_replacement((-1.0, 0.0, 1.0), users - 1),
+        *map(tuple, random.tolist()),
+    ]
 
 
 @pytest.mark.parametrize(("users", "deltas"), [(2, (1e-2, 1e-3, 1e-5)), (3, (0.03, 1e-3, 1e-5))])
@@ -59,7 +65,9 @@ def test_the_certificate_is_put_to_the_test_with_two_and_three_users(users, delt
     # Below the unshuffled bound: otherwise the brute force that follows would only test that.
     for delta in deltas:
         rounds = one_round(10.0, users)
-        assert compute_epsilon(rounds, delta=delta, clones=clones) < unshuffled_epsilon(rounds, delta=delta)
+        assert compute_epsilon(rounds, delta=delta, clones=clones) < unshuffled_epsilon(
+            rounds, delta=delta
+        )
 
 
 @pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0])
@@ -74,7 +82,12 @@ def test_zero_out_is_certified_for_two_and_three_users(users, sigma):
 
 @pytest.mark.parametrize(
     ("users", "sigma"),
-    [(2, 1.0), (2, 3.0), (3, 1.0), *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((2, 10), (3, 3), (3, 10)))],
+    [
+        (2, 1.0),
+        (2, 3.0),
+        (3, 1.0),
+        *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((2, 10), (3, 3), (3, 10))),
+    ],
 )
 def test_replacement_is_certified_for_two_and_three_users(users, sigma):
     rounds = one_round(sigma, users)
@@ -93,7 +106,9 @@ def test_random_participants_are_certified_for_two_and_three_users(users, rate, 
         rounds = one_round(sigma, users, rate, sampling)
         for others in ((-1.0,) * (users - 1), (0.0,) * (users - 1), other_records(users)[-1]):
             for stays, adjacency in ((0.0, "zero_out"), (-1.0, "replace")):
-                moved, still = (view_cells((record, *others), sigma, rate, sampling) for record in (1.0, stays))
+                moved, still = (
+                    view_cells((record, *others), sigma, rate, sampling) for record in (1.0, stays)
+                )
                 for clones in KINDS:
                     assert_certified(moved, still, rounds, adjacency=adjacency, clones=clones)
 
@@ -101,17 +116,23 @@ def test_random_participants_are_certified_for_two_and_three_users(users, rate, 
 @pytest.mark.zoo
 @both_kinds
 def test_two_adaptive_rounds_are_certified(clones):
-    # δ of two rounds is Σ_j P_j·h(e^ε·Q_j/P_j), h(τ) = Σ_k (P_k − τQ_k)₊ of the second round's data, which may depend on j.
+    # δ of two rounds is Σ_j P_j·h(e^ε·Q_j/P_j), h(τ) = Σ_k (P_k − τQ_k)₊ of the second round's
+    # data, which may depend on j.
     users = 2
     for sigma in (1.0, 3.0, 10.0, 30.0):
         rounds = one_round(sigma, users, repetitions=2)
-        data = [((moved, other), (0.0, other)) for moved, other in itertools.product((1.0, -1.0), (-1.0, 0.3))]
+        data = [
+            ((moved, other), (0.0, other))
+            for moved, other in itertools.product((1.0, -1.0), (-1.0, 0.3))
+        ]
         views = [tuple(view_cells(records, sigma, 1.0, None) for records in pair) for pair in data]
         for delta in (0.03, 1e-2, 1e-3, 1e-5):
             scale = math.exp(compute_epsilon(rounds, delta=delta, clones=clones))
             for direction in (1, -1):
                 first_p, first_q = views[0][::direction]
-                second = [one_more_round(*view[::direction], first_p, scale * first_q) for view in views]
+                second = [
+                    one_more_round(*view[::direction], first_p, scale * first_q) for view in views
+                ]
                 assert np.max(second, axis=0).sum() <= delta + ROUNDING, (sigma, delta, direction)
 
 
@@ -120,15 +141,19 @@ def one_more_round(p, q, mass, scaled):
     some = (p > 0) & (q > 0)  # leaving cells out only lowers δ
     order = np.argsort(p[some] / q[some])
     ratios = (p[some] / q[some])[order]
-    above_p, above_q = (np.append(np.cumsum(distribution[some][order][::-1])[::-1], 0.0) for distribution in (p, q))
+    above_p, above_q = (
+        np.append(np.cumsum(distribution[some][order][::-1])[::-1], 0.0) for distribution in (p, q)
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         start = np.searchsorted(ratios, np.where(mass > 0, scaled / mass, np.inf))
     return np.maximum(mass * above_p[start] - scaled * above_q[start], 0.0)
 
 
-# ---- properties -------------------------------------------------------------------------------------------------------------
+# ---- properties
+# -------------------------------------------------------------------------------------------------------------
 
-# δ far below the reports' total variation, so that ε is not next to zero, where relative changes mean nothing.
+# δ far below the reports' total variation, so that ε is not next to zero, where relative changes
+# mean nothing.
 sigmas = st.floats(0.6, 10.0)
 populations = st.integers(1, 500).map(lambda tens: 10 * tens)  # so that a rate of 0.3 is one
 deltas = st.floats(-9, -5).map(lambda exponent: 10**exponent)
@@ -136,24 +161,40 @@ samplings = st.sampled_from([(1.0, None), (0.3, "poisson"), (0.3, "fixed_size")]
 kinds = st.sampled_from(KINDS)
 few = settings(deadline=None, max_examples=2, derandomize=True)
 
-# Pool sizes are rounded down to 7 bits, by 1.6 % at most and 0.6 % on average, ε by half of that; the margin t is searched for
-# by an approximation. Neither is monotone; both only ever raise ε.
+# Pool sizes are rounded down to 7 bits, by 1.6 % at most and 0.6 % on average, ε by half of that;
+# the margin t is searched for by an approximation. Neither is monotone; both only ever raise ε.
 WIGGLE = 1.005
 
 
 @few
 @given(sigmas, populations, deltas, samplings, st.integers(1, 5), kinds)
-def test_the_certificate_lies_between_the_pair_and_the_unshuffled_reports(sigma, users, delta, sampled, repetitions, clones):
+def test_the_certificate_lies_between_the_pair_and_the_unshuffled_reports(
+    sigma, users, delta, sampled, repetitions, clones
+):
     rounds = one_round(sigma, users, *sampled, repetitions=repetitions)
     epsilon = compute_epsilon(rounds, delta=delta, clones=clones)
-    assert 0 <= pair_epsilon(rounds, delta=delta)[0] <= epsilon <= unshuffled_epsilon(rounds, delta=delta) < math.inf
+    assert (
+        0
+        <= pair_epsilon(rounds, delta=delta)[0]
+        <= epsilon
+        <= unshuffled_epsilon(rounds, delta=delta)
+        < math.inf
+    )
     replaced = compute_epsilon(rounds, delta=delta, adjacency="replace", clones=clones)
     assert epsilon <= replaced <= unshuffled_epsilon(rounds, delta=delta, distance=2.0) < math.inf
 
 
 @pytest.mark.zoo
 @few
-@given(sigmas, populations, deltas, samplings, st.integers(1, 5), kinds, st.sampled_from(["zero_out", "replace"]))
+@given(
+    sigmas,
+    populations,
+    deltas,
+    samplings,
+    st.integers(1, 5),
+    kinds,
+    st.sampled_from(["zero_out", "replace"]),
+)
 def test_the_certificate_falls_with_users_noise_and_delta_and_rises_with_rounds(
     sigma, users, delta, sampled, repetitions, clones, adjacency
 ):
@@ -171,7 +212,9 @@ def test_the_certificate_falls_with_users_noise_and_delta_and_rises_with_rounds(
 @both_kinds
 def test_one_user_is_the_unshuffled_gaussian(clones):
     rounds = one_round(2.0, 1)
-    assert compute_epsilon(rounds, delta=1e-5, clones=clones) == unshuffled_epsilon(rounds, delta=1e-5)
+    assert compute_epsilon(rounds, delta=1e-5, clones=clones) == unshuffled_epsilon(
+        rounds, delta=1e-5
+    )
     assert compute_epsilon([], delta=1e-5, clones=clones) == 0.0
 
 
@@ -185,5 +228,14 @@ def test_extreme_noise_stays_certified_by_the_unshuffled_bound(sigma, clones):
 
 
 def test_a_search_that_does_not_settle_begins_again_where_gaussian_mixtures_do():
-    often = [(ShuffledRound(noise_multiplier=1.0, num_users=60_000, sample_rate=0.1, sampling="poisson"), 500)]
-    assert compute_epsilon(often, delta=1e-5, clones="truncated") < 8.33  # 9.32 on the way from zero alone
+    often = [
+        (
+            ShuffledRound(
+                noise_multiplier=1.0, num_users=60_000, sample_rate=0.1, sampling="poisson"
+            ),
+            500,
+        )
+    ]
+    assert (
+        compute_epsilon(often, delta=1e-5, clones="truncated") < 8.33
+    )  # 9.32 on the way from zero alone

@@ -1,10 +1,11 @@
 """Attacks on the certificate with many users, or in two and three dimensions: none may show more than is certified.
 
 True values come from what an adversary can compute, with no part of the library:
-    * With the other records all at v, the adversary adds up a score of whole numbers over the reports (modulo a power of two)
-      and looks at the sum only: post-processing, its distribution is a power of one FFT, for any n.
-    * In two and three dimensions the likelihood ratio of the shuffled reports is a quotient of permanents; δ is then a mean
-      over random reports, with its standard error.
+    * With the other records all at v, the adversary adds up a score of whole numbers over the
+      reports (modulo a power of two) and looks at the sum only: post-processing, its distribution
+      is a power of one FFT, for any n.
+    * In two and three dimensions the likelihood ratio of the shuffled reports is a quotient of
+      permanents; δ is then a mean over random reports, with its standard error.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ import math
 
 import numpy as np
 import pytest
-from helpers.shuffled_reports import ROUNDING, SAMPLINGS, cell_masses, hockey_stick, one_round, view_cells
+from helpers.shuffled_reports import (
+    ROUNDING,
+    SAMPLINGS,
+    cell_masses,
+    hockey_stick,
+    one_round,
+    view_cells,
+)
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis.gaussian_clones import compute_epsilon
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.shuffled_rounds import pair_epsilon, unshuffled_epsilon
 
-# A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are fixed).
+# A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are
+# fixed).
 ERRORS = 4
 
 KINDS = ("mended", "truncated")
@@ -29,17 +38,23 @@ KINDS = ("mended", "truncated")
 both_kinds = pytest.mark.parametrize("clones", KINDS)
 
 
-# ---- the other records all in one place -------------------------------------------------------------------------------------
+# ---- the other records all in one place
+# -------------------------------------------------------------------------------------
 
 
-def attack(epsilon, *, sigma, users, others, moved=1.0, still=0.0, rate=1.0, sampling=None, points=2**16):
+def attack(
+    epsilon, *, sigma, users, others, moved=1.0, still=0.0, rate=1.0, sampling=None, points=2**16
+):
     """At most δ(ε), both directions: the sum of a score over the reports, modulo ``points``, is all that is looked at.
 
-    The score is the rounded W = LR_moved − e^ε·LR_still, whose sum's sign the best adversary goes by.
+    The score is the rounded W = LR_moved − e^ε·LR_still, whose sum's sign the best adversary goes
+    by.
     """
     scale = math.exp(epsilon)
     ends = np.array([-9, 9]) * sigma + sorted((moved, still, others))[::2]
-    base, *pair = (cell_masses(np.linspace(*ends, 4000), mean, sigma) for mean in (others, moved, still))
+    base, *pair = (
+        cell_masses(np.linspace(*ends, 4000), mean, sigma) for mean in (others, moved, still)
+    )
 
     def one_way(a, b):
         best = (a - scale * b) / np.maximum(base, 1e-300)
@@ -61,10 +76,15 @@ def attack(epsilon, *, sigma, users, others, moved=1.0, still=0.0, rate=1.0, sam
             reports = round(rate * users)
             there = reports / users
             p, q = (there * own + (1 - there) * other for own in (p, q))
-        elif sampling == "poisson":  # who is absent scores 1 − e^ε, so that the sum depends on the view alone
+        elif (
+            sampling == "poisson"
+        ):  # who is absent scores 1 − e^ε, so that the sum depends on the view alone
             absent = np.zeros(points)
             absent[round((1 - scale) / step) % points] = 1.0
-            other, p, q = (rate * distribution + (1 - rate) * np.fft.rfft(absent) for distribution in (other, p, q))
+            other, p, q = (
+                rate * distribution + (1 - rate) * np.fft.rfft(absent)
+                for distribution in (other, p, q)
+            )
         gain = np.fft.irfft(other ** (reports - 1) * (p - scale * q), points)
         typical = round(reports * mean / step)
         return float(np.cumsum(np.roll(gain, points // 2 - typical)[::-1]).max())
@@ -75,7 +95,8 @@ def attack(epsilon, *, sigma, users, others, moved=1.0, still=0.0, rate=1.0, sam
 def test_the_attack_shows_what_the_theory_says():
     setting = {"sigma": 3.0, "users": 50, "others": -1.0}
     assert attack(0.2, **setting) == pytest.approx(3.03e-5, abs=0.005e-5)
-    # One report is the Gaussian mechanism; a score rounded to 2⁻¹⁶ of its range loses next to nothing.
+    # One report is the Gaussian mechanism; a score rounded to 2⁻¹⁶ of its range loses next to
+    # nothing.
     epsilon = unshuffled_epsilon(one_round(2.0, 1), delta=1e-3)
     assert attack(epsilon, sigma=2.0, users=1, others=0.0) == pytest.approx(1e-3, rel=1e-2)
     assert attack(epsilon, sigma=2.0, users=1, others=0.0) <= 1e-3 + ROUNDING
@@ -85,7 +106,8 @@ def test_the_attack_shows_what_the_theory_says():
 def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
     sigma, rate, others, epsilon = 2.0, 0.7, -1.0, 0.1
     moved, still = (view_cells((record, others), sigma, rate, sampling) for record in (1.0, 0.0))
-    # Both are below the truth. 400 cells are 0.043 σ wide: they hide a share of the order 0.043² of what there is to see.
+    # Both are below the truth. 400 cells are 0.043 σ wide: they hide a share of the order 0.043² of
+    # what there is to see.
     attacked = attack(epsilon, sigma=sigma, users=2, others=others, rate=rate, sampling=sampling)
     assert attacked == pytest.approx(hockey_stick(moved, still, epsilon), rel=0.043**2)
 
@@ -103,7 +125,9 @@ def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
     ],
 )
 @both_kinds
-def test_no_attack_on_identical_others_beats_the_certificate(users, sigmas, deltas, sampling, clones):
+def test_no_attack_on_identical_others_beats_the_certificate(
+    users, sigmas, deltas, sampling, clones
+):
     rate = 1.0 if sampling is None else 0.3
     for sigma, delta in itertools.product(sigmas, deltas):
         rounds = one_round(sigma, users, rate, sampling)
@@ -112,19 +136,28 @@ def test_no_attack_on_identical_others_beats_the_certificate(users, sigmas, delt
             continue
         for others, moved in ((-1.0, 1.0), (0.0, 1.0), (0.5, -1.0)):
             shown = attack(
-                epsilon, sigma=sigma, users=users, others=others, moved=moved, rate=rate, sampling=sampling, points=2**15
+                epsilon,
+                sigma=sigma,
+                users=users,
+                others=others,
+                moved=moved,
+                rate=rate,
+                sampling=sampling,
+                points=2**15,
             )
             assert shown <= delta + ROUNDING, (sigma, delta, others, epsilon)
 
 
-@pytest.mark.parametrize(("users", "sigma"), [(50, 3.0), (2000, 1.5), pytest.param(10_000, 1.0, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    ("users", "sigma"), [(50, 3.0), (2000, 1.5), pytest.param(10_000, 1.0, marks=pytest.mark.zoo)]
+)
 def test_opposite_reports_among_zeros_are_enclosed_by_the_attack(users, sigma):
     replaced = opposite_reports(noise_multiplier=sigma, num_users=users)
     for multiple in (0.5, 2.0, 4.0):
         epsilon = multiple * replaced.scale
         shown = attack(epsilon, sigma=sigma, users=users, others=0.0, still=-1.0)
-        # A chord over d standard deviations adds d²/6 of the variance, log₂ n times; that is t² + 1 times as much of δ
-        # at t standard deviations. The curve's own chords add d²/8.
+        # A chord over d standard deviations adds d²/6 of the variance, log₂ n times; that is t² + 1
+        # times as much of δ at t standard deviations. The curve's own chords add d²/8.
         most = math.exp((multiple**2 + 1) * 0.06**2 * (math.log2(users) / 6 + 1 / 8))
         assert shown - ROUNDING <= replaced.hockey_stick(epsilon) <= shown * most + ROUNDING
 
@@ -134,9 +167,13 @@ def test_opposite_reports_among_zeros_are_enclosed_by_the_attack(users, sigma):
 @both_kinds
 def test_no_attack_on_a_replaced_record_beats_the_certificate(users, clones):
     for sigma, delta in ((1.25, 1e-2), (2.0, 1e-5), (3.0, 1e-2), (10.0, 1e-5)):
-        epsilon = compute_epsilon(one_round(sigma, users), delta=delta, adjacency="replace", clones=clones)
+        epsilon = compute_epsilon(
+            one_round(sigma, users), delta=delta, adjacency="replace", clones=clones
+        )
         for others in (-1.0, 0.0, 0.5):
-            shown = attack(epsilon, sigma=sigma, users=users, others=others, still=-1.0, points=2**15)
+            shown = attack(
+                epsilon, sigma=sigma, users=users, others=others, still=-1.0, points=2**15
+            )
             assert shown <= delta + ROUNDING, (sigma, delta, others, epsilon)
 
 
@@ -145,17 +182,23 @@ def test_no_attack_on_a_replaced_record_beats_the_certificate(users, clones):
     [
         (1.0, 60_000, 1e-5),
         (0.7, 60_000, 1e-3),
-        *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((1, 10_000, 1e-5), (1, 60_000, 1e-7), (0.85, 60_000, 1e-5))),
+        *(
+            pytest.param(*each, marks=pytest.mark.zoo)
+            for each in ((1, 10_000, 1e-5), (1, 60_000, 1e-7), (0.85, 60_000, 1e-5))
+        ),
     ],
 )
 @both_kinds
 def test_one_report_far_from_all_others_is_certified(sigma, users, delta, clones):
-    # Others at −1, user 1 at 1 or 0. The adversary only asks: is any report above c? A report of user 1's that lies where
-    # clones of zero cannot is what the truncated clones' slack has to pay for, Φ(1/σ − t) − Φ(−t) of it.
+    # Others at −1, user 1 at 1 or 0. The adversary only asks: is any report above c? A report of
+    # user 1's that lies where clones of zero cannot is what the truncated clones' slack has to pay
+    # for, Φ(1/σ − t) − Φ(−t) of it.
     epsilon = compute_epsilon(one_round(sigma, users), delta=delta, clones=clones)
     c = np.linspace(0, 9, 901)
     no_other = (users - 1) * np.log1p(-ndtr(-(c + 1) / sigma))
-    moved, still = (-np.expm1(no_other + np.log1p(-ndtr(-(c - record) / sigma))) for record in (1, 0))
+    moved, still = (
+        -np.expm1(no_other + np.log1p(-ndtr(-(c - record) / sigma))) for record in (1, 0)
+    )
     shown = float(np.max(moved - math.exp(epsilon) * still))
     assert shown <= delta + ROUNDING * delta, epsilon
 
@@ -170,7 +213,9 @@ def test_one_report_far_from_all_others_is_certified(sigma, users, delta, clones
     ],
 )
 @both_kinds
-def test_the_certificate_lies_between_others_at_minus_one_and_the_table(sigma, users, delta, lower, upper, clones):
+def test_the_certificate_lies_between_others_at_minus_one_and_the_table(
+    sigma, users, delta, lower, upper, clones
+):
     epsilon = compute_epsilon(one_round(sigma, users), delta=delta, clones=clones)
     assert epsilon <= upper
     if lower is not None:
@@ -187,7 +232,8 @@ def test_a_thousand_rounds_are_certified_as_in_the_table(clones):
     assert pair_epsilon(rounds, delta=1 / 60_000)[0] < epsilon <= 0.0584
 
 
-# ---- two and three dimensions -----------------------------------------------------------------------------------------------
+# ---- two and three dimensions
+# -----------------------------------------------------------------------------------------------
 
 
 def likelihoods(reports, point, sigma):
@@ -203,8 +249,14 @@ def shuffled_ratio(reports, moved, still, others, sigma):
     totals = [np.zeros(len(reports)), np.zeros(len(reports))]
     for slot in slots:
         rest = [j for j in slots if j != slot]
-        minor = sum(math.prod(row[:, j] for row, j in zip(rows, order, strict=True)) for order in itertools.permutations(rest))
-        totals = [total + likelihood[:, slot] * minor for total, likelihood in zip(totals, own, strict=True)]
+        minor = sum(
+            math.prod(row[:, j] for row, j in zip(rows, order, strict=True))
+            for order in itertools.permutations(rest)
+        )
+        totals = [
+            total + likelihood[:, slot] * minor
+            for total, likelihood in zip(totals, own, strict=True)
+        ]
     return totals[0] / totals[1]
 
 
@@ -241,7 +293,9 @@ def test_the_three_likelihood_ratios_agree():
     exact = attack(epsilon, sigma=sigma, users=6, others=-1.0, points=2**18)
     for ratio in (
         lambda reports, p, q: shuffled_ratio(reports, p, q, [place] * 5, sigma),
-        lambda reports, p, q: shuffled_ratio_of_groups(reports, p, q, [(place, 2), (place, 3)], sigma),
+        lambda reports, p, q: shuffled_ratio_of_groups(
+            reports, p, q, [(place, 2), (place, 3)], sigma
+        ),
     ):
         estimates = [
             sampled_delta(ratio, p, q, [place] * 5, epsilon, sigma, samples, seed=5)
@@ -270,7 +324,9 @@ def test_five_others_anywhere_on_the_sphere_are_certified(dimensions):
                 epsilon = compute_epsilon(rounds, delta=delta, clones=clones)
                 assert epsilon < unshuffled_epsilon(rounds, delta=delta)
                 estimate, error = sampled_delta(
-                    lambda reports, p, q, others=others, sigma=sigma: shuffled_ratio(reports, p, q, others, sigma),
+                    lambda reports, p, q, others=others, sigma=sigma: shuffled_ratio(
+                        reports, p, q, others, sigma
+                    ),
                     *(p, q, others, epsilon, sigma),
                     samples=10_000,
                     seed=7,
@@ -293,7 +349,9 @@ def test_fifty_users_in_two_places_on_the_sphere_are_certified(dimensions, clone
         assert epsilon < unshuffled_epsilon(rounds, delta=delta)
         for p, q in ((moved, zero), (zero, moved)):
             estimate, error = sampled_delta(
-                lambda reports, p, q, groups=groups, sigma=sigma: shuffled_ratio_of_groups(reports, p, q, groups, sigma),
+                lambda reports, p, q, groups=groups, sigma=sigma: shuffled_ratio_of_groups(
+                    reports, p, q, groups, sigma
+                ),
                 *(p, q, others, epsilon, sigma),
                 samples=2500,
                 seed=7,

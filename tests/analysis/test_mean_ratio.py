@@ -50,7 +50,8 @@ def mp_rdp(*, noise_multiplier, num_users, order, rate=1.0, sampling=None):
         means = [power[k] * mpmath.factorial(k) / mpmath.mpf(users) ** k for k in range(order + 1)]
         if sampling == "fixed_size":
             total = mpmath.fsum(
-                mpmath.binomial(order, j) * (1 - gamma) ** (order - j) * gamma**j * means[j] for j in range(order + 1)
+                mpmath.binomial(order, j) * (1 - gamma) ** (order - j) * gamma**j * means[j]
+                for j in range(order + 1)
             )
         else:
             total = means[order]
@@ -69,19 +70,29 @@ def test_rdp_matches_the_twenty_digit_values(reference, table, sampling):
     for row in reference[table]:
         rate = row.get("rate", row["m"] / row["n"] if "m" in row else 1.0)
         rdp = compute_rdp(
-            noise_multiplier=row["sigma"], num_users=row["n"], orders=row["order"], sample_rate=rate, sampling=sampling
+            noise_multiplier=row["sigma"],
+            num_users=row["n"],
+            orders=row["order"],
+            sample_rate=rate,
+            sampling=sampling,
         )
         assert rdp == pytest.approx(float(row["rdp"]), rel=RELATIVE_ERROR), row
 
 
 @settings(max_examples=40, deadline=None)
-@given(sigmas, populations, st.integers(2, 24), rates, st.sampled_from([None, "poisson", "fixed_size"]))
+@given(
+    sigmas, populations, st.integers(2, 24), rates, st.sampled_from([None, "poisson", "fixed_size"])
+)
 def test_rdp_matches_eighty_digit_series_powers(sigma, users, order, rate, sampling):
     rate = 1.0 if sampling is None else rate
     if sampling == "fixed_size" and round(rate * users) < 1:
         return
-    exact = mp_rdp(noise_multiplier=sigma, num_users=users, order=order, rate=rate, sampling=sampling)
-    rdp = compute_rdp(noise_multiplier=sigma, num_users=users, orders=order, sample_rate=rate, sampling=sampling)
+    exact = mp_rdp(
+        noise_multiplier=sigma, num_users=users, order=order, rate=rate, sampling=sampling
+    )
+    rdp = compute_rdp(
+        noise_multiplier=sigma, num_users=users, orders=order, sample_rate=rate, sampling=sampling
+    )
     assert rdp == pytest.approx(float(exact), rel=RELATIVE_ERROR)
 
 
@@ -91,8 +102,16 @@ def test_fewer_users_than_orders_lose_no_digit(users, order, sampling):
     # check-in: 2n + 2 on either side of the order exercises both ways to raise a series to a power.
     rate = 1.0 if sampling is None else 0.3
     for sigma in (0.5, 3.0, 30.0):
-        exact = mp_rdp(noise_multiplier=sigma, num_users=users, order=order, rate=rate, sampling=sampling)
-        rdp = compute_rdp(noise_multiplier=sigma, num_users=users, orders=order, sample_rate=rate, sampling=sampling)
+        exact = mp_rdp(
+            noise_multiplier=sigma, num_users=users, order=order, rate=rate, sampling=sampling
+        )
+        rdp = compute_rdp(
+            noise_multiplier=sigma,
+            num_users=users,
+            orders=order,
+            sample_rate=rate,
+            sampling=sampling,
+        )
         assert rdp == pytest.approx(float(exact), rel=RELATIVE_ERROR)
 
 
@@ -101,7 +120,9 @@ def test_fewer_users_than_orders_lose_no_digit(users, order, sampling):
 def test_rdp_matches_algorithm_1_of_the_paper(sigma, users, order):
     # Algorithm 1 in doubles cancels terms of size log n!: that is its error, not ours.
     oracle = shuffle_gauss_rdp(order=order, num_users=users, noise_multiplier=sigma)
-    assert compute_rdp(noise_multiplier=sigma, num_users=users, orders=order) == pytest.approx(oracle, rel=1e-9, abs=1e-11)
+    assert compute_rdp(noise_multiplier=sigma, num_users=users, orders=order) == pytest.approx(
+        oracle, rel=1e-9, abs=1e-11
+    )
 
 
 @given(sigmas, populations)
@@ -109,7 +130,9 @@ def test_second_and_third_moments_are_the_closed_forms(sigma, users):
     w = math.expm1(sigma**-2)
     second, third = compute_rdp(noise_multiplier=sigma, num_users=users, orders=[2, 3])
     assert second == pytest.approx(math.log1p(w / users), rel=RELATIVE_ERROR)
-    assert third == pytest.approx(math.log1p(3 * w / users + (w**3 + 3 * w**2) / users**2) / 2, rel=RELATIVE_ERROR)
+    assert third == pytest.approx(
+        math.log1p(3 * w / users + (w**3 + 3 * w**2) / users**2) / 2, rel=RELATIVE_ERROR
+    )
 
 
 @given(sigmas, populations, rates, st.sampled_from([None, "poisson"]))
@@ -132,7 +155,9 @@ def test_fractional_orders_lie_above_the_truth():
     for order in (1.5, 2.5, 3.3):
 
         def moment(y, x, order=order):
-            ratio = (math.exp((2 * x - 1) / (2 * sigma**2)) + math.exp((2 * y - 1) / (2 * sigma**2))) / 2
+            ratio = (
+                math.exp((2 * x - 1) / (2 * sigma**2)) + math.exp((2 * y - 1) / (2 * sigma**2))
+            ) / 2
             return ratio**order * norm.pdf(x, scale=sigma) * norm.pdf(y, scale=sigma)
 
         truth, error = integrate.dblquad(moment, -8, 12, -8, 12, epsabs=1e-7)
@@ -153,12 +178,15 @@ def test_ten_thousand_orders_stay_finite_and_ordered(users, sigma):
 
 
 def test_the_pair_is_not_the_worst_case():
-    # Why bound="published" and "pair" are Guarantee.PAIR: with the other record at −1 the divergence is larger.
+    # Why bound="published" and "pair" are Guarantee.PAIR: with the other record at −1 the
+    # divergence is larger.
     sigma, grid = 0.86, np.linspace(-9, 9, 1801)
     density = {mean: norm.pdf(grid, mean, sigma) for mean in (-1, 0, 1)}
     moved = (np.outer(density[1], density[-1]) + np.outer(density[-1], density[1])) / 2
     zero = (np.outer(density[0], density[-1]) + np.outer(density[-1], density[0])) / 2
     divergence = math.log((moved**2 / zero).sum() * (grid[1] - grid[0]) ** 2)
     assert divergence == pytest.approx(1.3228, abs=5e-5)
-    assert compute_rdp(noise_multiplier=sigma, num_users=2, orders=2) == pytest.approx(0.8890, abs=5e-5)
+    assert compute_rdp(noise_multiplier=sigma, num_users=2, orders=2) == pytest.approx(
+        0.8890, abs=5e-5
+    )
     assert divergence < 2 / (2 * sigma**2)

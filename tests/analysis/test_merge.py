@@ -12,7 +12,12 @@ from opacus_shuffle.accountants import bounds_of, compute_bound
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.analysis.merge import merged_kinds
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import MOST_SHUFFLED_KINDS, ShuffledRound, coarsen, merge
+from opacus_shuffle.analysis.shuffled_rounds import (
+    MOST_SHUFFLED_KINDS,
+    ShuffledRound,
+    coarsen,
+    merge,
+)
 
 FIELDS = {
     "shuffle_gauss": {"num_users": 6000},
@@ -36,7 +41,10 @@ def test_those_are_joined_that_cost_least_together():
     assert [0] in merged_kinds(sizes, np.array([1, 1, 1e3, 1, 1]), cost, most=2)
     # Of two numbers each class counts the larger ones, wherever they come from.
     crossed = np.array([[1.0, 9.0], [9.0, 1.0], [1.0, 8.0], [8.0, 1.0]])
-    assert merged_kinds(crossed, np.ones(4), lambda worst: worst.prod(axis=1), most=2) == [[0, 2], [1, 3]]
+    assert merged_kinds(crossed, np.ones(4), lambda worst: worst.prod(axis=1), most=2) == [
+        [0, 2],
+        [1, 3],
+    ]
 
 
 def test_kinds_are_joined_as_by_trying_every_pair_at_each_step():
@@ -52,35 +60,58 @@ def test_kinds_are_joined_as_by_trying_every_pair_at_each_step():
     tried = [[index] for index in range(40)]
     while len(tried) > 5:
         pairs = itertools.combinations(tried, 2)
-        one, other = min(pairs, key=lambda pair: together(pair[0] + pair[1]) - together(pair[0]) - together(pair[1]))
+        one, other = min(
+            pairs,
+            key=lambda pair: together(pair[0] + pair[1]) - together(pair[0]) - together(pair[1]),
+        )
         tried = [members for members in tried if members not in (one, other)] + [one + other]
-    assert sorted(merged_kinds(kinds, counts, cost, most=5)) == sorted(sorted(members) for members in tried)
+    assert sorted(merged_kinds(kinds, counts, cost, most=5)) == sorted(
+        sorted(members) for members in tried
+    )
 
 
 @pytest.mark.parametrize(("side", "sign"), [("upper", 1), ("lower", -1)])
 def test_noise_is_rounded_to_the_safe_side_and_no_round_is_lost(side, sign):
-    rounds = merge([(ShuffledRound(noise_multiplier=float(x), num_users=100), 2) for x in np.geomspace(0.5, 50, 1500)])
+    rounds = merge(
+        [
+            (ShuffledRound(noise_multiplier=float(x), num_users=100), 2)
+            for x in np.geomspace(0.5, 50, 1500)
+        ]
+    )
     few = coarsen(rounds, side)
     assert len(few) <= MOST_SHUFFLED_KINDS
     assert sum(count for _, count in few) == 3000
-    exact = sorted((each.noise_multiplier for each, count in rounds for _ in range(count)), reverse=sign < 0)
-    rounded = sorted((each.noise_multiplier for each, count in few for _ in range(count)), reverse=sign < 0)
+    exact = sorted(
+        (each.noise_multiplier for each, count in rounds for _ in range(count)), reverse=sign < 0
+    )
+    rounded = sorted(
+        (each.noise_multiplier for each, count in few for _ in range(count)), reverse=sign < 0
+    )
     assert all(sign * near <= sign * true for near, true in zip(rounded, exact, strict=True))
 
 
 @pytest.mark.parametrize("sampling", [None, "poisson", "fixed_size"])
 @pytest.mark.parametrize(("side", "worse"), [("upper", operator.le), ("lower", operator.ge)])
-def test_rounds_that_differ_in_everything_become_few_that_are_worse_in_everything(sampling, side, worse):
+def test_rounds_that_differ_in_everything_become_few_that_are_worse_in_everything(
+    sampling, side, worse
+):
     draws = np.random.default_rng(1)
 
     def one():
         rate = {} if sampling is None else {"sample_rate": float(draws.uniform(0.01, 0.5))}
         return ShuffledRound(
-            noise_multiplier=float(draws.uniform(1, 3)), num_users=int(draws.integers(50, 900)), sampling=sampling, **rate
+            noise_multiplier=float(draws.uniform(1, 3)),
+            num_users=int(draws.integers(50, 900)),
+            sampling=sampling,
+            **rate,
         )
 
     def numbers(each):
-        drawn = round(each.sample_rate * each.num_users) if sampling == "fixed_size" else each.sample_rate
+        drawn = (
+            round(each.sample_rate * each.num_users)
+            if sampling == "fixed_size"
+            else each.sample_rate
+        )
         return each.noise_multiplier, each.num_users, -drawn
 
     def tells(kind, each):  # whether it tells at least as much in everything, or at most
@@ -99,7 +130,11 @@ def test_a_larger_sample_of_fewer_users_tells_more():
 
     def sticks(users, sample):
         ratio = mean_distribution(
-            noise_multiplier=1.0, num_users=users, sample_rate=sample / users, sampling="fixed_size", side="lower"
+            noise_multiplier=1.0,
+            num_users=users,
+            sample_rate=sample / users,
+            sampling="fixed_size",
+            side="lower",
         )
         return np.array([ratio.hockey_stick(epsilon) for epsilon in (0.0, 0.1, 0.5, 1.0)])
 
@@ -126,7 +161,10 @@ def test_a_history_of_many_sample_rates_or_sizes_lies_between_its_ends(mechanism
     fixed = {"noise_multiplier": 4.0, **FIELDS[mechanism]}
 
     def epsilon(chosen):
-        rounds = [(kind.build(**{**fixed, name: value if name == "num_users" else float(value)}), 1) for value in chosen]
+        rounds = [
+            (kind.build(**{**fixed, name: value if name == "num_users" else float(value)}), 1)
+            for value in chosen
+        ]
         return compute_bound(rounds, delta=1e-5, adjacency=adjacency).epsilon
 
     ends = sorted(epsilon([end] * len(values)) for end in (values[0], values[-1]))
@@ -140,7 +178,9 @@ def test_a_history_of_a_thousand_different_noises_lies_between_its_ends(mechanis
     kind = MECHANISMS[mechanism]
 
     def rounds(sigmas):
-        return [(kind.build(noise_multiplier=float(sigma), **FIELDS[mechanism]), 1) for sigma in sigmas]
+        return [
+            (kind.build(noise_multiplier=float(sigma), **FIELDS[mechanism]), 1) for sigma in sigmas
+        ]
 
     for bound in bounds_of(kind):
         least, found, most = (

@@ -18,7 +18,26 @@ from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.monotone_epsilon import FIRST, SMALL, monotone_epsilon
 
-DELTAS = [1e-3, 2.4e-3, 3.8e-3, 6.7e-3, 7.8e-3, 0.0121, 0.0187, 0.0335, 0.05, 0.08, 0.11, 0.127, 0.2, 0.3, 0.4, 0.7, 0.9, 0.99]
+DELTAS = [
+    1e-3,
+    2.4e-3,
+    3.8e-3,
+    6.7e-3,
+    7.8e-3,
+    0.0121,
+    0.0187,
+    0.0335,
+    0.05,
+    0.08,
+    0.11,
+    0.127,
+    0.2,
+    0.3,
+    0.4,
+    0.7,
+    0.9,
+    0.99,
+]
 
 
 def curve(sigma):
@@ -28,7 +47,9 @@ def curve(sigma):
         return gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
 
     def delta_of(epsilon):
-        return ndtr(0.5 / sigma - epsilon * sigma) - math.exp(epsilon) * ndtr(-0.5 / sigma - epsilon * sigma)
+        return ndtr(0.5 / sigma - epsilon * sigma) - math.exp(epsilon) * ndtr(
+            -0.5 / sigma - epsilon * sigma
+        )
 
     return epsilon, delta_of
 
@@ -38,7 +59,9 @@ def curve(sigma):
 def test_what_wavers_is_cut_off_but_never_below_the_truth_and_never_raised(sigma, delta, seed):
     exact, delta_of = curve(sigma)
     draws = np.random.default_rng(seed)
-    spikes = functools.cache(lambda delta: float(draws.random() < 0.5) * 0.03 * float(draws.random()))
+    spikes = functools.cache(
+        lambda delta: float(draws.random() < 0.5) * 0.03 * float(draws.random())
+    )
 
     def wavering(delta):
         return exact(delta) + spikes(delta)
@@ -67,7 +90,12 @@ def test_where_zero_is_proved_it_stays_zero():
     ("mechanism", "run", "delta", "truth"),
     # Both ways: the first three were below the truth, the last one above it.
     [
-        ("shuffle_gauss", {"noise_multiplier": 3.56829, "num_users": 1, "steps": 1}, 0.0905, 0.0499),
+        (
+            "shuffle_gauss",
+            {"noise_multiplier": 3.56829, "num_users": 1, "steps": 1},
+            0.0905,
+            0.0499,
+        ),
         ("shuffle_gauss", {"noise_multiplier": 224.7, "num_users": 1, "steps": 100}, 0.003, 0.0499),
         ("shuffle_gauss", {"noise_multiplier": 9.28, "num_users": 1, "steps": 1}, 0.02312, 0.0499),
         # Identical others at -1 show 0.0474: two reports of a thousand are all that hides.
@@ -77,7 +105,12 @@ def test_where_zero_is_proved_it_stays_zero():
             0.00148092,
             0.0474,
         ),
-        ("shuffle_gauss", {"noise_multiplier": 1.0, "num_users": 1, "steps": 1, "adjacency": "replace"}, 0.9, 0.0),
+        (
+            "shuffle_gauss",
+            {"noise_multiplier": 1.0, "num_users": 1, "steps": 1, "adjacency": "replace"},
+            0.9,
+            0.0,
+        ),
     ],
 )
 def test_no_epsilon_is_below_the_truth_where_it_passes_through_small(mechanism, run, delta, truth):
@@ -94,16 +127,24 @@ def compute_baseline_of(mechanism, *, delta, steps, adjacency="zero_out", **fiel
 def test_a_calibrated_noise_is_not_below_what_the_gaussian_curve_asks_for():
     run = {"num_users": 1, "steps": 1, "target_epsilon": 0.03, "target_delta": 0.0905}
     _, delta_of = curve(compute_noise_multiplier("shuffle_gauss", **run))
-    assert 0.0905 * (1 - 1e-4) < delta_of(0.03) <= 0.0905  # ε may be 1e-4 below the target; σ was 3.567, where δ is .0948
+    assert (
+        0.0905 * (1 - 1e-4) < delta_of(0.03) <= 0.0905
+    )  # ε may be 1e-4 below the target; σ was 3.567, where δ is .0948
 
 
 @pytest.mark.parametrize(
     "run",
-    [{"noise_multiplier": 9.48, "num_users": 60_000, "steps": 7}, {"noise_multiplier": 4.0, "num_users": 10_000, "steps": 1}],
+    [
+        {"noise_multiplier": 9.48, "num_users": 60_000, "steps": 7},
+        {"noise_multiplier": 4.0, "num_users": 10_000, "steps": 1},
+    ],
 )
 def test_an_epsilon_that_has_come_down_to_zero_stays_there(run):
     """It was 0 or 2e-6 by chance, up to ten times the δ from which 0 can be proved."""
-    found = [compute_epsilon("shuffle_gauss", delta=float(delta), **run) for delta in np.geomspace(1e-3, 0.02, 13)]
+    found = [
+        compute_epsilon("shuffle_gauss", delta=float(delta), **run)
+        for delta in np.geomspace(1e-3, 0.02, 13)
+    ]
     assert all(later <= earlier for earlier, later in itertools.pairwise(found))
     assert found[5] == 0.0  # δ = 3.5e-3
 
@@ -120,8 +161,14 @@ def test_a_large_epsilon_or_a_small_delta_is_left_alone():
         ("shuffle_gauss", {"noise_multiplier": 9.48, "num_users": 60_000, "steps": 7}),
         ("shuffle_gauss", {"noise_multiplier": 4.0, "num_users": 10_000, "steps": 1}),
         ("shuffle_gauss", {"noise_multiplier": 1.662, "num_users": 30_877, "steps": 766}),
-        ("shuffled_checkin", {"noise_multiplier": 5.0, "num_users": 6000, "sample_rate": 0.1, "steps": 50}),
-        ("subsampled_shuffle", {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "steps": 10}),
+        (
+            "shuffled_checkin",
+            {"noise_multiplier": 5.0, "num_users": 6000, "sample_rate": 0.1, "steps": 50},
+        ),
+        (
+            "subsampled_shuffle",
+            {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "steps": 10},
+        ),
     ],
 )
 def test_epsilon_falls_with_delta_and_zeroing_never_costs_more_than_replacing(mechanism, run):
@@ -140,18 +187,25 @@ def test_epsilon_of_a_round_of_many_falls_with_delta():
     deltas = (3.4e-3, 3.729e-3, 6.694e-3, 7.749e-3)
     zeroed = [compute_epsilon("shuffle_gauss", delta=delta, **run) for delta in deltas]
     assert all(later <= earlier for earlier, later in itertools.pairwise(zeroed))
-    assert zeroed[-1] <= compute_epsilon("shuffle_gauss", delta=deltas[-1], adjacency="replace", **run)
+    assert zeroed[-1] <= compute_epsilon(
+        "shuffle_gauss", delta=deltas[-1], adjacency="replace", **run
+    )
 
 
 @pytest.mark.parametrize(
-    ("noise_multiplier", "steps", "deltas"), [(1.0, 20, (0.06, 0.061, 0.065)), (1.2, 10, (2.8e-7, 3.3e-7, 4.2e-7))]
+    ("noise_multiplier", "steps", "deltas"),
+    [(1.0, 20, (0.06, 0.061, 0.065)), (1.2, 10, (2.8e-7, 3.3e-7, 4.2e-7))],
 )
-def test_a_large_epsilon_falls_where_that_without_a_shuffler_passes_a_guess_of_it(noise_multiplier, steps, deltas):
+def test_a_large_epsilon_falls_where_that_without_a_shuffler_passes_a_guess_of_it(
+    noise_multiplier, steps, deltas
+):
     """Guesses double: where ε without a shuffler fell below 16, that guess was left out, and ε rose from 13.8 to 15.9."""
     run = {"noise_multiplier": noise_multiplier, "num_users": 500, "steps": steps}
     found = [compute_epsilon("shuffle_gauss", delta=delta, **run) for delta in deltas]
     assert all(later < earlier for earlier, later in itertools.pairwise(found))
-    assert privacy_bound("shuffle_gauss", delta=deltas[-1], bound="pair", **run).epsilon <= found[-1]
+    assert (
+        privacy_bound("shuffle_gauss", delta=deltas[-1], bound="pair", **run).epsilon <= found[-1]
+    )
 
 
 @pytest.mark.slow
@@ -159,7 +213,10 @@ def test_a_large_epsilon_of_many_kinds_of_rounds_falls_with_delta():
     """It was 14.09 at 0.015, 13.89 at 0.017 and 15.76 at 0.02."""
     draws = np.random.default_rng(0).uniform(0.8, 6, 15)
     rounds = [(ShuffleGauss(noise_multiplier=float(sigma), num_users=500), 3) for sigma in draws]
-    found = [compute_bound(rounds, delta=delta, bound="certified").epsilon for delta in (0.015, 0.017, 0.02)]
+    found = [
+        compute_bound(rounds, delta=delta, bound="certified").epsilon
+        for delta in (0.015, 0.017, 0.02)
+    ]
     assert all(later < earlier for earlier, later in itertools.pairwise(found))
 
 
@@ -167,8 +224,19 @@ RUNS = {
     "shuffle_gauss": {"noise_multiplier": 2.0, "num_users": 500},
     "subsampled_shuffle": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.3},
     "shuffled_checkin": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.3},
-    "shuffled_fw": {"noise_multiplier": 1.0, "sample_rate": 0.1, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
-    "shuffled_sums": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.3, "dimension": 4},
+    "shuffled_fw": {
+        "noise_multiplier": 1.0,
+        "sample_rate": 0.1,
+        "dimension": 100,
+        "clip": 1.0,
+        "batch_clip": 1.0,
+    },
+    "shuffled_sums": {
+        "noise_multiplier": 2.0,
+        "num_users": 1000,
+        "sample_rate": 0.3,
+        "dimension": 4,
+    },
 }
 ALL = {"steps": 10, "delta": 1e-5}
 DEARER = {
@@ -185,7 +253,8 @@ DEARER = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("mechanism", "changed"),
-    # Sums of another number of users have another grid, and up to 2.5 % more noise than they were asked for.
+    # Sums of another number of users have another grid, and up to 2.5 % more noise than they were
+    # asked for.
     [
         (name, key)
         for name, run in RUNS.items()
@@ -193,20 +262,37 @@ DEARER = {
         if key in ALL | run and (name, key) != ("shuffled_sums", "num_users")
     ],
 )
-def test_epsilon_falls_with_noise_and_delta_and_users_and_grows_with_steps_and_rate(mechanism, changed):
+def test_epsilon_falls_with_noise_and_delta_and_users_and_grows_with_steps_and_rate(
+    mechanism, changed
+):
     base = {**ALL, **RUNS[mechanism]}
     whole = changed in ("steps", "num_users")
-    values = [round(base[changed] * share) if whole else base[changed] * share for share in DEARER[changed]]
-    # The printed formulas are no such functions of the number of users and the rate, nor is Theorem 6 of anything.
-    printed = [] if changed in ("sample_rate", "num_users") or mechanism == "shuffled_fw" else ["published"]
+    values = [
+        round(base[changed] * share) if whole else base[changed] * share
+        for share in DEARER[changed]
+    ]
+    # The printed formulas are no such functions of the number of users and the rate, nor is Theorem
+    # 6 of anything.
+    printed = (
+        []
+        if changed in ("sample_rate", "num_users") or mechanism == "shuffled_fw"
+        else ["published"]
+    )
     pair = [] if mechanism == "shuffled_sums" else ["pair"]
     found = {
         (bound, adjacency): [
-            compute_epsilon(mechanism, bound=bound, adjacency=adjacency, **{**base, changed: value}) for value in values
+            compute_epsilon(mechanism, bound=bound, adjacency=adjacency, **{**base, changed: value})
+            for value in values
         ]
-        for bound, adjacency in [("certified", "replace"), *((each, "zero_out") for each in ["certified", *pair, *printed])]
+        for bound, adjacency in [
+            ("certified", "replace"),
+            *((each, "zero_out") for each in ["certified", *pair, *printed]),
+        ]
     }
     for epsilons in found.values():
-        assert all(cheaper <= dearer for cheaper, dearer in itertools.pairwise(epsilons)), (values, epsilons)
+        assert all(cheaper <= dearer for cheaper, dearer in itertools.pairwise(epsilons)), (
+            values,
+            epsilons,
+        )
     both = found["certified", "zero_out"], found["certified", "replace"]
     assert all(less <= more for less, more in zip(*both, strict=True))

@@ -1,7 +1,7 @@
 """The curve of a record that becomes its opposite: above the truth, hardly, and above every other replacement.
 
-True values: closed forms for one report, quadrature for two, an adversary's sum of scores for many. What is tested is proved in
-docs/proofs/09_replacement.md.
+True values: closed forms for one report, quadrature for two, an adversary's sum of scores for many.
+What is tested is proved in docs/proofs/09_replacement.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from scipy.special import ndtr
 
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
 
-# A midpoint rule with steps of h standard deviations on a Gaussian integrand with one kink errs by h²/12 of it or so.
+# A midpoint rule with steps of h standard deviations on a Gaussian integrand with one kink errs by
+# h²/12 of it or so.
 Z, STEP = np.linspace(-9, 9, 1801, retstep=True)
 WEIGHTS = np.exp(-(Z**2) / 2) * STEP / math.sqrt(2 * math.pi)
 
@@ -45,14 +46,18 @@ def test_one_report_is_the_gaussian_mechanism_at_distance_two(sigma, epsilon):
     assert exact - 1e-13 <= replaced.hockey_stick(epsilon)
     if (
         exact > 1e-6
-    ):  # steps of 0.06 and chords in θ and in τ cost up to 0.06²/2 of the variance each, of δ as much as 10 times that
+        # steps of 0.06 and chords in θ and in τ cost up to 0.06²/2 of the variance each, of δ as much
+        # as 10 times that
+    ):
         assert replaced.hockey_stick(epsilon) <= 1.03 * exact
 
 
 @given(sigma=sigmas, epsilon=epsilons, rate=st.floats(0.01, 1.0))
 @settings(max_examples=25, deadline=None)
 def test_two_reports_tell_at_most_what_is_computed(sigma, epsilon, rate):
-    found = opposite_reports(noise_multiplier=sigma, num_users=2, sample_rate=rate).hockey_stick(epsilon)
+    found = opposite_reports(noise_multiplier=sigma, num_users=2, sample_rate=rate).hockey_stick(
+        epsilon
+    )
     assert two_reports(math.exp(epsilon), sigma, 1.0, -1.0, rate) * (1 - STEP) - 1e-12 <= found
 
 
@@ -74,7 +79,9 @@ def test_what_is_computed_for_two_reports_is_close_to_what_they_tell(sigma):
 )
 @settings(max_examples=60, deadline=None)
 @pytest.mark.zoo
-def test_no_other_two_records_are_as_easy_to_tell_apart_as_opposite_ones(sigma, epsilon, x, other, rate):
+def test_no_other_two_records_are_as_easy_to_tell_apart_as_opposite_ones(
+    sigma, epsilon, x, other, rate
+):
     tau = math.exp(epsilon)
     worst, any_two = (two_reports(tau, sigma, *pair, rate) for pair in ((1.0, -1.0), (x, other)))
     assert any_two <= worst * (1 + 1e-9) + 1e-12
@@ -82,12 +89,16 @@ def test_no_other_two_records_are_as_easy_to_tell_apart_as_opposite_ones(sigma, 
 
 @pytest.mark.parametrize("angle", [0.3, 0.7, 0.95])
 def test_opposite_records_are_worse_than_records_at_an_angle(angle):
-    # Ten reports in the plane, a million draws of which both means are made: the difference is known better than either.
+    # Ten reports in the plane, a million draws of which both means are made: the difference is
+    # known better than either.
     random = np.random.default_rng(5)
     first, second = random.standard_normal((2, 200_000, 5))
     sigma, tau = 1.5, 1.5
     turned = -(1 - angle) * first + math.sqrt(1 - (1 - angle) ** 2) * second
-    gains = [np.maximum((ratio(1, sigma, first) - tau * ratio(1, sigma, each)).mean(1), 0) for each in (-first, turned)]
+    gains = [
+        np.maximum((ratio(1, sigma, first) - tau * ratio(1, sigma, each)).mean(1), 0)
+        for each in (-first, turned)
+    ]
     difference = gains[0] - gains[1]
     assert difference.mean() > 4 * difference.std() / math.sqrt(len(difference))
 
@@ -100,7 +111,9 @@ def test_opposite_records_are_worse_than_records_at_an_angle(angle):
 )
 @settings(max_examples=12, deadline=None)
 def test_both_directions_are_equal_and_masses_add_up_to_one(sigma, users, rate, factor):
-    found = opposite_reports(noise_multiplier=sigma, num_users=users, sample_rate=rate, factor=factor)
+    found = opposite_reports(
+        noise_multiplier=sigma, num_users=users, sample_rate=rate, factor=factor
+    )
     ratios = found.offsets + found.centre
     assert np.all(np.diff(found.offsets) > 0)
     assert np.all(found.masses >= 0)
@@ -119,7 +132,9 @@ def test_a_factor_multiplies_hockey_sticks_and_more_users_hide_better(sigma, use
         for n, factor in ((users, 1.0), (users, 3.0), (max(1, users // 3), 1.0))
     )
     for epsilon in (one.scale, 3 * one.scale):
-        assert three.hockey_stick(epsilon) == pytest.approx(min(3 * one.hockey_stick(epsilon), 1), rel=0.02)
+        assert three.hockey_stick(epsilon) == pytest.approx(
+            min(3 * one.hockey_stick(epsilon), 1), rel=0.02
+        )
         assert fewer.hockey_stick(epsilon) >= one.hockey_stick(epsilon)
 
 
@@ -132,4 +147,8 @@ def test_a_mean_of_many_reports_is_not_below_draws_of_it():
     for epsilon in (0.0, 0.2, 0.4):
         gains = np.maximum(plus - math.exp(epsilon) * minus, 0)
         error = gains.std() / math.sqrt(draws)
-        assert -4 * error <= found.hockey_stick(epsilon) - gains.mean() <= 4 * error + 0.03 * gains.mean()
+        assert (
+            -4 * error
+            <= found.hockey_stick(epsilon) - gains.mean()
+            <= 4 * error + 0.03 * gains.mean()
+        )

@@ -28,8 +28,9 @@ def call(strike, count, sigma, points=120):
     """E(X₁ + … + X_count − strike)₊ of independent ratios X = exp((2x − 1)/2σ²), x ~ N(0, σ²): one in closed form, others by
     integrals over the standard normal z = x/σ.
 
-    What X exceeds the strike by itself is in closed form, too; the rest ends where X reaches it, in a point of unbounded
-    derivatives, for which double exponential quadrature is made. Twice the points say the same to 1e-14.
+    What X exceeds the strike by itself is in closed form, too; the rest ends where X reaches it, in
+    a point of unbounded derivatives, for which double exponential quadrature is made. Twice the
+    points say the same to 1e-14.
     """
     strike = np.asarray(strike, dtype=float)
     positive = np.maximum(strike, 1e-300)
@@ -38,8 +39,18 @@ def call(strike, count, sigma, points=120):
     if count > 1:
         t, step = np.linspace(-3.2, 3.2, points, retstep=True)
         half = (edge[..., None] + 12) / 2
-        z = edge[..., None] - half * np.exp(-np.pi / 2 * np.sinh(t)) / np.cosh(np.pi / 2 * np.sinh(t))
-        mass = step * half * np.pi / 2 * np.cosh(t) / np.cosh(np.pi / 2 * np.sinh(t)) ** 2 * normal.pdf(z)
+        z = edge[..., None] - half * np.exp(-np.pi / 2 * np.sinh(t)) / np.cosh(
+            np.pi / 2 * np.sinh(t)
+        )
+        mass = (
+            step
+            * half
+            * np.pi
+            / 2
+            * np.cosh(t)
+            / np.cosh(np.pi / 2 * np.sinh(t)) ** 2
+            * normal.pdf(z)
+        )
         left = positive[..., None] * -np.expm1((z - edge[..., None]) / sigma)
         found = found + np.where(half > 0, mass * call(left, count - 1, sigma, points), 0).sum(-1)
     return np.where(strike > 0, found, count - strike)
@@ -54,7 +65,10 @@ def brute_force(epsilon, *, d, sigma, rate=1.0, points=120):
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
-@pytest.mark.parametrize(("sigma", "rate", "delta"), [(0.5, 1.0, 1e-3), (1.0, 1.0, 1e-5), (0.7, 0.2, 1e-4), (2.0, 0.6, 1e-3)])
+@pytest.mark.parametrize(
+    ("sigma", "rate", "delta"),
+    [(0.5, 1.0, 1e-3), (1.0, 1.0, 1e-5), (0.7, 0.2, 1e-4), (2.0, 0.6, 1e-3)],
+)
 def test_tight_encloses_the_pair_by_brute_force(d, sigma, rate, delta):
     found = answer(noise_multiplier=sigma, sample_rate=rate, dimension=d, delta=delta)
     exact = functools.partial(brute_force, d=d, sigma=sigma, rate=rate)
@@ -68,9 +82,14 @@ def test_the_brute_force_is_right():
     sigma, rate, epsilon, count = 0.8, 0.5, 0.6, 2_000_000
     y = rng.normal(0, sigma, (count, 3))
     ratio = 1 - rate + rate * np.exp((2 * y - 1) / (2 * sigma**2)).mean(1)
-    for excess in (np.maximum(ratio - math.exp(epsilon), 0), np.maximum(1 - math.exp(epsilon) * ratio, 0)):
+    for excess in (
+        np.maximum(ratio - math.exp(epsilon), 0),
+        np.maximum(1 - math.exp(epsilon) * ratio, 0),
+    ):
         sampled, error = excess.mean(), excess.std() / math.sqrt(count)
-        assert brute_force(epsilon, d=3, sigma=sigma, rate=rate) >= sampled - 5 * error  # 5 σ: once in three million
+        assert (
+            brute_force(epsilon, d=3, sigma=sigma, rate=rate) >= sampled - 5 * error
+        )  # 5 σ: once in three million
     sampled, error = (
         np.maximum(ratio - math.exp(epsilon), 0).mean(),
         np.maximum(ratio - math.exp(epsilon), 0).std() / math.sqrt(count),
@@ -88,12 +107,15 @@ def test_a_record_whose_sum_is_clipped_below_its_own_norm_moves_less(batch_clip)
     found = answer(noise_multiplier=0.6, dimension=2, batch_clip=batch_clip, delta=1e-3)
     assert brute_force(found.epsilon, d=2, sigma=0.6 / distance) <= 1e-3 * (1 + 1e-7)
     assert brute_force(found.lower, d=2, sigma=0.6 / distance) >= 1e-3 * (1 - 1e-7)
-    scaled = answer(noise_multiplier=0.6, dimension=2, clip=10.0, batch_clip=10 * batch_clip, delta=1e-3)
+    scaled = answer(
+        noise_multiplier=0.6, dimension=2, clip=10.0, batch_clip=10 * batch_clip, delta=1e-3
+    )
     assert scaled.epsilon == pytest.approx(found.epsilon, rel=1e-12)
 
 
 def test_the_largest_coordinate_is_a_test_that_the_pair_s_epsilon_covers():
-    # Each threshold is a lower bound on δ of one sampled step, and the composition of 500 such steps costs no less.
+    # Each threshold is a lower bound on δ of one sampled step, and the composition of 500 such
+    # steps costs no less.
     sigma, d, rate = 0.27372, 85_800_000, 0.02
     epsilon = answer(noise_multiplier=sigma, sample_rate=rate, dimension=d, delta=1e-4).epsilon
     t = np.linspace(1.0, 2.5, 3001)
@@ -101,7 +123,10 @@ def test_the_largest_coordinate_is_a_test_that_the_pair_s_epsilon_covers():
     record = -np.expm1((d - 1) * np.log1p(-ndtr(-t / sigma)) + log_ndtr((t - 1) / sigma))
     sampled = (1 - rate) * nothing + rate * record
     assert 0 < (sampled - math.exp(epsilon) * nothing).max() <= 1e-4
-    assert answer(noise_multiplier=sigma, sample_rate=rate, dimension=d, delta=1e-4, steps=500).epsilon > epsilon
+    assert (
+        answer(noise_multiplier=sigma, sample_rate=rate, dimension=d, delta=1e-4, steps=500).epsilon
+        > epsilon
+    )
 
 
 def permuted_step(**fields):
@@ -111,6 +136,8 @@ def permuted_step(**fields):
 @pytest.mark.zoo
 @pytest.mark.parametrize("sigma", [0.29, 0.35])
 def test_the_exact_pair_is_resolved_where_its_losses_are_rare_and_large(sigma):
-    step = ShuffledRound(noise_multiplier=sigma, num_users=85_800_000, sample_rate=0.02, sampling="poisson")
+    step = ShuffledRound(
+        noise_multiplier=sigma, num_users=85_800_000, sample_rate=0.02, sampling="poisson"
+    )
     lower, upper = pair_epsilon([(step, 500)], delta=5e-6)
     assert 0 < lower <= upper <= 1.1 * lower

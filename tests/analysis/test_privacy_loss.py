@@ -33,16 +33,31 @@ def gaussian_by_distributions(sigmas_and_steps, delta):
 
     def distributions(side):
         return [
-            (Mixture.of(mean_distribution(noise_multiplier=sigma, num_users=1, side=side, tail=19.0)), steps)
+            (
+                Mixture.of(
+                    mean_distribution(noise_multiplier=sigma, num_users=1, side=side, tail=19.0)
+                ),
+                steps,
+            )
             for sigma, steps in sigmas_and_steps
         ]
 
-    return lower_epsilon(distributions("lower"), delta=delta), compute_epsilon(distributions("upper"), delta=delta)
+    return lower_epsilon(distributions("lower"), delta=delta), compute_epsilon(
+        distributions("upper"), delta=delta
+    )
 
 
 @pytest.mark.parametrize("delta", [0.1, 1e-5, 1e-12, 1e-60])
 @pytest.mark.parametrize(
-    "history", [[(2.0, 1)], [(2.0, 100)], [(30.0, 10_000)], [(0.5, 3)], [(2.0, 10), (5.0, 30)], [(20.0, 9), (1.0, 1), (3.0, 4)]]
+    "history",
+    [
+        [(2.0, 1)],
+        [(2.0, 100)],
+        [(30.0, 10_000)],
+        [(0.5, 3)],
+        [(2.0, 10), (5.0, 30)],
+        [(20.0, 9), (1.0, 1), (3.0, 4)],
+    ],
 )
 def test_the_composed_gaussian_is_enclosed_within_a_percent(history, delta):
     mu = math.sqrt(sum(steps / sigma**2 for sigma, steps in history))
@@ -61,11 +76,20 @@ PROTOTYPE = [  # n, σ, T, δ, sampling, γ: this library's earlier prototype, f
 ]
 
 
-@pytest.mark.parametrize(("users", "sigma", "steps", "delta", "sampling", "rate", "prototype"), PROTOTYPE)
+@pytest.mark.parametrize(
+    ("users", "sigma", "steps", "delta", "sampling", "rate", "prototype"), PROTOTYPE
+)
 def test_both_sides_lie_within_a_percent_of_each_other_and_of_the_prototype(
     users, sigma, steps, delta, sampling, rate, prototype
 ):
-    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling), steps)]
+    rounds = [
+        (
+            ShuffledRound(
+                noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling
+            ),
+            steps,
+        )
+    ]
     lower, upper = pair_epsilon(rounds, delta=delta)
     assert lower <= upper
     assert (upper - lower) / upper <= 0.01
@@ -82,10 +106,19 @@ def test_both_sides_lie_within_a_percent_of_each_other_and_of_the_prototype(
     steps=st.integers(1, 10**4),
     sampling=st.sampled_from(["poisson", "fixed_size"]),
 )
-def test_the_distribution_never_costs_more_than_its_exact_renyi_divergences(sigma, users, rate, steps, sampling):
+def test_the_distribution_never_costs_more_than_its_exact_renyi_divergences(
+    sigma, users, rate, steps, sampling
+):
     if round(rate * users) < 1:
         rate = 1.0
-    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling), steps)]
+    rounds = [
+        (
+            ShuffledRound(
+                noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling
+            ),
+            steps,
+        )
+    ]
     lower, upper = pair_epsilon(rounds, delta=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", composition.OrderCapWarning)
@@ -93,7 +126,11 @@ def test_the_distribution_never_costs_more_than_its_exact_renyi_divergences(sigm
             lambda orders: (
                 steps
                 * mean_ratio.compute_rdp(
-                    noise_multiplier=sigma, num_users=users, orders=orders, sample_rate=rate, sampling=sampling
+                    noise_multiplier=sigma,
+                    num_users=users,
+                    orders=orders,
+                    sample_rate=rate,
+                    sampling=sampling,
                 )
             ),
             delta=1e-6,
@@ -103,14 +140,22 @@ def test_the_distribution_never_costs_more_than_its_exact_renyi_divergences(sigm
 
 
 @pytest.mark.parametrize(
-    ("rate", "sigma", "steps"), [(0.01, 1.0, 1000), (0.1, 3.0, 50), pytest.param(0.001, 0.7, 10_000, marks=pytest.mark.zoo)]
+    ("rate", "sigma", "steps"),
+    [(0.01, 1.0, 1000), (0.1, 3.0, 50), pytest.param(0.001, 0.7, 10_000, marks=pytest.mark.zoo)],
 )
 def test_the_trusted_server_agrees_with_opacus_prv_accountant(rate, sigma, steps):
     accountant = PRVAccountant()
     accountant.history = [(sigma, rate, steps)]
     error = 1e-3
     prv = accountant._get_dprv(eps_error=error, delta_error=1e-8).compute_epsilon(1e-5, 1e-8, error)
-    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=10**6, sample_rate=rate, sampling="poisson"), steps)]
+    rounds = [
+        (
+            ShuffledRound(
+                noise_multiplier=sigma, num_users=10**6, sample_rate=rate, sampling="poisson"
+            ),
+            steps,
+        )
+    ]
     ours = sampled_gaussian_epsilon(rounds, delta=1e-5)
     # Opacus composes D(with ‖ without) only; the other direction was never the larger one here.
     assert prv[0] <= ours <= prv[2] * 1.005
@@ -118,7 +163,14 @@ def test_the_trusted_server_agrees_with_opacus_prv_accountant(rate, sigma, steps
 
 @pytest.mark.parametrize(("rate", "sigma", "steps"), [(0.1, 2.0, 40), (0.5, 0.8, 3)])
 def test_rounds_without_the_user_cost_nothing(rate, sigma, steps):
-    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=1000, sample_rate=rate, sampling="poisson"), steps)]
+    rounds = [
+        (
+            ShuffledRound(
+                noise_multiplier=sigma, num_users=1000, sample_rate=rate, sampling="poisson"
+            ),
+            steps,
+        )
+    ]
 
     def delta_at(epsilon):
         weights = binom.pmf(np.arange(steps + 1), steps, rate)
@@ -135,13 +187,18 @@ def test_rounds_without_the_user_cost_nothing(rate, sigma, steps):
 
 def test_two_users_and_three_rounds_agree_with_simulation():
     sigma, steps, draws, delta = 1.5, 3, 400_000, 0.02
-    lower, upper = pair_epsilon([(ShuffledRound(noise_multiplier=sigma, num_users=2), steps)], delta=delta)
+    lower, upper = pair_epsilon(
+        [(ShuffledRound(noise_multiplier=sigma, num_users=2), steps)], delta=delta
+    )
     generator = np.random.default_rng(20261122)
     z = generator.standard_normal((draws, steps, 2))
     ratio = np.exp(z / sigma - 0.5 / sigma**2).mean(axis=2).prod(axis=1)
 
     def worst(epsilon, sign):
-        samples = (np.maximum(ratio - math.exp(epsilon), 0), np.maximum(1 - math.exp(epsilon) * ratio, 0))
+        samples = (
+            np.maximum(ratio - math.exp(epsilon), 0),
+            np.maximum(1 - math.exp(epsilon) * ratio, 0),
+        )
         return max(s.mean() + sign * 5 * s.std() / math.sqrt(draws) for s in samples)
 
     assert worst(upper, -1) <= delta
@@ -152,22 +209,43 @@ def test_the_order_and_the_splitting_of_a_history_do_not_matter():
     first, second = (ShuffledRound(noise_multiplier=sigma, num_users=500) for sigma in (2.0, 3.0))
     whole = pair_epsilon([(first, 5), (second, 7)], delta=1e-6)
     assert pair_epsilon([(second, 7), (first, 5)], delta=1e-6) == pytest.approx(whole, rel=1e-9)
-    assert pair_epsilon([(first, 2), (second, 7), (first, 3)], delta=1e-6) == pytest.approx(whole, rel=1e-9)
+    assert pair_epsilon([(first, 2), (second, 7), (first, 3)], delta=1e-6) == pytest.approx(
+        whole, rel=1e-9
+    )
 
 
 def test_what_is_lost_adds_to_delta_and_too_much_of_it_leaves_nothing():
     distribution = mean_distribution(noise_multiplier=3.0, num_users=100)
     whole = compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5)
-    assert whole < compute_epsilon([(Mixture(((1.0, distribution),), lost=5e-7), 10)], delta=1e-5) < math.inf
-    assert compute_epsilon([(Mixture(((1.0, distribution),), lost=2e-6), 10)], delta=1e-5) == math.inf
-    assert whole < compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(2e-6, 2e-6)) < math.inf
-    assert compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(5e-6, 5e-6)) == math.inf
+    assert (
+        whole
+        < compute_epsilon([(Mixture(((1.0, distribution),), lost=5e-7), 10)], delta=1e-5)
+        < math.inf
+    )
+    assert (
+        compute_epsilon([(Mixture(((1.0, distribution),), lost=2e-6), 10)], delta=1e-5) == math.inf
+    )
+    assert (
+        whole
+        < compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(2e-6, 2e-6))
+        < math.inf
+    )
+    assert (
+        compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(5e-6, 5e-6))
+        == math.inf
+    )
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize(
     ("sigma", "users", "steps", "delta"),
-    [(10.0, 60_000, 2**50, 1e-5), (276.7, 4246, 1, 0.999), (0.06, 1, 10**7, 0.1), (1.7, 2440, 1, 0.47), (1e6, 10**7, 10, 0.07)],
+    [
+        (10.0, 60_000, 2**50, 1e-5),
+        (276.7, 4246, 1, 0.999),
+        (0.06, 1, 10**7, 0.1),
+        (1.7, 2440, 1, 0.47),
+        (1e6, 10**7, 10, 0.07),
+    ],
 )
 def test_extreme_rounds_end_in_a_finite_number_without_a_warning(sigma, users, steps, delta):
     rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users), steps)]
@@ -177,12 +255,16 @@ def test_extreme_rounds_end_in_a_finite_number_without_a_warning(sigma, users, s
         assert 0 <= lower <= upper < math.inf
         for adjacency in ("zero_out", "replace"):
             for clones in ("mended", "truncated"):
-                found = gaussian_clones.compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
+                found = gaussian_clones.compute_epsilon(
+                    rounds, delta=delta, adjacency=adjacency, clones=clones
+                )
                 assert lower <= found < math.inf
 
 
 def test_clipping_a_distribution_with_atoms_at_zero_leaves_no_nan():
-    distribution = mean_distribution(noise_multiplier=0.6, num_users=5).scaled(1.5)  # pushes several atoms to R = 0
+    distribution = mean_distribution(noise_multiplier=0.6, num_users=5).scaled(
+        1.5
+    )  # pushes several atoms to R = 0
     for side in ("upper", "lower"):
         clipped = distribution.clipped(1e-9, side)
         assert np.all(np.isfinite(clipped.masses))

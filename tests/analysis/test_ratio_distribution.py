@@ -40,7 +40,10 @@ def call_on_the_mean_of_two(threshold, u):
 
     kink = (math.log(2 * threshold) + u / 2) / math.sqrt(u)
     pieces = sorted({-12.0, min(max(kink, -12.0), 12.0 + math.sqrt(u)), 12.0 + math.sqrt(u)})
-    return sum(quad(given_first, a, b, epsabs=0, epsrel=1e-11, limit=400)[0] for a, b in itertools.pairwise(pieces))
+    return sum(
+        quad(given_first, a, b, epsabs=0, epsrel=1e-11, limit=400)[0]
+        for a, b in itertools.pairwise(pieces)
+    )
 
 
 def epsilons_that_matter(distribution):
@@ -49,7 +52,12 @@ def epsilons_that_matter(distribution):
 
 
 @settings(deadline=None, max_examples=30)
-@given(sigma=sigmas, users=st.integers(1, 10**5), rate=rates, sampling=st.sampled_from(["poisson", "fixed_size"]))
+@given(
+    sigma=sigmas,
+    users=st.integers(1, 10**5),
+    rate=rates,
+    sampling=st.sampled_from(["poisson", "fixed_size"]),
+)
 def test_both_are_probability_distributions_of_mean_one(sigma, users, rate, sampling):
     if round(rate * users) < 1:
         rate = 1.0
@@ -58,7 +66,11 @@ def test_both_are_probability_distributions_of_mean_one(sigma, users, rate, samp
     ):
         assert distribution.masses.min() >= 0
         assert distribution.masses.sum() == pytest.approx(1, abs=1e-12)
-        mean_minus_one = distribution.masses @ distribution.offsets + (distribution.centre - 1) + distribution.infinite
+        mean_minus_one = (
+            distribution.masses @ distribution.offsets
+            + (distribution.centre - 1)
+            + distribution.infinite
+        )
         # Rounding of a sum of terms of size 1 (or, with offsets, of the size of R − 1).
         assert abs(mean_minus_one) <= 1e-12
         assert distribution.offsets.min() >= -distribution.centre
@@ -73,7 +85,8 @@ def test_one_user_is_the_exact_gaussian(sigma):
             low, high = getattr(lower, name)(epsilon), getattr(upper, name)(epsilon)
             assert low <= exact * (1 + 1e-9)
             assert exact <= high * (1 + 1e-9)
-            # A cell of width w standard deviations moves δ by w²/8·φ at most, and δ ≥ φ/(1 + x)² · σ-units up to x = 4.
+            # A cell of width w standard deviations moves δ by w²/8·φ at most, and δ ≥ φ/(1 + x)² ·
+            # σ-units up to x = 4.
             assert high - low <= 0.03 * exact
 
 
@@ -84,7 +97,9 @@ def test_two_users_agree_with_quadrature(sigma):
     for epsilon in epsilons_that_matter(upper):
         forward = call_on_the_mean_of_two(math.exp(epsilon), u)
         # E(1 − e^ε R)₊ = e^ε·E(e^{−ε} − R)₊, and put-call parity.
-        reverse = math.exp(epsilon) * (call_on_the_mean_of_two(math.exp(-epsilon), u) + math.exp(-epsilon) - 1)
+        reverse = math.exp(epsilon) * (
+            call_on_the_mean_of_two(math.exp(-epsilon), u) + math.exp(-epsilon) - 1
+        )
         for exact, low, high in (
             (forward, lower.hockey_stick(epsilon), upper.hockey_stick(epsilon)),
             (reverse, lower.reverse_hockey_stick(epsilon), upper.reverse_hockey_stick(epsilon)),
@@ -96,7 +111,13 @@ def test_two_users_agree_with_quadrature(sigma):
 
 @pytest.mark.parametrize(
     ("users", "rate", "sampling"),
-    [(2, 1.0, None), (37, 1.0, None), (60_000, 1.0, None), (500, 0.1, "poisson"), (500, 0.1, "fixed_size")],
+    [
+        (2, 1.0, None),
+        (37, 1.0, None),
+        (60_000, 1.0, None),
+        (500, 0.1, "poisson"),
+        (500, 0.1, "fixed_size"),
+    ],
 )
 @pytest.mark.parametrize("sigma", [0.86, 2.0, 9.48])
 def test_exact_moments_lie_between(sigma, users, rate, sampling):
@@ -104,10 +125,15 @@ def test_exact_moments_lie_between(sigma, users, rate, sampling):
     exact = mean_ratio.compute_rdp(
         noise_multiplier=sigma, num_users=users, orders=orders, sample_rate=rate, sampling=sampling
     ) * (orders - 1)
-    lower, upper = both_sides(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling)
+    lower, upper = both_sides(
+        noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling
+    )
 
     def log_moments(distribution):  # Σ q (r^λ − 1) without cancellation
-        return [math.log1p(float(distribution.masses @ np.expm1(order * distribution.log_ratios))) for order in orders]
+        return [
+            math.log1p(float(distribution.masses @ np.expm1(order * distribution.log_ratios)))
+            for order in orders
+        ]
 
     slack = 1e-9 * exact + 1e-13
     assert np.all(log_moments(lower) <= exact + slack)
@@ -120,8 +146,8 @@ def test_the_variance_is_off_by_the_grid_s_own(users):
     true = math.expm1(sigma**-2) / users
     lower, upper = both_sides(noise_multiplier=sigma, num_users=users, resolution=resolution)
     levels = math.ceil(math.log2(users)) + 1
-    # Every level splits cells of ``resolution`` standard deviations: at most resolution²/4 of the variance each, widened by
-    # 1 + (distance/8)² further out, which on average is below 1.1.
+    # Every level splits cells of ``resolution`` standard deviations: at most resolution²/4 of the
+    # variance each, widened by 1 + (distance/8)² further out, which on average is below 1.1.
     allowed = levels * resolution**2 / 4 * 1.1
     for distribution, sign in ((upper, 1), (lower, -1)):
         mean = distribution.masses @ distribution.offsets
@@ -132,7 +158,8 @@ def test_the_variance_is_off_by_the_grid_s_own(users):
 @settings(deadline=None, max_examples=8)
 @given(sigma=st.floats(0.5, 10), users=st.integers(1, 2000), epsilon=st.floats(0.01, 3))
 def test_more_users_never_cost_more(sigma, users, epsilon):
-    # SG's Conjecture 1, a theorem; an upper distribution of more users lies below one of fewer, but for the grids.
+    # SG's Conjecture 1, a theorem; an upper distribution of more users lies below one of fewer, but
+    # for the grids.
     fewer = mean_distribution(noise_multiplier=sigma, num_users=users)
     more = mean_distribution(noise_multiplier=sigma, num_users=2 * users, side="lower")
     assert more.hockey_stick(epsilon) <= fewer.hockey_stick(epsilon) * (1 + 1e-11)
@@ -149,11 +176,17 @@ def test_simulation_agrees(sigma, users, rate):
         present = generator.random(draws) < rate
         ratios += np.where(present, np.exp(z / sigma - 0.5 / sigma**2), 1.0)
     ratios /= users
-    lower, upper = both_sides(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling="poisson")
+    lower, upper = both_sides(
+        noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling="poisson"
+    )
     for epsilon in (0.1 * upper.scale, upper.scale):
         for sample, name in (
             (np.maximum(ratios - math.exp(epsilon), 0), "hockey_stick"),
             (np.maximum(1 - math.exp(epsilon) * ratios, 0), "reverse_hockey_stick"),
         ):
             error = 5 * sample.std() / math.sqrt(draws)
-            assert getattr(lower, name)(epsilon) - error <= sample.mean() <= getattr(upper, name)(epsilon) + error
+            assert (
+                getattr(lower, name)(epsilon) - error
+                <= sample.mean()
+                <= getattr(upper, name)(epsilon) + error
+            )

@@ -12,7 +12,12 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.sampled_sums import SampledSum, compute_epsilon, largest_mu, sampled_distribution
+from opacus_shuffle.analysis.sampled_sums import (
+    SampledSum,
+    compute_epsilon,
+    largest_mu,
+    sampled_distribution,
+)
 
 
 def gaussian_stick(mu, alpha):
@@ -27,7 +32,8 @@ def profile(mu, rate, alpha):
     return alpha * profile(mu, rate, 1 / alpha) + 1 - alpha
 
 
-# --- one round ------------------------------------------------------------------------------------------------------
+# --- one round
+# ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,9 +48,10 @@ def test_the_law_s_sticks_are_just_above_the_profile_in_both_directions(mu, rate
     true = profile(mu, rate, math.exp(epsilon))
     for found in (distribution.hockey_stick(epsilon), distribution.reverse_hockey_stick(epsilon)):
         assert found >= true * (1 - 1e-9) - 1e-15
-        # The distribution's stick is the chord between grid points: above it by at most width²/8 times the density of R. A step
-        # of 0.03μ (half as much more 9 deviations out) in log W, W of density φ(z)/(μw): rate·μ·(1.5·0.03)²·w·φ(z)/8, w·φ(z)
-        # being at most 0.4 times e^{0.06μ} from one end of a cell to the other.
+        # The distribution's stick is the chord between grid points: above it by at most width²/8
+        # times the density of R. A step of 0.03μ (half as much more 9 deviations out) in log W, W
+        # of density φ(z)/(μw): rate·μ·(1.5·0.03)²·w·φ(z)/8, w·φ(z) being at most 0.4 times
+        # e^{0.06μ} from one end of a cell to the other.
         assert found <= true + rate * mu * 0.045**2 * 0.4 / 8 * math.exp(0.06 * mu)
 
 
@@ -72,17 +79,23 @@ def test_the_profile_covers_a_pair_that_sampling_really_has(rate):
         for p, q in ((stayed, moved), (moved, stayed)):
             stick = np.trapezoid(np.maximum(p - alpha * q, 0), z)
             assert stick <= profile(mu, rate, alpha) + 1e-9
-    # and with replacement and sampling in both data sets: the record is +1 in one, −1 in the other, the rest at 0
+    # and with replacement and sampling in both data sets: the record is +1 in one, −1 in the other,
+    # the rest at 0
     left = (1 - rate) * norm.pdf(z) + rate * norm.pdf(z + mu / 2)
     right = (1 - rate) * norm.pdf(z) + rate * norm.pdf(z - mu / 2)
     for alpha in (1.0, 1.02, 1.2):
-        assert np.trapezoid(np.maximum(left - alpha * right, 0), z) <= profile(mu, rate, alpha) + 1e-9
+        assert (
+            np.trapezoid(np.maximum(left - alpha * right, 0), z) <= profile(mu, rate, alpha) + 1e-9
+        )
 
 
-# --- composition ----------------------------------------------------------------------------------------------------
+# --- composition
+# ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mu", "rate", "epsilon"), [(1.0, 0.3, 0.2), (2.5, 0.1, 0.4), (0.4, 0.7, 0.1), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("mu", "rate", "epsilon"), [(1.0, 0.3, 0.2), (2.5, 0.1, 0.4), (0.4, 0.7, 0.1), (1.0, 1.0, 1.0)]
+)
 def test_two_rounds_are_the_composition_of_the_profile_by_quadrature(mu, rate, epsilon):
     """H_α of a product is the integral of r·h(α/r) over the other factor's distribution of R."""
     alpha = math.exp(epsilon)
@@ -94,17 +107,21 @@ def test_two_rounds_are_the_composition_of_the_profile_by_quadrature(mu, rate, e
     value, error = quad(integrand, mu / 2, mu + 12, limit=400, epsabs=1e-13, epsrel=1e-10)
     delta = value + (1 - rate) * (2 * norm.cdf(mu / 2) - 1) * profile(mu, rate, alpha)
     if rate == 1:
-        assert math.log(delta) == pytest.approx(gaussian.log_delta(mu=mu * math.sqrt(2), epsilon=epsilon), abs=1e-8)
+        assert math.log(delta) == pytest.approx(
+            gaussian.log_delta(mu=mu * math.sqrt(2), epsilon=epsilon), abs=1e-8
+        )
     found = compute_epsilon([(SampledSum(mu=mu, sample_rate=rate), 2)], delta=delta - error)
-    # The two grids' steps, 0.03 and 0.05 standard deviations, add (0.03² + 0.05²)/6 = 6e-4 to the variance of the loss, 3e-4 to
-    # its deviation; ε at a fixed δ grows by a few times that.
+    # The two grids' steps, 0.03 and 0.05 standard deviations, add (0.03² + 0.05²)/6 = 6e-4 to the
+    # variance of the loss, 3e-4 to its deviation; ε at a fixed δ grows by a few times that.
     assert epsilon * (1 - 1e-7) <= found <= epsilon * 1.01
 
 
 def test_lost_counts_with_the_sampling_rate_and_never_leaks_infinity():
     plain = compute_epsilon([(SampledSum(mu=0.5, sample_rate=0.1), 10)], delta=1e-5)
     lossy = compute_epsilon([(SampledSum(mu=0.5, sample_rate=0.1, lost=5e-6), 10)], delta=1e-5)
-    smaller = compute_epsilon([(SampledSum(mu=0.5, sample_rate=0.1), 10)], delta=1e-5 - 10 * 0.1 * 5e-6 * 1.0001)
+    smaller = compute_epsilon(
+        [(SampledSum(mu=0.5, sample_rate=0.1), 10)], delta=1e-5 - 10 * 0.1 * 5e-6 * 1.0001
+    )
     assert plain < lossy == pytest.approx(smaller, rel=1e-3)
 
 

@@ -23,13 +23,24 @@ def coins(mu, rate, lost=0.0):
     return SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling="poisson")
 
 
-@pytest.mark.parametrize(("multiplier", "rate", "steps"), [(1.1, 0.01, 1000), (0.8, 0.1, 50), (4.0, 0.5, 200)])
+@pytest.mark.parametrize(
+    ("multiplier", "rate", "steps"), [(1.1, 0.01, 1000), (0.8, 0.1, 50), (4.0, 0.5, 200)]
+)
 def test_it_is_opacus_s_prv_accountant_at_the_sum_s_multiplier(multiplier, rate, steps):
-    found = sampled_sums.compute_epsilon([(coins(2 / multiplier, rate), steps)], delta=DELTA, zeroed=True)
+    found = sampled_sums.compute_epsilon(
+        [(coins(2 / multiplier, rate), steps)], delta=DELTA, zeroed=True
+    )
     accountant = PRVAccountant()
     accountant.history = [(multiplier, rate, steps)]
     assert found == pytest.approx(accountant.get_epsilon(DELTA, eps_error=0.01), abs=0.02, rel=2e-3)
-    rounds = [(ShuffledRound(noise_multiplier=multiplier, num_users=1, sample_rate=rate, sampling="poisson"), steps)]
+    rounds = [
+        (
+            ShuffledRound(
+                noise_multiplier=multiplier, num_users=1, sample_rate=rate, sampling="poisson"
+            ),
+            steps,
+        )
+    ]
     assert found == pytest.approx(sampled_gaussian_epsilon(rounds, delta=DELTA), rel=1e-9)
 
 
@@ -38,17 +49,25 @@ def test_what_is_lost_is_taken_from_delta():
     lossless = [(coins(1.0, 0.1), 100)]
     found = sampled_sums.compute_epsilon(rounds, delta=DELTA, zeroed=True)
     assert found > sampled_sums.compute_epsilon(lossless, delta=DELTA, zeroed=True)
-    assert found >= sampled_sums.compute_epsilon(lossless, delta=DELTA - 1e-7, zeroed=True) * (1 - 2e-3)
-    assert sampled_sums.compute_epsilon([(coins(1.0, 0.1, 1e-7), 100)], delta=DELTA, zeroed=True) == math.inf
+    assert found >= sampled_sums.compute_epsilon(lossless, delta=DELTA - 1e-7, zeroed=True) * (
+        1 - 2e-3
+    )
+    assert (
+        sampled_sums.compute_epsilon([(coins(1.0, 0.1, 1e-7), 100)], delta=DELTA, zeroed=True)
+        == math.inf
+    )
 
 
 def test_under_replacement_coins_are_a_sample_of_fixed_size():
     fixed = SampledSum(mu=0.5, sample_rate=0.1)
-    both = [sampled_sums.compute_epsilon([(each, 50)], delta=DELTA) for each in (fixed, coins(0.5, 0.1))]
+    both = [
+        sampled_sums.compute_epsilon([(each, 50)], delta=DELTA) for each in (fixed, coins(0.5, 0.1))
+    ]
     assert both[0] == both[1]
 
 
-# --- enumeration --------------------------------------------------------------------------------------------------------
+# --- enumeration
+# --------------------------------------------------------------------------------------------------------
 
 
 def rounded(value, steps):
@@ -73,7 +92,10 @@ def sum_of(values, rate, steps, trials, probability):
 
 
 def exact_delta(p, q, epsilon):
-    return max(np.maximum(p - math.exp(epsilon) * q, 0).sum(), np.maximum(q - math.exp(epsilon) * p, 0).sum())
+    return max(
+        np.maximum(p - math.exp(epsilon) * q, 0).sum(),
+        np.maximum(q - math.exp(epsilon) * p, 0).sum(),
+    )
 
 
 @functools.cache
@@ -84,26 +106,45 @@ def gaussian_pair(mu, rate, cells=2000):
     return (1 - rate) * alone + rate * np.diff(norm.cdf(edges - mu)), alone
 
 
-CASES = list(itertools.product((2, 5), ((200, 0.5), (400, 0.3)), (0.1, 0.5, 1.0), ((), (1.0,), (-1.0, 0.4))))
+CASES = list(
+    itertools.product((2, 5), ((200, 0.5), (400, 0.3)), (0.1, 0.5, 1.0), ((), (1.0,), (-1.0, 0.4)))
+)
 
 
 @pytest.mark.parametrize(("steps", "noise", "rate", "others"), CASES)
-def test_no_small_case_is_above_the_bound_in_one_coordinate_and_two_rounds(steps, noise, rate, others):
+def test_no_small_case_is_above_the_bound_in_one_coordinate_and_two_rounds(
+    steps, noise, rate, others
+):
     """The bound is enlarged by what cells of a thousandth hide: a hockey stick changes by at most its slope on a cell."""
     trials, probability = noise
-    bound = gaussian_bound(BinomialNoise(trials=trials, probability=probability), shift=steps, tail=1e-9)
+    bound = gaussian_bound(
+        BinomialNoise(trials=trials, probability=probability), shift=steps, tail=1e-9
+    )
     places = [steps / 2 * (1 + other) for other in others]
     for own in (steps, 0.0, 0.8 * steps):
         mu = bound.slope * abs(own - steps / 2)
-        one = [sum_of([each, *places], rate, steps, trials, probability) for each in (own, steps / 2)]
+        one = [
+            sum_of([each, *places], rate, steps, trials, probability) for each in (own, steps / 2)
+        ]
         pair = gaussian_pair(mu, rate)
         for rounds in (1, 2):
-            p, q = (functools.reduce(lambda a, b: np.multiply.outer(a, b).ravel(), [each] * rounds) for each in one)
+            p, q = (
+                functools.reduce(lambda a, b: np.multiply.outer(a, b).ravel(), [each] * rounds)
+                for each in one
+            )
             fine = pair if rounds == 1 else gaussian_pair(mu, rate, 300)
-            r, s = (functools.reduce(lambda a, b: np.multiply.outer(a, b).ravel(), [each] * rounds) for each in fine)
+            r, s = (
+                functools.reduce(lambda a, b: np.multiply.outer(a, b).ravel(), [each] * rounds)
+                for each in fine
+            )
             for epsilon in (0.0, 0.1, 0.5, 1.0):
-                hidden = (18 + mu) / (len(fine[0]) - 3) * mu * rounds  # cell width times mu: how far a ratio moves on a cell
-                assert exact_delta(p, q, epsilon) <= exact_delta(r, s, epsilon) * (1 + hidden) + hidden**2 + rounds * bound.lost
+                hidden = (
+                    (18 + mu) / (len(fine[0]) - 3) * mu * rounds
+                )  # cell width times mu: how far a ratio moves on a cell
+                assert (
+                    exact_delta(p, q, epsilon)
+                    <= exact_delta(r, s, epsilon) * (1 + hidden) + hidden**2 + rounds * bound.lost
+                )
 
 
 def test_two_coordinates_are_one_gaussian_mechanism_whatever_the_direction():
@@ -119,5 +160,9 @@ def test_two_coordinates_are_one_gaussian_mechanism_whatever_the_direction():
         mu = bound.slope * steps / 2
         for epsilon in (0.0, 0.2, 1.0):
             hidden = (18 + mu) / 1997 * mu
-            allowed = exact_delta(*gaussian_pair(mu, rate), epsilon) * (1 + hidden) + hidden**2 + 2 * bound.lost
+            allowed = (
+                exact_delta(*gaussian_pair(mu, rate), epsilon) * (1 + hidden)
+                + hidden**2
+                + 2 * bound.lost
+            )
             assert exact_delta(present, absent, epsilon) <= allowed

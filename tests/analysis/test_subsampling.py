@@ -12,7 +12,10 @@ from opacus_shuffle.analysis import mean_ratio, subsampling
 
 @pytest.mark.parametrize(
     ("table", "sampling"),
-    [("subsampled_shuffle_theorem2_rdp", "fixed_size"), ("shuffled_checkin_theorem3_rdp", "poisson")],
+    [
+        ("subsampled_shuffle_theorem2_rdp", "fixed_size"),
+        ("shuffled_checkin_theorem3_rdp", "poisson"),
+    ],
 )
 def test_theorems_match_the_twenty_digit_values(reference, table, sampling):
     for row in reference[table]:
@@ -33,7 +36,12 @@ def test_theorems_match_the_twenty_digit_values(reference, table, sampling):
 def test_theorem_2_is_never_below_the_exact_value(sigma, users, rate):
     if round(rate * users) < 1:
         return
-    setting = {"noise_multiplier": sigma, "num_users": users, "sample_rate": rate, "orders": np.arange(2, 33)}
+    setting = {
+        "noise_multiplier": sigma,
+        "num_users": users,
+        "sample_rate": rate,
+        "orders": np.arange(2, 33),
+    }
     printed = subsampling.compute_rdp(sampling="fixed_size", **setting)
     exact = mean_ratio.compute_rdp(sampling="fixed_size", **setting)
     assert np.all(printed >= exact * (1 - 1e-10))
@@ -41,9 +49,17 @@ def test_theorem_2_is_never_below_the_exact_value(sigma, users, rate):
 
 @settings(deadline=None, max_examples=20)
 @given(st.floats(0.5, 10.0), st.integers(10, 10**5), st.floats(0.01, 0.9), st.floats(0.0, 1.0))
-def test_the_optimised_slack_is_never_worse_than_the_grid_around_a_given_one(sigma, users, rate, slack):
-    # Δ is optimised over a grid: against any single Δ it may lose what lies between two grid points, no more.
-    setting = {"noise_multiplier": sigma, "num_users": users, "sample_rate": rate, "orders": np.arange(2, 20)}
+def test_the_optimised_slack_is_never_worse_than_the_grid_around_a_given_one(
+    sigma, users, rate, slack
+):
+    # Δ is optimised over a grid: against any single Δ it may lose what lies between two grid
+    # points, no more.
+    setting = {
+        "noise_multiplier": sigma,
+        "num_users": users,
+        "sample_rate": rate,
+        "orders": np.arange(2, 20),
+    }
     best = subsampling.compute_rdp(sampling="poisson", **setting)
     given_slack = subsampling.compute_rdp(sampling="poisson", chernoff_slack=slack, **setting)
     low = min(0.5, 1 / np.sqrt(users * rate))
@@ -51,7 +67,9 @@ def test_the_optimised_slack_is_never_worse_than_the_grid_around_a_given_one(sig
     above = grid[grid >= slack]
     if slack < low or not len(above):
         return
-    neighbour = subsampling.compute_rdp(sampling="poisson", chernoff_slack=float(above[0]), **setting)
+    neighbour = subsampling.compute_rdp(
+        sampling="poisson", chernoff_slack=float(above[0]), **setting
+    )
     assert np.all(best <= neighbour * (1 + 1e-12))
     assert np.all(best <= np.maximum(given_slack, neighbour) * (1 + 1e-12))
 
@@ -60,14 +78,23 @@ def test_the_optimised_slack_is_never_worse_than_the_grid_around_a_given_one(sig
 def test_the_printed_bounds_keep_rising_as_the_noise_falls(sampling):
     sigmas = np.geomspace(1.0, 1e-3, 40)
     rdp = [
-        subsampling.compute_rdp(noise_multiplier=s, num_users=100, sample_rate=0.5, sampling=sampling, orders=[2, 5])
+        subsampling.compute_rdp(
+            noise_multiplier=s, num_users=100, sample_rate=0.5, sampling=sampling, orders=[2, 5]
+        )
         for s in sigmas
     ]
     assert np.all(np.diff(rdp, axis=0) > 0)
 
 
 def test_theorem_3_as_printed_can_fall_below_the_exact_value_of_its_own_pair():
-    # Why the accountants take the larger of the two: with n·γ < 1 the rate given one participant is 1/n, not γ.
-    setting = {"noise_multiplier": 2.0, "num_users": 2, "sample_rate": 1e-4, "sampling": "poisson", "orders": 40}
+    # Why the accountants take the larger of the two: with n·γ < 1 the rate given one participant is
+    # 1/n, not γ.
+    setting = {
+        "noise_multiplier": 2.0,
+        "num_users": 2,
+        "sample_rate": 1e-4,
+        "sampling": "poisson",
+        "orders": 40,
+    }
     assert subsampling.compute_rdp(**setting) == pytest.approx(0.0178, abs=1e-4)
     assert mean_ratio.compute_rdp(**setting) == pytest.approx(4.0708, abs=1e-4)

@@ -1,6 +1,7 @@
 """The exchange behind truncated clones (Theorems 1.6 and 9.2 of docs/proofs) with one clone, by quadrature and by simulation.
 
-Everything is in standard deviations of a report: z ~ N(record/σ, 1), the clone is N(0, 1) where ``side``·z ≥ −t.
+Everything is in standard deviations of a report: z ~ N(record/σ, 1), the clone is N(0, 1) where
+``side``·z ≥ −t.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def two_slots(sigma, t, side, records):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("records", [(1.0, 0.0), (0.5, 0.0), (1.0, -1.0), (0.5, -1.0)])
-@pytest.mark.parametrize(("sigma", "t"), [(0.6, 0.8), (1.0, 1.6), (1.0, 2.4), (3.0, 0.8), (3.0, 2.4)])
+@pytest.mark.parametrize(
+    ("sigma", "t"), [(0.6, 0.8), (1.0, 1.6), (1.0, 2.4), (3.0, 0.8), (3.0, 2.4)]
+)
 def test_what_the_exchange_shows_is_the_pair_of_two_users_and_the_slack(sigma, t, records, side):
     g, after, both, alone = two_slots(sigma, t, side, records)
     a, b = slack_of(sigma, t)
@@ -72,7 +75,9 @@ def test_the_exchange_has_that_law(record, side):
     found = np.bincount(first * cells + second, minlength=cells**2)
     g, (density,), _, _ = two_slots(sigma, t, side, (record,))
     place = np.searchsorted(edges, Z)
-    expected = draws * np.bincount((place[:, None] * cells + place).ravel(), (g * density).ravel(), minlength=cells**2)
+    expected = draws * np.bincount(
+        (place[:, None] * cells + place).ravel(), (g * density).ravel(), minlength=cells**2
+    )
     often = expected > 25
     assert not found[expected < 1e-9].any()
     assert found[~often].sum() <= 25 * (~often).sum()

@@ -15,7 +15,8 @@ from opacus_shuffle.audit.alignment import align
 from opacus_shuffle.permutation import find_permutations
 
 ZOO = {**model_zoo.NETWORKS, **convolution_zoo.CONVOLUTIONS, **attention_zoo.TRANSFORMERS}
-# Plain layers, one factor twice in a tensor, channels inside of groups, residual streams, packed and separate heads.
+# Plain layers, one factor twice in a tensor, channels inside of groups, residual streams, packed
+# and separate heads.
 KINDS = (
     "mlp",
     "mlp_without_biases",
@@ -45,7 +46,10 @@ def released(spec, before, displacement, seed):
     """A later release, each tensor displaced by this fraction of its root mean square, and the permutation."""
     generator = torch.Generator().manual_seed(seed)
     after = {
-        name: value + displacement * value.double().square().mean().sqrt() * torch.randn(value.shape, generator=generator)
+        name: value
+        + displacement
+        * value.double().square().mean().sqrt()
+        * torch.randn(value.shape, generator=generator)
         for name, value in before.items()
     }
     after = {name: value.to(before[name].dtype) for name, value in after.items()}
@@ -58,19 +62,26 @@ def released(spec, before, displacement, seed):
 
 
 def two_layers(hidden=6, inputs=4, outputs=3):
-    network = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs)).double()
+    network = nn.Sequential(
+        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs)
+    ).double()
     model_zoo.randomise(network, 3)
     return network, find_permutations(network)
 
 
-# What it finds ----------------------------------------------------------------------------------------------------------------
+# What it finds
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize(
     ("name", "level"),
     [
-        pytest.param(name, level, marks=() if level == "residual" or name == "opacus_encoder" else pytest.mark.zoo)
+        pytest.param(
+            name,
+            level,
+            marks=() if level == "residual" or name == "opacus_encoder" else pytest.mark.zoo,
+        )
         for name in KINDS
         for level in LEVELS
     ],
@@ -88,7 +99,8 @@ def test_every_row_is_put_back_after_steps_of_up_to_30_percent(name, level):
 
 
 def test_layers_that_start_as_constants_do_not_mislead_it():
-    # Norms of ones and zeros, biases of zero, and the same noise on every entry, as DP-SGD adds it: all of that says nothing.
+    # Norms of ones and zeros, biases of zero, and the same noise on every entry, as DP-SGD adds it:
+    # all of that says nothing.
     torch.manual_seed(0)
     module, sample = attention_zoo.TRANSFORMERS["torch_encoder_pre_norm"]()
     with torch.no_grad():
@@ -99,13 +111,17 @@ def test_layers_that_start_as_constants_do_not_mislead_it():
     before = copies(module)
     generator = torch.Generator().manual_seed(1)
     plan = spec.sample(generator)
-    after = {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in before.items()}
+    after = {
+        name: value + 0.02 * torch.randn(value.shape, generator=generator)
+        for name, value in before.items()
+    }
     spec.move({name: [after[name]] for name in spec.blocks}, plan)
     assert align(spec, before, after).recovered(plan) == 1.0
 
 
 def test_no_permutation_of_a_layer_fits_better():
-    # Two unrelated networks: whatever is found must still be the best of all 720 for the weights that it implies.
+    # Two unrelated networks: whatever is found must still be the best of all 720 for the weights
+    # that it implies.
     network, spec = two_layers()
     before = copies(network)
     model_zoo.randomise(network, 4)
@@ -126,7 +142,11 @@ def test_no_permutation_of_a_layer_fits_better():
         sum(w * float(off) for w, off in zip(weights, squares(list(order)), strict=True))
         for order in itertools.permutations(range(6))
     )
-    assert math.isclose(sum(w * float(off) for w, off in zip(weights, squares(table), strict=True)), best, rel_tol=1e-9)
+    assert math.isclose(
+        sum(w * float(off) for w, off in zip(weights, squares(table), strict=True)),
+        best,
+        rel_tol=1e-9,
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "grouped_conv", "torch_encoder_post_norm"])
@@ -145,7 +165,8 @@ def test_lower_precision_is_enough(dtype):
     assert all(value.dtype == dtype for value in alignment.undo(after).values())
 
 
-# What cannot be told ----------------------------------------------------------------------------------------------------------
+# What cannot be told
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_units_that_are_equal_are_all_that_is_mistaken():
@@ -155,7 +176,8 @@ def test_units_that_are_equal_are_all_that_is_mistaken():
     before = copies(network)
     after, plan, _ = released(spec, before, 0.1, 0)
     (guess,), (truth,) = (
-        [table for table in each.tables if table is not None] for each in (align(spec, before, after).plan, plan)
+        [table for table in each.tables if table is not None]
+        for each in (align(spec, before, after).plan, plan)
     )
     assert torch.equal(guess[truth >= 4], truth[truth >= 4])
     assert sorted(guess[truth < 4].tolist()) == [0, 1, 2, 3]
@@ -164,7 +186,11 @@ def test_units_that_are_equal_are_all_that_is_mistaken():
 def test_a_coordinate_is_right_only_if_what_it_is_inside_of_is():
     module, spec = spec_of("torch_encoder_post_norm")
     alignment = align(spec, copies(module), copies(module))
-    outer = next(n for n, factor in enumerate(spec.factors) if any(n in other.inside for other in spec.factors))
+    outer = next(
+        n
+        for n, factor in enumerate(spec.factors)
+        if any(n in other.inside for other in spec.factors)
+    )
     assert spec.factors[outer].inside == ()
     wrong = spec.identity()
     table = wrong.tables[outer]
@@ -177,7 +203,8 @@ def test_a_coordinate_is_right_only_if_what_it_is_inside_of_is():
     assert math.isclose(alignment.recovered(wrong), 1 - mistakes / total, rel_tol=1e-12)
 
 
-# Names ------------------------------------------------------------------------------------------------------------------------
+# Names
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -209,7 +236,10 @@ def test_wrapped_names_tied_tensors_and_bystanders_are_dealt_with():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("0.weight"), "after must hold every tensor that moves, 0.weight is missing"),
+        (
+            lambda state: state.pop("0.weight"),
+            "after must hold every tensor that moves, 0.weight is missing",
+        ),
         (
             lambda state: state.update({"0.bias": torch.zeros(5)}),
             r"after does not fit.*0.bias should have shape \(6,\), got \(5,\)",

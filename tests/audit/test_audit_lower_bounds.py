@@ -1,7 +1,8 @@
 """Lower bounds against scipy's and mpmath's limits, against closed forms, and against mechanisms whose ε is known.
 
-A lower bound at confidence c errs in a fraction of at most 1 − c of independent audits. So among N of them the number that errs
-is at most Bin(N, 1 − c), and exceeds ``most_errors(N, c)`` with probability 1e-9 at most (and the seeds are fixed).
+A lower bound at confidence c errs in a fraction of at most 1 − c of independent audits. So among N
+of them the number that errs is at most Bin(N, 1 − c), and exceeds ``most_errors(N, c)`` with
+probability 1e-9 at most (and the seeds are fixed).
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from scipy import stats
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit import audit_scores, epsilon_lower_bound
-from opacus_shuffle.audit.lower_bounds import CAUTION, RELATIVE_ERROR, choose_threshold, lower_limit, upper_limit
+from opacus_shuffle.audit.lower_bounds import (
+    CAUTION,
+    RELATIVE_ERROR,
+    choose_threshold,
+    lower_limit,
+    upper_limit,
+)
 
 COUNTS = "clopper_pearson"
 
@@ -34,7 +41,8 @@ def counted(null, alternative, threshold):
     return int((null > threshold).sum()), int((alternative <= threshold).sum())
 
 
-# ---- the limits -------------------------------------------------------------------------------------------------------------
+# ---- the limits
+# -------------------------------------------------------------------------------------------------------------
 
 RATES = [
     (0, 1),
@@ -54,13 +62,19 @@ RATES = [
 @pytest.mark.parametrize(("count", "trials"), RATES)
 def test_the_limits_are_those_of_scipy_rounded_to_the_safe_side(count, trials, confidence):
     interval = stats.binomtest(count, trials).proportion_ci(confidence, method="exact")
-    upper, lower = (float(limit(count, trials, tail=(1 - confidence) / 2)) for limit in (upper_limit, lower_limit))
+    upper, lower = (
+        float(limit(count, trials, tail=(1 - confidence) / 2))
+        for limit in (upper_limit, lower_limit)
+    )
     root = 2e-12  # scipy's limits are brentq roots with its default xtol, an absolute one
-    assert interval.high - root <= upper <= min(1.0, (interval.high + root) * (1 + 2 * RELATIVE_ERROR))
+    assert (
+        interval.high - root <= upper <= min(1.0, (interval.high + root) * (1 + 2 * RELATIVE_ERROR))
+    )
     assert (interval.low - root) * (1 - 2 * RELATIVE_ERROR) <= lower <= interval.low + root
 
 
-# ---- Eq. 45 -----------------------------------------------------------------------------------------------------------------
+# ---- Eq. 45
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trials", [100, 1000, 5_000_000])
@@ -74,7 +88,10 @@ def test_without_false_positives_the_bound_has_a_closed_form(trials):
 
 @pytest.mark.parametrize(("wrong", "trials"), [((3, 700), (1000, 1000)), ((3, 70), (1000, 100))])
 def test_both_mistakes_count_alike(wrong, trials):
-    bound, other = epsilon_lower_bound(*wrong, trials, 1e-5), epsilon_lower_bound(*wrong[::-1], trials[::-1], 1e-5)
+    bound, other = (
+        epsilon_lower_bound(*wrong, trials, 1e-5),
+        epsilon_lower_bound(*wrong[::-1], trials[::-1], 1e-5),
+    )
     assert bound.epsilon == other.epsilon > 0
     assert bound.trials == trials
 
@@ -86,7 +103,9 @@ def test_both_mistakes_count_alike(wrong, trials):
     method=st.sampled_from(["clopper_pearson", "gdp"]),
 )
 @settings(max_examples=100, deadline=None)
-def test_more_mistakes_a_larger_delta_and_more_confidence_show_less(counts, delta, confidence, method):
+def test_more_mistakes_a_larger_delta_and_more_confidence_show_less(
+    counts, delta, confidence, method
+):
     bound = epsilon_lower_bound(*counts, 60, delta, confidence, method=method).epsilon
     assert 0 <= bound < math.inf
     for wrong, larger, surer in [
@@ -110,17 +129,22 @@ def test_a_power_far_below_one_keeps_its_digits():
     trials = 2**53
     power = round(1e-9 * trials)
     bound = epsilon_lower_bound(power // 100, trials - power, trials, 1e-15)
-    assert bound.epsilon == pytest.approx(math.log((1e-9 - 1e-15) / 1e-11), abs=0.02)  # counts of 90,000: 2 sigma are 0.7 %
+    assert bound.epsilon == pytest.approx(
+        math.log((1e-9 - 1e-15) / 1e-11), abs=0.02
+    )  # counts of 90,000: 2 sigma are 0.7 %
 
 
-# ---- Gaussian trade-off curves ----------------------------------------------------------------------------------------------
+# ---- Gaussian trade-off curves
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-10])
 @pytest.mark.parametrize("mistakes", [(50, 800), (300, 300), (900, 10)])
 def test_gdp_turns_the_limits_into_mu_and_mu_into_epsilon(mistakes, delta):
     bound = epsilon_lower_bound(*mistakes, 1000, delta, method="gdp")
-    alpha, beta = (stats.binomtest(count, 1000).proportion_ci(0.95, method="exact").high for count in mistakes)
+    alpha, beta = (
+        stats.binomtest(count, 1000).proportion_ci(0.95, method="exact").high for count in mistakes
+    )
     mu = stats.norm.isf(alpha) - stats.norm.ppf(beta)
     assert mu * (1 - 1e-8) <= bound.mu <= mu
     exact = gaussian.compute_epsilon(mu=mu, delta=delta)
@@ -131,15 +155,18 @@ def test_gdp_turns_the_limits_into_mu_and_mu_into_epsilon(mistakes, delta):
 
 
 def test_gdp_errs_for_a_mechanism_whose_curve_is_not_gaussian():
-    # Randomised response at ε = 1 errs with probability 1/(1 + e): the reason why "gdp" is no default.
+    # Randomised response at ε = 1 errs with probability 1/(1 + e): the reason why "gdp" is no
+    # default.
     mistakes = round(1_000_000 / (1 + math.e))
     counts, gdp = (
-        epsilon_lower_bound(mistakes, mistakes, 1_000_000, 1e-5, method=method).epsilon for method in ("clopper_pearson", "gdp")
+        epsilon_lower_bound(mistakes, mistakes, 1_000_000, 1e-5, method=method).epsilon
+        for method in ("clopper_pearson", "gdp")
     )
     assert counts < 1 < gdp
 
 
-# ---- confidence -------------------------------------------------------------------------------------------------------------
+# ---- confidence
+# -------------------------------------------------------------------------------------------------------------
 
 
 def randomised_response_epsilon(epsilon, delta):
@@ -154,7 +181,10 @@ def test_counts_of_randomised_response_err_no_more_often_than_stated(epsilon, co
     audits, runs, delta = 2000, 300, 1e-3
     truth = randomised_response_epsilon(epsilon, delta)
     counts = rng.binomial(runs, 1 / (1 + math.exp(epsilon)), (audits, 2))
-    errors = sum(epsilon_lower_bound(*map(int, pair), runs, delta, confidence).epsilon > truth for pair in counts)
+    errors = sum(
+        epsilon_lower_bound(*map(int, pair), runs, delta, confidence).epsilon > truth
+        for pair in counts
+    )
     assert errors <= most_errors(audits, confidence)
     if confidence == 0.5:
         assert errors > 0  # the test above could fail: the bound is not merely far below the truth
@@ -172,7 +202,12 @@ def of_randomised_response(rng, epsilon):
 @pytest.mark.parametrize(
     ("draw", "delta", "method", "truth"),
     [
-        (functools.partial(of_randomised_response, epsilon=1.0), 1e-3, COUNTS, randomised_response_epsilon(1.0, 1e-3)),
+        (
+            functools.partial(of_randomised_response, epsilon=1.0),
+            1e-3,
+            COUNTS,
+            randomised_response_epsilon(1.0, 1e-3),
+        ),
         *(
             pytest.param(
                 functools.partial(of_a_gaussian, mu=mu),
@@ -188,24 +223,31 @@ def of_randomised_response(rng, epsilon):
 )
 def test_scores_err_no_more_often_than_stated(draw, delta, method, truth, confidence):
     rng, audits = np.random.default_rng(2), 400
-    found = [audit_scores(*draw(rng), delta=delta, confidence=confidence, method=method) for _ in range(audits)]
+    found = [
+        audit_scores(*draw(rng), delta=delta, confidence=confidence, method=method)
+        for _ in range(audits)
+    ]
     assert sum(bound.epsilon > truth for bound in found) <= most_errors(audits, confidence)
 
 
 def test_counting_the_scores_that_chose_the_threshold_would_err():
-    # Why the halves are kept apart: without any signal, the best of all thresholds seems to show something too often.
+    # Why the halves are kept apart: without any signal, the best of all thresholds seems to show
+    # something too often.
     rng = np.random.default_rng(4)
     audits, size, confidence, apart, together = 300, 300, 0.5, 0, 0
     for _ in range(audits):
         null, alternative = rng.standard_normal((2, size))
         limits = {"delta": 1e-9, "confidence": confidence}
         thresholds = [counted(null, alternative, threshold) for threshold in null]
-        together += any(epsilon_lower_bound(*wrong, size, **limits).epsilon > 0 for wrong in thresholds)
+        together += any(
+            epsilon_lower_bound(*wrong, size, **limits).epsilon > 0 for wrong in thresholds
+        )
         apart += audit_scores(null, alternative, **limits).epsilon > 0
     assert apart <= most_errors(audits, confidence) < together
 
 
-# ---- the threshold ----------------------------------------------------------------------------------------------------------
+# ---- the threshold
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-5])
@@ -219,21 +261,38 @@ def test_the_threshold_is_nearly_the_best_of_all(mu, delta):
         return epsilon_lower_bound(*wrong, size, delta, 1 - 0.05 * CAUTION).epsilon
 
     found = bound(
-        *counted(null, alternative, choose_threshold(null, alternative, delta=delta, confidence=0.95, method="clopper_pearson"))
+        *counted(
+            null,
+            alternative,
+            choose_threshold(
+                null, alternative, delta=delta, confidence=0.95, method="clopper_pearson"
+            ),
+        )
     )
-    wrong = max({counted(null, alternative, t) for t in np.concatenate([null, alternative])}, key=lambda pair: bound(*pair))
-    # Ranks are at most 7 % (or 1) apart in each sample, so the next candidate above the best threshold loses at most that share
-    # of the true positives and gains no false one; the next one below loses as much of the true negatives.
-    true_positives, true_negatives = (math.floor((size - count) / 1.07) - 1 for count in reversed(wrong))
+    wrong = max(
+        {counted(null, alternative, t) for t in np.concatenate([null, alternative])},
+        key=lambda pair: bound(*pair),
+    )
+    # Ranks are at most 7 % (or 1) apart in each sample, so the next candidate above the best
+    # threshold loses at most that share of the true positives and gains no false one; the next one
+    # below loses as much of the true negatives.
+    true_positives, true_negatives = (
+        math.floor((size - count) / 1.07) - 1 for count in reversed(wrong)
+    )
     assert bound(*wrong) > 0
-    assert found >= min(bound(wrong[0], size - true_positives), bound(size - true_negatives, wrong[1]))
+    assert found >= min(
+        bound(wrong[0], size - true_positives), bound(size - true_negatives, wrong[1])
+    )
 
 
 @pytest.mark.parametrize("method", ["clopper_pearson", "gdp"])
 def test_the_threshold_does_not_move_when_the_counted_half_changes(method):
     """Probes in one sample's counted half show by their count where it is, whatever is counted in the other sample."""
     rng = np.random.default_rng(8)
-    chosen_by, probes = (rng.standard_normal(500), rng.standard_normal(500) + 1.5), np.linspace(-4, 6, 500)
+    chosen_by, probes = (
+        (rng.standard_normal(500), rng.standard_normal(500) + 1.5),
+        np.linspace(-4, 6, 500),
+    )
 
     def bound(null, alternative):
         halves = (np.concatenate(pair) for pair in zip(chosen_by, (null, alternative), strict=True))
@@ -245,12 +304,16 @@ def test_the_threshold_does_not_move_when_the_counted_half_changes(method):
     assert len(above) == len(below) == 1
     assert above.pop() + below.pop() == 500  # one threshold
     by_hand = choose_threshold(*chosen_by, delta=1e-5, confidence=0.95, method=method)
-    assert {int((probes > by_hand).sum())} == {bound(probes, other).false_positives for other in others}
+    assert {int((probes > by_hand).sum())} == {
+        bound(probes, other).false_positives for other in others
+    }
 
 
 @pytest.mark.parametrize(("rare", "counts"), [(1.0, (0, 900)), (-1.0, (900, 0))])
 def test_the_threshold_may_lie_beyond_all_scores_of_one_side(rare, counts):
-    scores = np.where(np.arange(2000) % 10 == 0, rare, 0.0)  # one run in ten shows whose it is, and never the others
+    scores = np.where(
+        np.arange(2000) % 10 == 0, rare, 0.0
+    )  # one run in ten shows whose it is, and never the others
     halves = (np.zeros(2000), scores) if rare > 0 else (scores, np.zeros(2000))
     bound = audit_scores(*halves, delta=1e-5)
     assert bound == epsilon_lower_bound(*counts, 1000, 1e-5)
@@ -274,7 +337,8 @@ def test_scores_may_be_integers_truth_values_or_infinite():
     assert audit_scores(halves, halves, delta=1e-5).epsilon == 0
 
 
-# ---- the object, and what is refused ----------------------------------------------------------------------------------------
+# ---- the object, and what is refused
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_bound_remembers_its_counts():
@@ -288,7 +352,10 @@ def test_a_bound_remembers_its_counts():
     ("changed", "named"),
     [
         ({"false_positives": 101}, r"false_positives .*at most 100\), got 101"),
-        ({"false_negatives": 101, "trials": (1000, 100)}, r"false_negatives .*at most 100\), got 101"),
+        (
+            {"false_negatives": 101, "trials": (1000, 100)},
+            r"false_negatives .*at most 100\), got 101",
+        ),
         ({"false_positives": -1}, "false_positives"),
         ({"false_negatives": 1.5}, "false_negatives"),
         ({"false_positives": math.nan}, "false_positives"),
@@ -305,7 +372,13 @@ def test_a_bound_remembers_its_counts():
     ],
 )
 def test_counts_that_cannot_be_are_refused_by_name(changed, named):
-    arguments = {"false_positives": 1, "false_negatives": 1, "trials": 100, "delta": 1e-5, **changed}
+    arguments = {
+        "false_positives": 1,
+        "false_negatives": 1,
+        "trials": 100,
+        "delta": 1e-5,
+        **changed,
+    }
     with pytest.raises(ValueError, match=named):
         epsilon_lower_bound(**arguments)
 
@@ -329,7 +402,9 @@ def test_scores_that_say_nothing_are_refused_by_name(scores, named):
         audit_scores([0.0, 1.0], scores, delta=1e-5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("delta", 0.0), ("confidence", 1.5), ("method", "bayes")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("delta", 0.0), ("confidence", 1.5), ("method", "bayes")]
+)
 def test_what_is_asked_of_scores_is_checked(name, value):
     with pytest.raises(ValueError, match=name):
         audit_scores([0.0, 1.0], [0.0, 1.0], **{"delta": 1e-5, name: value})

@@ -39,15 +39,24 @@ def spreads(accountant, records, *, present, seed):
 
 
 def lower_bound(without, with_it):
-    return max(audit_scores(sign * without, sign * with_it, delta=DELTA, confidence=0.999).epsilon for sign in (1.0, -1.0))
+    return max(
+        audit_scores(sign * without, sign * with_it, delta=DELTA, confidence=0.999).epsilon
+        for sign in (1.0, -1.0)
+    )
 
 
-@pytest.mark.parametrize("accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "rdp"])
+@pytest.mark.parametrize(
+    "accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "rdp"]
+)
 def test_a_divisor_of_public_numbers_does_not_tell_whose_report_is_zero(accountant):
-    (zeroed, epsilon), (whole, _) = (spreads(accountant, 40, present=each, seed=int(each)) for each in (False, True))
+    (zeroed, epsilon), (whole, _) = (
+        spreads(accountant, 40, present=each, seed=int(each)) for each in (False, True)
+    )
     assert lower_bound(zeroed, whole) <= epsilon
 
 
 def test_the_audit_sees_that_opacus_s_divisor_tells_who_left_the_data_set_at_any_noise():
-    (smaller, _), (whole, epsilon) = (spreads("rdp", each, present=False, seed=each) for each in (39, 40))
+    (smaller, _), (whole, epsilon) = (
+        spreads("rdp", each, present=False, seed=each) for each in (39, 40)
+    )
     assert lower_bound(smaller, whole) > 2 > epsilon

@@ -1,8 +1,9 @@
 """A training run with secret check-in is audited end to end by eighty canaries at once; broken protocols are caught.
 
-Every record has a coordinate of its own, in which its gradient is as long as clipping lets it be, or zero: these are the data
-sets with the record, and with its report zeroed. Loader, coins, rounding, noise bits and decoding are those of the engine. The
-loss is linear, so gradients do not depend on the weights, and a coordinate's noise and coin depend on no other's: trials are
+Every record has a coordinate of its own, in which its gradient is as long as clipping lets it be,
+or zero: these are the data sets with the record, and with its report zeroed. Loader, coins,
+rounding, noise bits and decoding are those of the engine. The loss is linear, so gradients do not
+depend on the weights, and a coordinate's noise and coin depend on no other's: trials are
 independent, and a finding is above the truth in one run of a million, had the seed not been fixed.
 """
 
@@ -35,7 +36,9 @@ def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0):
         model, optimizer, loader = engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(rows, torch.arange(USERS)), batch_size=round(rate * USERS)),
+            data_loader=DataLoader(
+                TensorDataset(rows, torch.arange(USERS)), batch_size=round(rate * USERS)
+            ),
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
         )

@@ -12,7 +12,13 @@ from opacus_shuffle import audit, find_permutations
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 GENERATOR = torch.Generator().manual_seed(0)
-COMMON = {"noise_multiplier": 1.0, "delta": 1e-5, "trials": 1000, "confidence": 0.95, "generator": GENERATOR}
+COMMON = {
+    "noise_multiplier": 1.0,
+    "delta": 1e-5,
+    "trials": 1000,
+    "confidence": 0.95,
+    "generator": GENERATOR,
+}
 OURS = "the run's own"
 """Stands for a part of the run that the call makes."""
 
@@ -34,7 +40,10 @@ def test_bad_arguments_of_an_audit_of_permuted_noise_are_named(pair):
 
 def test_bad_arguments_of_scores_and_counts_are_named():
     test = {"delta": 1e-5, "confidence": 0.95, "method": "gdp"}
-    scores = {"null_scores": torch.linspace(0, 1, 20), "alternative_scores": torch.linspace(2, 3, 20)}
+    scores = {
+        "null_scores": torch.linspace(0, 1, 20),
+        "alternative_scores": torch.linspace(2, 3, 20),
+    }
     require_named_refusals(audit.audit_scores, {**scores, **test})
     counts = {"false_positives": 0, "false_negatives": 1, "trials": 100}
     require_named_refusals(audit.epsilon_lower_bound, {**counts, **test})
@@ -53,14 +62,20 @@ def test_bad_arguments_of_canaries_are_named():
     def canary(**options):
         run = private()
         given = {name: value for name, value in options.items() if value is not OURS}
-        audit.GradientCanary(**{"optimizer": run["optimizer"], "parameter": run["optimizer"].params[0], **given})
+        audit.GradientCanary(
+            **{"optimizer": run["optimizer"], "parameter": run["optimizer"].params[0], **given}
+        )
 
-    require_named_refusals(canary, {"optimizer": OURS, "parameter": OURS, "index": 0, "generator": GENERATOR})
+    require_named_refusals(
+        canary, {"optimizer": OURS, "parameter": OURS, "index": 0, "generator": GENERATOR}
+    )
 
 
 def test_bad_arguments_of_an_audit_of_training_are_named():
     def training(**options):
-        audit.audit_training(**{**private(), **{name: value for name, value in options.items() if value is not OURS}})
+        audit.audit_training(
+            **{**private(), **{name: value for name, value in options.items() if value is not OURS}}
+        )
 
     parts = dict.fromkeys(("model", "optimizer", "data_loader", "loss", "engine"), OURS)
     options = {"steps": 100, "delta": 1e-5, "confidence": 0.95}

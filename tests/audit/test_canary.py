@@ -14,7 +14,8 @@ from torch import nn
 from opacus_shuffle.audit.canary import GradientCanary
 from opacus_shuffle.networks.running import unwrap
 
-# The canary -------------------------------------------------------------------------------------------------------------------
+# The canary
+# -------------------------------------------------------------------------------------------------------------------
 
 MODES = [
     (False, "hooks", "flat"),
@@ -31,8 +32,17 @@ MODES = [
 @pytest.mark.parametrize(("stock", "mode", "clipping"), MODES)
 def test_without_noise_the_score_is_the_canary_or_nothing(stock, mode, clipping):
     norms = {"max_grad_norm": [0.7, 0.5, 0.6, 0.4]} if clipping == "per_layer" else {}
-    run = private(sigma=0.0, stock=stock, mode=mode, clipping=clipping, batch_size=2 if mode != "ew" else 8, **norms)
-    with GradientCanary(run["optimizer"], weight(run), 17, generator=torch.Generator().manual_seed(0)) as canary:
+    run = private(
+        sigma=0.0,
+        stock=stock,
+        mode=mode,
+        clipping=clipping,
+        batch_size=2 if mode != "ew" else 8,
+        **norms,
+    )
+    with GradientCanary(
+        run["optimizer"], weight(run), 17, generator=torch.Generator().manual_seed(0)
+    ) as canary:
         steps_of(run, 40)
     assert "add_noise" not in vars(run["optimizer"])
     size = 0.7 if clipping == "per_layer" else 1.0
@@ -66,7 +76,9 @@ def test_nothing_but_the_entry_changes_and_only_when_the_coin_says_so():
 
 def test_the_coin_is_fair():
     run = private(sigma=0.0, sizes=(2, 2, 2))
-    with GradientCanary(run["optimizer"], weight(run), generator=torch.Generator().manual_seed(0)) as canary:
+    with GradientCanary(
+        run["optimizer"], weight(run), generator=torch.Generator().manual_seed(0)
+    ) as canary:
         steps_of(run, 400)
     heads = sum(trial.present for trial in canary.trials)
     assert binom.ppf(1e-6, 400, 0.5) <= heads <= binom.ppf(1 - 1e-6, 400, 0.5)
@@ -103,9 +115,15 @@ def test_batch_clipping_shrinks_the_canary_as_the_projection_does(batch_clip):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        *(({"index": index}, r"index must be a whole number .*at most 39") for index in (40, -1, 1.5)),
+        *(
+            ({"index": index}, r"index must be a whole number .*at most 39")
+            for index in (40, -1, 1.5)
+        ),
         ({"index": True}, "index must be a number"),
-        ({"parameter": nn.Parameter(torch.zeros(2))}, "parameter must be one that optimizer trains"),
+        (
+            {"parameter": nn.Parameter(torch.zeros(2))},
+            "parameter must be one that optimizer trains",
+        ),
         ({"parameter": "0.weight"}, "parameter must be a Tensor"),
         ({"generator": 3}, "generator must be a Generator"),
     ],
@@ -120,7 +138,10 @@ def test_a_canary_that_cannot_be_is_refused(change, message):
 
 def test_a_second_canary_and_a_plain_optimizer_are_refused():
     run = private()
-    with GradientCanary(run["optimizer"], weight(run)), pytest.raises(ValueError, match="another canary"):
+    with (
+        GradientCanary(run["optimizer"], weight(run)),
+        pytest.raises(ValueError, match="another canary"),
+    ):
         GradientCanary(run["optimizer"], weight(run)).__enter__()
     with pytest.raises(ValueError, match="optimizer must be a DPOptimizer"):
         GradientCanary(make_toy()["optimizer"], weight(run))

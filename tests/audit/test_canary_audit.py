@@ -23,7 +23,8 @@ from opacus_shuffle.core.guarantees import Guarantee
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import find_permutations
 
-# What it shows of DP-SGD ------------------------------------------------------------------------------------------------------
+# What it shows of DP-SGD
+# ------------------------------------------------------------------------------------------------------
 
 SIGMA = 0.5
 EXACT = gaussian.compute_epsilon(mu=1 / SIGMA, delta=DELTA)
@@ -41,7 +42,9 @@ def trials() -> list[CanaryTrial]:
         generator=torch.Generator().manual_seed(0),
     )
     others = torch.randn(20_000, 2, generator=torch.Generator().manual_seed(1))
-    with GradientCanary(optimizer, parameter, 1, generator=torch.Generator().manual_seed(2)) as canary:
+    with GradientCanary(
+        optimizer, parameter, 1, generator=torch.Generator().manual_seed(2)
+    ) as canary:
         for each in others:
             parameter.summed_grad = each.clone()
             optimizer.add_noise()
@@ -50,7 +53,9 @@ def trials() -> list[CanaryTrial]:
 
 
 def split(trials):
-    return [[trial.score for trial in trials if trial.present is present] for present in (False, True)]
+    return [
+        [trial.score for trial in trials if trial.present is present] for present in (False, True)
+    ]
 
 
 def test_the_scores_have_the_distribution_that_the_noise_gives_them(trials):
@@ -64,14 +69,17 @@ def test_the_scores_have_the_distribution_that_the_noise_gives_them(trials):
 def test_audits_exceed_the_proved_value_no_more_often_than_they_may(trials):
     for method in ("clopper_pearson", "gdp"):
         found = [
-            audit_scores(*split(trials[start : start + 100]), delta=DELTA, confidence=0.6, method=method).epsilon
+            audit_scores(
+                *split(trials[start : start + 100]), delta=DELTA, confidence=0.6, method=method
+            ).epsilon
             for start in range(0, 20_000, 100)
         ]
         assert sum(each > EXACT for each in found) <= binom.ppf(1 - 1e-6, len(found), 0.4)
         assert max(found) > 0
 
 
-# The audit of a run -----------------------------------------------------------------------------------------------------------
+# The audit of a run
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
@@ -99,22 +107,38 @@ def test_whoever_sees_released_weights_sees_the_gradients(mode, options):
     run = private(shuffle_weights=True, sigma=0.3, mode=mode, **options)
     result = audit(run, steps=120)
     gradient, shuffled, realigned = result.findings
-    assert [finding.name for finding in result.findings] == ["gradient", "shuffled gradient", "re-aligned"]
+    assert [finding.name for finding in result.findings] == [
+        "gradient",
+        "shuffled gradient",
+        "re-aligned",
+    ]
     assert realigned.recovered == 1.0
-    assert realigned.lower == gradient.lower  # in double precision the same scores but for rounding, so the same counts
+    assert (
+        realigned.lower == gradient.lower
+    )  # in double precision the same scores but for rounding, so the same counts
     assert gradient.lower.epsilon > 0
     assert gradient.recovered is shuffled.recovered is None
 
 
 @pytest.mark.zoo
 def test_theorem_6_is_below_what_the_shuffled_gradients_show():
-    # No one else has a gradient, so all its conditions are met, but that an entry has 8 places to be in, and not 8032.
-    run = private("shuffled_fw", sizes=(1000, 8, 3), sigma=0.4, shuffle_weights=True, batch_clip=1.0, dtype=torch.float32)
+    # No one else has a gradient, so all its conditions are met, but that an entry has 8 places to
+    # be in, and not 8032.
+    run = private(
+        "shuffled_fw",
+        sizes=(1000, 8, 3),
+        sigma=0.4,
+        shuffle_weights=True,
+        batch_clip=1.0,
+        dtype=torch.float32,
+    )
     result = audit({**run, "loss": nothing}, steps=300)
     published, certified = result.claims
     assert (published.name, published.bound.guarantee) == ("published", Guarantee.ESTIMATE)
     d = run["engine"].accountant.planned.dimension
-    assert published.epsilon == fenton_wilkinson.compute_epsilon(noise_std=0.4, delta=DELTA, dimension=d)
+    assert published.epsilon == fenton_wilkinson.compute_epsilon(
+        noise_std=0.4, delta=DELTA, dimension=d
+    )
     gradient, shuffled, realigned = (finding.lower.epsilon for finding in result.findings)
     assert published.epsilon < shuffled < gradient <= certified.epsilon
     assert abs(realigned - gradient) < 0.5  # in single precision
@@ -124,10 +148,14 @@ def test_theorem_6_is_below_what_the_shuffled_gradients_show():
 def test_the_run_is_the_same_run_watched_or_not():
     watched, plain = private(shuffle_weights=True), private(shuffle_weights=True)
     audit(watched)
-    with GradientCanary(plain["optimizer"], weight(plain), generator=torch.Generator().manual_seed(9)):
+    with GradientCanary(
+        plain["optimizer"], weight(plain), generator=torch.Generator().manual_seed(9)
+    ):
         steps_of(plain, 100)
     for (key, one), (_, other) in zip(
-        unwrap(watched["model"]).named_parameters(), unwrap(plain["model"]).named_parameters(), strict=True
+        unwrap(watched["model"]).named_parameters(),
+        unwrap(plain["model"]).named_parameters(),
+        strict=True,
     ):
         assert torch.equal(one, other), key
     assert accounted(watched) == 100
@@ -170,7 +198,9 @@ def test_the_canary_is_by_default_in_the_largest_tensor_that_moves():
     ]
 
 
-@pytest.mark.parametrize("name", ["mlp_with_normalised_hidden_units", "symmetric_matrix", "gated_linear_units"])
+@pytest.mark.parametrize(
+    "name", ["mlp_with_normalised_hidden_units", "symmetric_matrix", "gated_linear_units"]
+)
 def test_the_orbit_is_where_permutations_bring_an_entry(name):
     module, sample = build(NETWORKS[name])
     spec = find_permutations(module, sample)
@@ -184,7 +214,8 @@ def test_the_orbit_is_where_permutations_bring_an_entry(name):
             spec.move({key: [moved]}, spec.sample(generator))
             reached |= moved.bool()
         assert not (reached & ~found).any()
-        # In 300 uniform draws one of k ≤ 20 places is missed with a chance below 20·exp(−300/20); of 81, most are seen.
+        # In 300 uniform draws one of k ≤ 20 places is missed with a chance below 20·exp(−300/20);
+        # of 81, most are seen.
         assert torch.equal(reached, found) if found.sum() <= 20 else reached.sum() > found.sum() / 2
 
 
@@ -200,10 +231,16 @@ REFUSED = [
         {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "shuffle_weights": True},
         "plain torch.optim.SGD.*momentum=0.9",
     ),
-    ({"sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "shuffle_weights": True}, "weight_decay=0.1"),
+    (
+        {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "shuffle_weights": True},
+        "weight_decay=0.1",
+    ),
     ({"sgd": torch.optim.Adam, "shuffle_weights": True}, "plain torch.optim.SGD.*got Adam"),
     ({"sgd": lambda p: torch.optim.SGD(p, lr=0.0), "shuffle_weights": True}, "positive lr"),
-    ({"engine": "shuffled_checkin", "local_noise": True}, "local noise, which grows with the records"),
+    (
+        {"engine": "shuffled_checkin", "local_noise": True},
+        "local noise, which grows with the records",
+    ),
     ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
     ({"clipping": "adaptive", **ADAPTIVE}, "clips adaptively"),
 ]
@@ -215,7 +252,9 @@ def test_runs_whose_steps_say_something_else_are_refused(options, message):
     before = {name: value.clone() for name, value in unwrap(run["model"]).named_parameters()}
     with pytest.raises(ValueError, match=message):
         audit(run)
-    assert all(torch.equal(before[name], value) for name, value in unwrap(run["model"]).named_parameters())
+    assert all(
+        torch.equal(before[name], value) for name, value in unwrap(run["model"]).named_parameters()
+    )
     assert "add_noise" not in vars(run["optimizer"])
 
 

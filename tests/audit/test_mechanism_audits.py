@@ -1,6 +1,7 @@
 """The mechanisms' audits against closed distributions of their scores, exact ε of the pairs audited, and full simulation.
 
-A count out of N independent runs lies within Bin(N, p)'s 1e-9 quantiles, p being the exact probability (seeds are fixed).
+A count out of N independent runs lies within Bin(N, p)'s 1e-9 quantiles, p being the exact
+probability (seeds are fixed).
 """
 
 from __future__ import annotations
@@ -16,8 +17,17 @@ from scipy import stats
 from scipy.special import log_ndtr, logsumexp, ndtri
 
 from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon as permuted_pair
-from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, pair_epsilon, sampled_gaussian_epsilon
-from opacus_shuffle.audit import audit_gaussian, audit_permuted_gaussian, audit_scores, audit_shuffle_gauss
+from opacus_shuffle.analysis.shuffled_rounds import (
+    ShuffledRound,
+    pair_epsilon,
+    sampled_gaussian_epsilon,
+)
+from opacus_shuffle.audit import (
+    audit_gaussian,
+    audit_permuted_gaussian,
+    audit_scores,
+    audit_shuffle_gauss,
+)
 from opacus_shuffle.audit.mechanism_audits import (
     largest_coordinates,
     largest_normal,
@@ -26,7 +36,13 @@ from opacus_shuffle.audit.mechanism_audits import (
     summed_coordinates,
 )
 
-VIT = {"noise_multiplier": 0.27372, "dimension": 85_800_000, "steps": 500, "sample_rate": 0.02, "delta": 5e-6}
+VIT = {
+    "noise_multiplier": 0.27372,
+    "dimension": 85_800_000,
+    "steps": 500,
+    "sample_rate": 0.02,
+    "delta": 5e-6,
+}
 
 
 def seeded(seed):
@@ -42,7 +58,8 @@ def epsilon_of(result, name):
     return next(claim.epsilon for claim in result.claims if claim.name == name)
 
 
-# ---- the largest of many normals --------------------------------------------------------------------------------------------
+# ---- the largest of many normals
+# --------------------------------------------------------------------------------------------
 
 
 class Fixed:
@@ -62,8 +79,9 @@ def test_the_largest_normal_is_the_quantile_it_should_be_far_into_the_tail(count
     found = largest_normal(count, len(exponential), Fixed(exponential))
     with mpmath.workdps(60):
         for z, e in zip(found, exponential, strict=True):
-            # The logarithm of the largest one's distribution function at z must be −e. A relative error η of z moves it by
-            # η·|z|·count·φ(z)/Φ(z): scipy's inverse is taken to have 1e-13 of it.
+            # The logarithm of the largest one's distribution function at z must be −e. A relative
+            # error η of z moves it by η·|z|·count·φ(z)/Φ(z): scipy's inverse is taken to have 1e-13
+            # of it.
             z = mpmath.mpf(float(z))
             slope = abs(z) * count * mpmath.npdf(z) / mpmath.ncdf(z)
             assert abs(count * mpmath.log1p(-mpmath.ncdf(-z)) + e) <= 1e-13 * slope + 1e-15 * e
@@ -76,7 +94,8 @@ def test_the_largest_of_none_is_below_everything_and_the_largest_of_one_is_norma
     assert found[2] == pytest.approx(ndtri(math.exp(-0.5)), rel=1e-12)
 
 
-# ---- the Gaussian mechanism -------------------------------------------------------------------------------------------------
+# ---- the Gaussian mechanism
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma", [1.0, 2.0])
@@ -96,7 +115,8 @@ def test_few_trials_are_said_to_be_too_few_for_a_large_epsilon():
     assert result.findings[0].lower.epsilon <= math.log(500 / 3.68)
 
 
-# ---- permuted Gaussian ------------------------------------------------------------------------------------------------------
+# ---- permuted Gaussian
+# ------------------------------------------------------------------------------------------------------
 
 
 def log_below(threshold, *, shift, dimension, steps, rate):
@@ -124,18 +144,28 @@ def assert_closed(null, alternative, thresholds, *, rate, **distribution):
         (0.2, 10**12, 3, 0.9),
     ],
 )
-def test_the_largest_coordinate_has_the_distribution_of_the_whole_vector(sigma, dimension, steps, rate):
+def test_the_largest_coordinate_has_the_distribution_of_the_whole_vector(
+    sigma, dimension, steps, rate
+):
     runs = 400_000
     null, alternative = largest_coordinates(
-        shift=1 / sigma, dimension=dimension, steps=steps, sample_rate=rate, trials=runs, rng=np.random.default_rng(1)
+        shift=1 / sigma,
+        dimension=dimension,
+        steps=steps,
+        sample_rate=rate,
+        trials=runs,
+        rng=np.random.default_rng(1),
     )
-    thresholds = np.quantile(np.concatenate([null, alternative]), [1e-4, 0.01, 0.1, 0.5, 0.9, 0.99, 0.9999])
+    thresholds = np.quantile(
+        np.concatenate([null, alternative]), [1e-4, 0.01, 0.1, 0.5, 0.9, 0.99, 0.9999]
+    )
     distribution = {"shift": 1 / sigma, "dimension": dimension, "steps": steps}
     assert_closed(null, alternative, thresholds, rate=rate, **distribution)
 
 
 def test_the_closed_distribution_is_that_of_a_vector_drawn_in_full():
-    # From the words of the mechanism: d coordinates of noise per step, and in a sampled step the record's c in one of them.
+    # From the words of the mechanism: d coordinates of noise per step, and in a sampled step the
+    # record's c in one of them.
     rng, runs, sigma, dimension, steps, rate = np.random.default_rng(2), 100_000, 0.5, 3, 4, 0.3
     vectors = sigma * rng.standard_normal((runs, steps, dimension))
     null = vectors.max(axis=(1, 2)) / sigma
@@ -180,14 +210,23 @@ def sum_of_four():
     noise = 2.0 * math.sqrt(4 / 3)
     step = ShuffledRound(noise_multiplier=noise, num_users=1, sample_rate=0.5, sampling="poisson")
     truth = sampled_gaussian_epsilon([(step, 3)], delta=0.02)
-    return truth, 0.02, lambda rng: summed_coordinates(mean=1 / noise, steps=3, sample_rate=0.5, trials=2000, rng=rng)
+    return (
+        truth,
+        0.02,
+        lambda rng: summed_coordinates(
+            mean=1 / noise, steps=3, sample_rate=0.5, trials=2000, rng=rng
+        ),
+    )
 
 
 @pytest.mark.parametrize("pair", [largest_of_twenty, sum_of_four])
 def test_audits_exceed_the_exact_epsilon_of_the_pair_no_more_often_than_stated(pair):
     truth, delta, draw = pair()
     rng, audits, confidence = np.random.default_rng(3), 300, 0.5
-    errors = sum(audit_scores(*draw(rng), delta=delta, confidence=confidence).epsilon > truth for _ in range(audits))
+    errors = sum(
+        audit_scores(*draw(rng), delta=delta, confidence=confidence).epsilon > truth
+        for _ in range(audits)
+    )
     assert errors <= stats.binom.isf(1e-9, audits, 1 - confidence)
 
 
@@ -195,37 +234,50 @@ def test_a_smaller_batch_clip_is_a_smaller_record():
     small = {"noise_multiplier": 0.25, "dimension": 1000, "delta": 1e-3, "trials": 20_000}
 
     def found(**changed):
-        return audit_permuted_gaussian(**{**small, **changed}, generator=seeded(1)).largest.lower.epsilon
+        return audit_permuted_gaussian(
+            **{**small, **changed}, generator=seeded(1)
+        ).largest.lower.epsilon
 
     assert found(batch_clip=0.5) == found(noise_multiplier=0.5) > 0
     # A larger one leaves the record as it is.
     assert found(batch_clip=1.0) == found(batch_clip=2.0) > found(batch_clip=0.5)
 
 
-# ---- sums of coordinates -----------------------------------------------------------------------------------------------------
+# ---- sums of coordinates
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_the_score_is_the_likelihood_ratio_of_the_permuted_vector_s_sum():
-    # By brute force: draw whole vectors, permute them, add them up; the sum's distribution must be the one that is drawn.
+    # By brute force: draw whole vectors, permute them, add them up; the sum's distribution must be
+    # the one that is drawn.
     d, sigma, runs = 7, 0.8, 40_000
     rng = np.random.default_rng(1)
     gradient = np.r_[0.0, np.full(d - 1, 1 / math.sqrt(d - 1))]
-    vectors = rng.permuted(np.tile(gradient, (runs, 1)), axis=1) + sigma * rng.standard_normal((runs, d))
+    vectors = rng.permuted(np.tile(gradient, (runs, 1)), axis=1) + sigma * rng.standard_normal(
+        (runs, d)
+    )
     sums = vectors.sum(1) / (sigma * math.sqrt(d))
     mean = math.sqrt((d - 1) / d) / sigma
     assert np.linalg.norm(gradient) == pytest.approx(1)
     direct = summed_coordinates(mean=mean, steps=1, sample_rate=1.0, trials=runs, rng=rng)[1]
-    # Kolmogorov and Smirnov's distance of two samples of one distribution exceeds this once in a million.
+    # Kolmogorov and Smirnov's distance of two samples of one distribution exceeds this once in a
+    # million.
     limit = math.sqrt(-0.5 * math.log(1e-6 / 2)) * math.sqrt(2 / runs)
     assert stats.ks_2samp(mean * sums - mean**2 / 2, direct).statistic <= limit
 
 
 @pytest.mark.parametrize(
     ("pair", "least", "words"),
-    [("all_but_one", 5.0, "0 in one coordinate and the same in all others"), ("oblique", 4.0, "46 degrees")],
+    [
+        ("all_but_one", 5.0, "0 in one coordinate and the same in all others"),
+        ("oblique", 4.0, "46 degrees"),
+    ],
 )
-def test_the_sum_tells_almost_all_that_unshuffled_dp_sgd_tells_and_the_formula_is_below_it(pair, least, words):
-    # The pair's exact epsilon is DP-SGD's at a larger sigma; the audit must not exceed that; the claim is far below.
+def test_the_sum_tells_almost_all_that_unshuffled_dp_sgd_tells_and_the_formula_is_below_it(
+    pair, least, words
+):
+    # The pair's exact epsilon is DP-SGD's at a larger sigma; the audit must not exceed that; the
+    # claim is far below.
     result = audit_permuted_gaussian(**VIT, pair=pair, trials=20_000, generator=seeded(1))
     assert [claim.name for claim in result.claims] == ["published", "certified"]
     assert [claim.name for claim in result.contradicted] == ["published"]
@@ -234,10 +286,13 @@ def test_the_sum_tells_almost_all_that_unshuffled_dp_sgd_tells_and_the_formula_i
     assert words in " ".join(str(result).split())
 
 
-# ---- shuffle Gaussian -------------------------------------------------------------------------------------------------------
+# ---- shuffle Gaussian
+# -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("v", "a1", "a0"), [(0.0, 1.0, 0.0), (-1.0, 1.0, 0.0), (-1.0, 1.0, -1.0), (0.3, -0.5, 0.5)])
+@pytest.mark.parametrize(
+    ("v", "a1", "a0"), [(0.0, 1.0, 0.0), (-1.0, 1.0, 0.0), (-1.0, 1.0, -1.0), (0.3, -0.5, 0.5)]
+)
 @pytest.mark.parametrize("sigma", [0.05, 0.7, 5.0])
 def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(v, a1, a0, sigma):
     # By the definition: a mean over which of the reports is user 1's.
@@ -247,24 +302,33 @@ def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(v, a1, a
         who = [stats.norm.logpdf(reports, v, sigma).sum(1) + stats.norm.logpdf(reports[:, i], a, sigma)
                - stats.norm.logpdf(reports[:, i], v, sigma) for i in range(4)]  # fmt: skip
         logs[a] = logsumexp(who, axis=0) - math.log(4)
-    found = log_sum_ratio((reports - v) / sigma, (a1 - v) / sigma) - log_sum_ratio((reports - v) / sigma, (a0 - v) / sigma)
+    found = log_sum_ratio((reports - v) / sigma, (a1 - v) / sigma) - log_sum_ratio(
+        (reports - v) / sigma, (a0 - v) / sigma
+    )
     np.testing.assert_allclose(found, logs[a1] - logs[a0], rtol=1e-9, atol=1e-9)
 
 
 def of_reports(present, absent, steps):
-    return lambda **options: likelihood_ratios(present=present, absent=absent, users=5, steps=steps, **options)
+    return lambda **options: likelihood_ratios(
+        present=present, absent=absent, users=5, steps=steps, **options
+    )
 
 
 @pytest.mark.parametrize(
     "draw",
     [
-        *(of_reports(*pair, steps) for pair in [(1.0, 0.0), (0.6, 0.3), (0.5, -0.5)] for steps in (1, 3)),
+        *(
+            of_reports(*pair, steps)
+            for pair in [(1.0, 0.0), (0.6, 0.3), (0.5, -0.5)]
+            for steps in (1, 3)
+        ),
         functools.partial(summed_coordinates, mean=0.7, steps=1, sample_rate=1.0),
         functools.partial(summed_coordinates, mean=0.7, steps=4, sample_rate=0.3),
     ],
 )
 def test_the_scores_are_log_likelihood_ratios_of_the_runs(draw):
-    # For any two distributions E₀ R = 1 and E₁ 1/R = 1. With the others between, R has moments enough for a standard error.
+    # For any two distributions E₀ R = 1 and E₁ 1/R = 1. With the others between, R has moments
+    # enough for a standard error.
     null, alternative = draw(trials=200_000, rng=np.random.default_rng(2))
     for ratios in (np.exp(null), np.exp(-alternative)):
         assert abs(ratios.mean() - 1) <= 6 * ratios.std() / math.sqrt(len(ratios))
@@ -272,10 +336,18 @@ def test_the_scores_are_log_likelihood_ratios_of_the_runs(draw):
 
 
 def test_one_user_is_the_gaussian_mechanism():
-    # log R = d·(z − d/2) with d = (a₁ − a₀)/σ summed over T rounds: N(∓T d²/2, T d²), whatever the others would have held.
+    # log R = d·(z − d/2) with d = (a₁ − a₀)/σ summed over T rounds: N(∓T d²/2, T d²), whatever the
+    # others would have held.
     runs, steps, d = 200_000, 3, 1.5
     for score, mean in zip(
-        likelihood_ratios(present=1.2, absent=-0.3, users=1, steps=steps, trials=runs, rng=np.random.default_rng(3)),
+        likelihood_ratios(
+            present=1.2,
+            absent=-0.3,
+            users=1,
+            steps=steps,
+            trials=runs,
+            rng=np.random.default_rng(3),
+        ),
         (-steps * d**2 / 2, steps * d**2 / 2),
         strict=True,
     ):
@@ -286,7 +358,12 @@ def test_one_user_is_the_gaussian_mechanism():
 
 def test_others_at_the_edge_show_more_than_the_papers_pair_has_and_no_more_than_the_certificate():
     result = audit_shuffle_gauss(
-        noise_multiplier=1.0, num_users=100, delta=1e-3, others=-1.0, trials=100_000, generator=seeded(1)
+        noise_multiplier=1.0,
+        num_users=100,
+        delta=1e-3,
+        others=-1.0,
+        trials=100_000,
+        generator=seeded(1),
     )
     assert [claim.name for claim in result.claims] == ["published", "pair", "certified"]
     assert "pair" in [claim.name for claim in result.contradicted]
@@ -294,32 +371,54 @@ def test_others_at_the_edge_show_more_than_the_papers_pair_has_and_no_more_than_
     assert "Audited: all other users hold -1, and one user holds 1 or 0." in str(result)
 
 
-@pytest.mark.parametrize(("sigma", "users", "steps", "delta"), [(0.5, 20, 1, 0.01), (1.0, 10, 3, 0.01)])
+@pytest.mark.parametrize(
+    ("sigma", "users", "steps", "delta"), [(0.5, 20, 1, 0.01), (1.0, 10, 3, 0.01)]
+)
 def test_the_papers_pair_is_not_contradicted_and_nearly_reached(sigma, users, steps, delta):
     result = audit_shuffle_gauss(
-        noise_multiplier=sigma, num_users=users, steps=steps, delta=delta, trials=200_000, generator=seeded(2)
+        noise_multiplier=sigma,
+        num_users=users,
+        steps=steps,
+        delta=delta,
+        trials=200_000,
+        generator=seeded(2),
     )
-    lower, upper = pair_epsilon([(ShuffledRound(noise_multiplier=sigma, num_users=users), steps)], delta=delta)
+    lower, upper = pair_epsilon(
+        [(ShuffledRound(noise_multiplier=sigma, num_users=users), steps)], delta=delta
+    )
     assert result.largest.lower.epsilon <= upper
-    # The exact test shows the exact ε; counts of 1e5 runs know rates of some per cent to some per cent.
+    # The exact test shows the exact ε; counts of 1e5 runs know rates of some per cent to some per
+    # cent.
     assert result.largest.lower.epsilon >= 0.8 * lower
     assert result.contradicted == ()
 
 
 def test_replacement_has_only_claims_that_cover_it():
     result = audit_shuffle_gauss(
-        noise_multiplier=2.0, num_users=50, delta=1e-2, others=-1.0, adjacency="replace", trials=20_000, generator=seeded(1)
+        noise_multiplier=2.0,
+        num_users=50,
+        delta=1e-2,
+        others=-1.0,
+        adjacency="replace",
+        trials=20_000,
+        generator=seeded(1),
     )
     assert [claim.name for claim in result.claims] == ["certified"]
     assert result.contradicted == ()
     assert "one user holds 1 or -1" in str(result)
 
 
-# ---- all of them ------------------------------------------------------------------------------------------------------------
+# ---- all of them
+# ------------------------------------------------------------------------------------------------------------
 
 AUDITS = {
     audit_gaussian: {"noise_multiplier": 1.0, "delta": 1e-3, "trials": 2000},
-    audit_permuted_gaussian: {"noise_multiplier": 0.5, "dimension": 100, "delta": 1e-3, "trials": 2000},
+    audit_permuted_gaussian: {
+        "noise_multiplier": 0.5,
+        "dimension": 100,
+        "delta": 1e-3,
+        "trials": 2000,
+    },
     audit_shuffle_gauss: {"noise_multiplier": 1.0, "num_users": 10, "delta": 1e-3, "trials": 2000},
 }
 all_audits = pytest.mark.parametrize("audit", AUDITS, ids=lambda audit: audit.__name__)
@@ -327,7 +426,9 @@ all_audits = pytest.mark.parametrize("audit", AUDITS, ids=lambda audit: audit.__
 
 @all_audits
 def test_the_generator_decides_and_without_one_chance_does(audit):
-    once, again, other = (audit(**AUDITS[audit], generator=seeded(seed)).findings for seed in (1, 1, 2))
+    once, again, other = (
+        audit(**AUDITS[audit], generator=seeded(seed)).findings for seed in (1, 1, 2)
+    )
     assert once == again != other
     first, second = (audit(**AUDITS[audit], confidence=0.5).findings for _ in range(2))
     assert first != second  # counts of 1000 runs, which two secret generators hardly ever share

@@ -23,7 +23,9 @@ def test_the_published_setting_prints_two_pairs_of_data_sets_and_what_was_claime
 
 
 @pytest.mark.zoo
-def test_a_small_training_run_is_re_aligned_and_contradicts_the_formula_but_not_the_certificate(capsys):
+def test_a_small_training_run_is_re_aligned_and_contradicts_the_formula_but_not_the_certificate(
+    capsys,
+):
     arguments = ["audit", "--kind", "training", "--training-steps", "600", "--seed", "1", "--json"]
     assert main(arguments) == 0
     (result,) = json.loads(capsys.readouterr().out)

@@ -15,18 +15,59 @@ from opacus_shuffle.commands.main import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 NO_NUMBER = ["", " ", "nan", "abc", "True", "None", "1 2", "0x10", "[]", "1;2", "½", "\x00"]
-NUMBERS = ["inf", "-inf", "-1", "0", "-0.0", "0.5", "1", "1e-320", "1e-12", "1e15", "1e308", "1e400", "9" * 400, "1_0", "١"]
+NUMBERS = [
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "-0.0",
+    "0.5",
+    "1",
+    "1e-320",
+    "1e-12",
+    "1e15",
+    "1e308",
+    "1e400",
+    "9" * 400,
+    "1_0",
+    "١",
+]
 RUNS = {
     "shuffle_gauss": {"--noise-multiplier": "4", "--num-users": "1000"},
-    "subsampled_shuffle": {"--noise-multiplier": "2", "--num-users": "1000", "--sample-rate": "0.1"},
+    "subsampled_shuffle": {
+        "--noise-multiplier": "2",
+        "--num-users": "1000",
+        "--sample-rate": "0.1",
+    },
     "shuffled_checkin": {"--noise-multiplier": "2", "--num-users": "1000", "--sample-rate": "0.1"},
     "shuffled_fw": {
-        **{"--noise-multiplier": "1", "--num-users": "1000", "--sample-rate": "0.1", "--dimension": "100"},
-        **{"--clip": "1", "--batch-clip": "1", "--unshuffled-noise-multiplier": "2", "--orbit": "50"},
+        **{
+            "--noise-multiplier": "1",
+            "--num-users": "1000",
+            "--sample-rate": "0.1",
+            "--dimension": "100",
+        },
+        **{
+            "--clip": "1",
+            "--batch-clip": "1",
+            "--unshuffled-noise-multiplier": "2",
+            "--orbit": "50",
+        },
     },
-    "shuffled_sums": {"--noise-multiplier": "2", "--num-users": "1000", "--sample-rate": "0.1", "--dimension": "4"},
+    "shuffled_sums": {
+        "--noise-multiplier": "2",
+        "--num-users": "1000",
+        "--sample-rate": "0.1",
+        "--dimension": "4",
+    },
 }
-SMALL = {"--epochs": "1", "--batch-size": "50", "--noise-multiplier": "1", "--delta": "1e-5", "--learning-rate": "0.1"}
+SMALL = {
+    "--epochs": "1",
+    "--batch-size": "50",
+    "--noise-multiplier": "1",
+    "--delta": "1e-5",
+    "--learning-rate": "0.1",
+}
 
 
 def lines():
@@ -36,8 +77,17 @@ def lines():
         budget = {key: value for key, value in run.items() if "noise-multiplier" not in key}
         yield f"epsilon {name}", "epsilon", {**run, "--delta": "1e-5", "--bound": "certified"}
         if name == "shuffled_checkin":
-            yield "noise", "noise", {**budget, "--target-epsilon": "1", "--target-delta": "1e-5", "--bound": "pair"}
-    run = {"--mechanism": "shuffled_checkin", **RUNS["shuffled_checkin"], "--steps": "3", "--delta": "1e-5"}
+            yield (
+                "noise",
+                "noise",
+                {**budget, "--target-epsilon": "1", "--target-delta": "1e-5", "--bound": "pair"},
+            )
+    run = {
+        "--mechanism": "shuffled_checkin",
+        **RUNS["shuffled_checkin"],
+        "--steps": "3",
+        "--delta": "1e-5",
+    }
     yield "report", "report", run
     yield "plot", "plot", {**run, "--output": "ladder.png"}
     yield (
@@ -47,10 +97,18 @@ def lines():
     )
     yield "train fw", "train", {**SMALL, "--accountant": "shuffled_fw", "--batch-clip": "1"}
     budget = {key: value for key, value in SMALL.items() if key != "--noise-multiplier"}
-    yield "train budget", "train", {**budget, "--target-epsilon": "4", "--bound": "certified", "--data": "mnist-5k"}
+    yield (
+        "train budget",
+        "train",
+        {**budget, "--target-epsilon": "4", "--bound": "certified", "--data": "mnist-5k"},
+    )
     few = {"--target-epsilon": "1", "--steps": "2", "--trials": "1000", "--seed": "0"}
     yield "audit published", "audit", {"--kind": "published", **few}
-    yield "audit training", "audit", {"--kind": "training", "--training-steps": "100", "--others": "zero", "--seed": "0"}
+    yield (
+        "audit training",
+        "audit",
+        {"--kind": "training", "--training-steps": "100", "--others": "zero", "--seed": "0"},
+    )
 
 
 LINES = {name: (command, options) for name, command, options in lines()}
@@ -80,11 +138,15 @@ def wrong(capsys, command, options, name, value):
     joined = [f"{key}={word}" for key, word in {**options, name: value}.items()]
     code, out, err = run(capsys, [command, *joined])
     if code == 0:
-        return "is accepted" if value in NO_NUMBER else "answers NaN" if "nan" in out.lower() else None
+        return (
+            "is accepted" if value in NO_NUMBER else "answers NaN" if "nan" in out.lower() else None
+        )
     told = err.splitlines()[-1:]
     if code != 2:
         return f"ends with {code}"
-    named = any(word in err for word in (name, name[2:].replace("-", "_"), name[2:].removeprefix("target-")))
+    named = any(
+        word in err for word in (name, name[2:].replace("-", "_"), name[2:].removeprefix("target-"))
+    )
     return None if named and len(err.splitlines()) == 1 and not out else f"says {told} {out[:40]!r}"
 
 
@@ -105,12 +167,23 @@ def test_every_bad_value_is_one_line_that_names_the_option(line, capsys, tmp_pat
         f"{name}={value!r:.20} {what}"[:250]
         for name in (PICTURES if command == "plot" else options)
         for value in (*NO_NUMBER, *NUMBERS)
-        if value not in LONG.get(name, ()) and (what := wrong(capsys, command, options, name, value)) is not None
+        if value not in LONG.get(name, ())
+        and (what := wrong(capsys, command, options, name, value)) is not None
     ]
     assert not found, "\n".join(found)
 
 
-EPSILON = ["epsilon", "--mechanism", "shuffle_gauss", "--noise-multiplier", "4", "--num-users", "1000", "--steps", "3"]
+EPSILON = [
+    "epsilon",
+    "--mechanism",
+    "shuffle_gauss",
+    "--noise-multiplier",
+    "4",
+    "--num-users",
+    "1000",
+    "--steps",
+    "3",
+]
 JOBS = {
     "epsilon": [*EPSILON, "--delta", "1e-5"],
     "help": ["--help"],
@@ -120,17 +193,26 @@ JOBS = {
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize(
-    "stream", ["> /dev/full", "2> /dev/full", ">&-", "2>&-", ">&- 2>&-", "| true", "< /dev/null | head -c 1"]
+    "stream",
+    ["> /dev/full", "2> /dev/full", ">&-", "2>&-", ">&- 2>&-", "| true", "< /dev/null | head -c 1"],
 )
 def test_output_that_has_nowhere_to_go_is_no_traceback(job, stream):
-    command = subprocess.list2cmdline([sys.executable, "-W", "error::RuntimeWarning", "-m", "opacus_shuffle.commands.main"])
+    command = subprocess.list2cmdline(
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "opacus_shuffle.commands.main"]
+    )
     words = subprocess.list2cmdline(JOBS[job])
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command} {words} {stream}"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} {words} {stream}"],
+        capture_output=True,
+        text=True,
+    )
     said = done.stdout + done.stderr
     assert "Traceback" not in said
     assert "Exception ignored" not in said
     assert done.returncode in (0, 2)
-    assert job == "help" or len(done.stderr.splitlines()) <= 1  # without a stdout argparse writes its help to stderr
+    assert (
+        job == "help" or len(done.stderr.splitlines()) <= 1
+    )  # without a stdout argparse writes its help to stderr
 
 
 TRAIN = ["train", "--epochs=1", "--batch-size=4000", "--data=mnist"]
@@ -145,7 +227,15 @@ def files_of(folder, content):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"\x1f\x8b", b"\x1f\x8b\x08\x00" + b"\x00" * 6 + b"\xff" * 40, b"no gzip file", b"\x00" * 100]
+    "content",
+    [
+        None,
+        b"",
+        b"\x1f\x8b",
+        b"\x1f\x8b\x08\x00" + b"\x00" * 6 + b"\xff" * 40,
+        b"no gzip file",
+        b"\x00" * 100,
+    ],
 )
 def test_damaged_data_are_one_line_that_names_the_file(content, capsys, tmp_path):
     code, out, err = run(capsys, [*TRAIN, f"--data-root={files_of(tmp_path, content)}"])
@@ -153,18 +243,34 @@ def test_damaged_data_are_one_line_that_names_the_file(content, capsys, tmp_path
     assert "train-images-idx3-ubyte" in err
 
 
-@pytest.mark.parametrize("root", ["", "/nowhere", "/dev/null", "/etc/passwd", "/dev/full", "\x00", "a" * 5000])
+@pytest.mark.parametrize(
+    "root", ["", "/nowhere", "/dev/null", "/etc/passwd", "/dev/full", "\x00", "a" * 5000]
+)
 def test_a_folder_that_is_none_is_one_line_that_names_the_option(root, capsys):
     for data in ("mnist", "fashion-mnist", "cifar10"):
-        code, out, err = run(capsys, ["train", "--epochs=1", f"--data={data}", f"--data-root={root}"])
+        code, out, err = run(
+            capsys, ["train", "--epochs=1", f"--data={data}", f"--data-root={root}"]
+        )
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert "root" in err
 
 
 @pytest.mark.parametrize(
-    "output", ["", ".", "/nowhere/x.png", "/dev/null/x.png", "/etc/passwd/x.png", "x", "x.xyz", "a" * 300 + ".png"]
+    "output",
+    [
+        "",
+        ".",
+        "/nowhere/x.png",
+        "/dev/null/x.png",
+        "/etc/passwd/x.png",
+        "x",
+        "x.xyz",
+        "a" * 300 + ".png",
+    ],
 )
-def test_a_picture_that_has_no_place_is_one_line_that_names_the_option(output, capsys, tmp_path, monkeypatch):
+def test_a_picture_that_has_no_place_is_one_line_that_names_the_option(
+    output, capsys, tmp_path, monkeypatch
+):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, ["plot", *JOBS["epsilon"][1:], f"--output={output}"])

@@ -28,14 +28,26 @@ def ran(tmp_path_factory):
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("compare")
     few = [
-        TensorDataset(*(each[:RECORDS, ..., ::2, ::2] if each.ndim > 1 else each[:RECORDS] for each in images.tensors))
+        TensorDataset(
+            *(
+                each[:RECORDS, ..., ::2, ::2] if each.ndim > 1 else each[:RECORDS]
+                for each in images.tensors
+            )
+        )
         for images in load_image_dataset("mnist-5k")
     ]
-    few = [TensorDataset(torch.nn.functional.pad(images.tensors[0], (1, 1, 1, 1)), images.tensors[1]) for images in few]
+    few = [
+        TensorDataset(torch.nn.functional.pad(images.tensors[0], (1, 1, 1, 1)), images.tensors[1])
+        for images in few
+    ]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(compare, "load_image_dataset", lambda *_: few)
-        patch.setattr(linear_training, "KINDS", tuple(dataclasses.replace(kind, rounds=ROUNDS) for kind in KINDS))
+        patch.setattr(
+            linear_training,
+            "KINDS",
+            tuple(dataclasses.replace(kind, rounds=ROUNDS) for kind in KINDS),
+        )
         written = {"output": str(folder / "found.png"), "statement": str(folder / "found.json")}
         values, found = compare.run_comparison({**written, "epsilon": 2.0, "seed": 0})
     assert json.loads((folder / "found.json").read_text()) == json.loads(json.dumps(values))
@@ -45,12 +57,23 @@ def ran(tmp_path_factory):
 
 def test_every_kind_of_trust_stays_within_the_same_proved_budget(ran):
     found, _ = ran
-    assert [(each.kind.trusted, each.kind.how) for each in found.outcomes] == [(kind.trusted, kind.how) for kind in KINDS]
+    assert [(each.kind.trusted, each.kind.how) for each in found.outcomes] == [
+        (kind.trusted, kind.how) for kind in KINDS
+    ]
     for each in found.outcomes:
         assert each.bound.guarantee is Guarantee.PROVED
-        assert (each.bound.delta, each.bound.adjacency, each.bound.rounds) == (1e-5, "zero_out", ROUNDS)
+        assert (each.bound.delta, each.bound.adjacency, each.bound.rounds) == (
+            1e-5,
+            "zero_out",
+            ROUNDS,
+        )
         assert 1.9 < each.bound.epsilon <= 2.0
-    assert [each.bound.trusted for each in found.outcomes] == ["the server", "the shuffler", "the shuffler", "nobody"]
+    assert [each.bound.trusted for each in found.outcomes] == [
+        "the server",
+        "the shuffler",
+        "the shuffler",
+        "nobody",
+    ]
 
 
 def test_less_trust_takes_more_noise_in_all(ran):
@@ -73,7 +96,9 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
     for text in (" ".join(lines), found.markdown()):
         assert exported["quote"] in text
         assert exported["caveat"] in text
-        assert "zero_out: compared with a run in which one record reports zero." in text  # no epsilon without what it compares
+        assert (
+            "zero_out: compared with a run in which one record reports zero." in text
+        )  # no epsilon without what it compares
     assert found.markdown().count("\n| ") == 6
     for row, shown in zip(exported["rows"], found.rows(), strict=True):
         assert float(shown[2]) >= row["privacy"]["epsilon"]
@@ -82,9 +107,14 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
 def test_the_sentence_to_quote_is_about_the_sums_and_says_how_sure_its_accuracies_are(ran):
     secret = dataclasses.replace(ran[0], settings=dataclasses.replace(ran[0].settings, seed=None))
     sentence = secret.quote()
-    assert "differentially private for every data set in zero-out adjacency, trusting the shuffler alone" in sentence
+    assert (
+        "differentially private for every data set in zero-out adjacency, trusting the shuffler "
+        "alone" in sentence
+    )
     assert "(sums of bits)" in sentence  # whichever row happens to be best on the held-out images
-    largest = max((each.accuracy * (1 - each.accuracy) / RECORDS) ** 0.5 for each in secret.outcomes)
+    largest = max(
+        (each.accuracy * (1 - each.accuracy) / RECORDS) ** 0.5 for each in secret.outcomes
+    )
     assert f"standard error of {largest:.1%} at most" in sentence
     assert "To quote:" in str(secret)
     assert secret.to_dict()["private"] is True
@@ -111,7 +141,9 @@ def test_a_run_with_a_seed_has_no_sentence_to_quote(ran):
         (["--output", "picture"], "--output"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_before_anything_is_trained(capsys, monkeypatch, arguments, named):
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_trained(
+    capsys, monkeypatch, arguments, named
+):
     monkeypatch.setattr(linear_training, "train_kind", lambda *_, **__: pytest.fail("it trains"))
     assert main(["compare", *arguments]) == 2
     printed = capsys.readouterr()
@@ -122,13 +154,19 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_trained(capsys, mo
 
 def features(seed, records=60):
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(records, 5, generator=generator), torch.randint(10, (records,), generator=generator)
+    x, y = (
+        torch.randn(records, 5, generator=generator),
+        torch.randint(10, (records,), generator=generator),
+    )
     return TensorDataset(torch.nn.functional.normalize(x, dim=1), y)
 
 
 def test_a_seed_repeats_a_run_and_its_budget_is_that_of_gaussian_noise():
     kind = dataclasses.replace(NOBODY, rounds=9)
-    first, again = (train_kind(kind, features(0), features(1), epsilon=3.0, delta=1e-6, seed=7) for _ in range(2))
+    first, again = (
+        train_kind(kind, features(0), features(1), epsilon=3.0, delta=1e-6, seed=7)
+        for _ in range(2)
+    )
     assert first == again
     closed = gaussian.compute_epsilon(mu=9**0.5 / first.noise_multiplier, delta=1e-6)
     assert first.bound.epsilon == pytest.approx(closed, rel=1e-9)

@@ -11,11 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from opacus_shuffle.commands.image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset, read_idx
+from opacus_shuffle.commands.image_datasets import (
+    DEBIAN_FASHION_MNIST,
+    load_image_dataset,
+    read_idx,
+)
 
 
 def idx(array):
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def write_idx_set(folder, *, compress, records=(7, 3)):
@@ -25,9 +33,14 @@ def write_idx_set(folder, *, compress, records=(7, 3)):
     for stem, count in zip(("train", "t10k"), records, strict=True):
         images = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = generator.integers(0, 10, count, dtype=np.uint8)
-        for name, array in ((f"{stem}-images-idx3-ubyte", images), (f"{stem}-labels-idx1-ubyte", labels)):
+        for name, array in (
+            (f"{stem}-images-idx3-ubyte", images),
+            (f"{stem}-labels-idx1-ubyte", labels),
+        ):
             raw = idx(array)
-            (folder / (name + ".gz" if compress else name)).write_bytes(gzip.compress(raw) if compress else raw)
+            (folder / (name + ".gz" if compress else name)).write_bytes(
+                gzip.compress(raw) if compress else raw
+            )
         written.append((images, labels))
     return written
 
@@ -36,7 +49,10 @@ def write_cifar(folder, *, labels_key=b"labels"):
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-        batch = {b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8), labels_key: [1, 2, 3, 4]}
+        batch = {
+            b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8),
+            labels_key: [1, 2, 3, 4],
+        }
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
 
 
@@ -57,7 +73,9 @@ def test_fashion_mnist_can_come_from_a_folder(tmp_path):
     assert tuple(train[0][0].shape) == (1, 28, 28)
 
 
-@pytest.mark.skipif(not DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
+@pytest.mark.skipif(
+    not DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's dataset-fashion-mnist is not installed"
+)
 def test_debian_s_fashion_mnist_is_whole():
     train, test = load_image_dataset("fashion-mnist")
     assert (len(train), len(test)) == (60_000, 10_000)
@@ -122,7 +140,9 @@ def test_images_and_labels_must_be_as_many(tmp_path):
         load_image_dataset("mnist", tmp_path)
 
 
-@pytest.mark.parametrize(("name", "root"), [("mnist", None), ("cifar10", None), ("mnist-5k", "/tmp"), ("svhn", None)])
+@pytest.mark.parametrize(
+    ("name", "root"), [("mnist", None), ("cifar10", None), ("mnist-5k", "/tmp"), ("svhn", None)]
+)
 def test_what_cannot_be_found_says_where_it_was_looked_for(name, root):
     with pytest.raises(ValueError, match=r"root|name"):
         load_image_dataset(name, root)

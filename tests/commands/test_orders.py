@@ -8,8 +8,26 @@ from opacus_shuffle import ShuffleGauss
 from opacus_shuffle.accountants import report
 from opacus_shuffle.commands.main import main
 
-SG_TABLE = ["--mechanism", "shuffle_gauss", "--noise-multiplier", "9.476", "--num-users", "60000", "--delta", str(1 / 60_000)]
-SUMS = ["--mechanism", "shuffled_sums", "--noise-multiplier", "2", "--num-users", "100", "--dimension", "4"]
+SG_TABLE = [
+    "--mechanism",
+    "shuffle_gauss",
+    "--noise-multiplier",
+    "9.476",
+    "--num-users",
+    "60000",
+    "--delta",
+    str(1 / 60_000),
+]
+SUMS = [
+    "--mechanism",
+    "shuffled_sums",
+    "--noise-multiplier",
+    "2",
+    "--num-users",
+    "100",
+    "--dimension",
+    "4",
+]
 SUMS += ["--sample-rate", "1", "--delta", "1e-5"]
 
 
@@ -35,7 +53,9 @@ def test_orders_that_are_none_are_refused_in_one_line(capsys, text):
 
 @pytest.mark.parametrize("text", ["30:2", "1:30"])
 def test_orders_that_no_formula_has_are_refused(capsys, text):
-    assert main(["epsilon", *SG_TABLE, "--steps", "1", "--bound", "published", "--orders", text]) == 2
+    assert (
+        main(["epsilon", *SG_TABLE, "--steps", "1", "--bound", "published", "--orders", text]) == 2
+    )
     assert "orders must be" in capsys.readouterr().err
 
 
@@ -48,7 +68,11 @@ def test_orders_that_no_bound_uses_are_refused(capsys, asked):
 def test_a_picture_has_the_orders_of_its_report(monkeypatch):
     drawn = []
     ladder = report.ladder
-    monkeypatch.setattr(report, "ladder", lambda *args, **options: drawn.append(options["orders"]) or ladder(*args, **options))
+    monkeypatch.setattr(
+        report,
+        "ladder",
+        lambda *args, **options: drawn.append(options["orders"]) or ladder(*args, **options),
+    )
     ax = pytest.importorskip("matplotlib.figure").Figure().subplots()
     run = ShuffleGauss(noise_multiplier=9.476, num_users=60_000)
     report.PrivacyReport([(run, 1)], delta=1e-5, orders=iter([2, 30])).plot(ax)

@@ -9,8 +9,14 @@ import pytest
 from opacus_shuffle.commands.main import main
 
 README = (pathlib.Path(__file__).parents[2] / "README.rst").read_text(encoding="utf-8")
-NUMBERS = [line.split()[1:] for line in README.splitlines() if line.startswith("    opacus-shuffle ") and "--delta" in line]
-NOISES = [line.split()[1:] for line in README.splitlines() if line.startswith("    opacus-shuffle noise ")]
+NUMBERS = [
+    line.split()[1:]
+    for line in README.splitlines()
+    if line.startswith("    opacus-shuffle ") and "--delta" in line
+]
+NOISES = [
+    line.split()[1:] for line in README.splitlines() if line.startswith("    opacus-shuffle noise ")
+]
 
 
 @pytest.mark.parametrize("command", [*NUMBERS, *NOISES], ids=" ".join)

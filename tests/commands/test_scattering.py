@@ -42,14 +42,21 @@ def morlet(scale, angle):
     frequency = 0.75 * math.pi / 2**scale
     around = bell(0.8 * 2**scale, angle, 0.5)
     wave = wrapped(
-        lambda row, column: around(row, column) * np.exp(1j * frequency * (row * direction[0] + column * direction[1]))
+        lambda row, column: (
+            around(row, column)
+            * np.exp(1j * frequency * (row * direction[0] + column * direction[1]))
+        )
     )
     return (wave - hull * (wave.sum() / hull.sum())) / 4**scale
 
 
 def convolved(image, kernel):
     """A circular convolution as the sum over places that it is."""
-    return sum(image[row, column] * np.roll(kernel, (row, column), (0, 1)) for row in range(SIDE) for column in range(SIDE))
+    return sum(
+        image[row, column] * np.roll(kernel, (row, column), (0, 1))
+        for row in range(SIDE)
+        for column in range(SIDE)
+    )
 
 
 def test_coefficients_are_averages_of_moduli_of_convolutions_with_wavelets():
@@ -57,7 +64,9 @@ def test_coefficients_are_averages_of_moduli_of_convolutions_with_wavelets():
     padded = np.pad(image, 4, mode="reflect")
     average = wrapped(bell(1.6)).real
     moduli = [np.abs(convolved(padded, morlet(0, step * math.pi / 8))) for step in range(8)]
-    expected = [convolved(each, average / average.sum())[4:-4:4, 4:-4:4] for each in (padded, *moduli)]
+    expected = [
+        convolved(each, average / average.sum())[4:-4:4, 4:-4:4] for each in (padded, *moduli)
+    ]
     found = scattering(torch.tensor(image).float()[None, None])[0, 0].double().numpy()
     assert found.shape == (17, 3, 3)
     np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
@@ -78,7 +87,9 @@ def test_an_image_moved_by_four_pixels_has_its_coefficients_moved_by_one_place()
     image = torch.zeros(1, 1, 48, 48)
     image[0, 0, 18:26, 20:28] = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     moved = image.roll((4, -8), (2, 3))
-    torch.testing.assert_close(scattering(moved), scattering(image).roll((1, -2), (3, 4)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        scattering(moved), scattering(image).roll((1, -2), (3, 4)), atol=1e-5, rtol=0
+    )
 
 
 def test_a_row_depends_on_its_own_image_alone():
@@ -86,7 +97,9 @@ def test_a_row_depends_on_its_own_image_alone():
     together = scattering_features(images)
     assert together.shape == (5, 3 * 17 * 4 * 3)
     for number in range(5):
-        torch.testing.assert_close(together[number : number + 1], scattering_features(images[number : number + 1]))
+        torch.testing.assert_close(
+            together[number : number + 1], scattering_features(images[number : number + 1])
+        )
     torch.testing.assert_close(together.norm(dim=1), torch.ones(5))
 
 

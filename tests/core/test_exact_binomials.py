@@ -26,12 +26,18 @@ def distribution_function(trials: int, probability: float) -> list[int]:
 def drawn_by(words: list, trials: int, probability: float, count: int, monkeypatch) -> list[int]:
     """The numbers that are drawn by these words, of which each call gets the next ones."""
     given = iter(words)
-    monkeypatch.setattr(SecretGenerator, "words", lambda self, size: np.array(next(given)[:size], dtype=np.uint64))
+    monkeypatch.setattr(
+        SecretGenerator, "words", lambda self, size: np.array(next(given)[:size], dtype=np.uint64)
+    )
     return exact_binomials(trials, probability, count, SecretGenerator()).tolist()
 
 
-@pytest.mark.parametrize(("trials", "probability"), [(1, 0.5), (7, 0.25), (40, 0.3), (3, 1 - 2**-30)])
-def test_bits_next_to_a_step_of_the_distribution_function_are_decided_by_it(trials, probability, monkeypatch):
+@pytest.mark.parametrize(
+    ("trials", "probability"), [(1, 0.5), (7, 0.25), (40, 0.3), (3, 1 - 2**-30)]
+)
+def test_bits_next_to_a_step_of_the_distribution_function_are_decided_by_it(
+    trials, probability, monkeypatch
+):
     """Steps are rounded to 2⁻¹²⁸, and their sum's error is less than two of these for each of the trials."""
     for number, step in enumerate(distribution_function(trials, probability)):
         for bits, expected in ((step - 2 * trials, number), (step + 2 * trials, number + 1)):
@@ -47,16 +53,22 @@ def test_many_of_them_are_distributed_so(trials, probability):
     edges = np.unique(stats.binom.ppf(np.linspace(0.1, 0.9, 9), trials, probability))
     chances = np.diff([0, *stats.binom.cdf(edges, trials, probability), 1])
     counts = np.bincount(np.searchsorted(edges, draws), minlength=len(chances))
-    assert ((counts - 20_000 * chances) ** 2 / (20_000 * chances)).sum() < 60  # chi-square, 9 degrees: 1e-9
+    assert (
+        (counts - 20_000 * chances) ** 2 / (20_000 * chances)
+    ).sum() < 60  # chi-square, 9 degrees: 1e-9
 
 
 @pytest.mark.parametrize(("trials", "probability"), [(7, 0.3), (40, 0.3), (25, 0.05)])
 @pytest.mark.parametrize("rest", [0, 1])
-def test_all_beginnings_of_sixteen_bits_are_decided_by_the_distribution_function(trials, probability, rest, monkeypatch):
+def test_all_beginnings_of_sixteen_bits_are_decided_by_the_distribution_function(
+    trials, probability, rest, monkeypatch
+):
     """With nothing but zeros or ones behind them, which no step of these has."""
     steps, begins = distribution_function(trials, probability), np.arange(2**16, dtype=np.uint16)
     words = [begins.view(np.uint64), np.full(2**17, rest * (2**64 - 1), np.uint64)]
-    expected = [bisect.bisect_right(steps, begin * 2**112 + rest * (2**112 - 1)) for begin in range(2**16)]
+    expected = [
+        bisect.bisect_right(steps, begin * 2**112 + rest * (2**112 - 1)) for begin in range(2**16)
+    ]
     assert drawn_by(words, trials, probability, 2**16, monkeypatch) == expected
 
 

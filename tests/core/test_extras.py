@@ -28,5 +28,6 @@ def test_every_hint_names_an_extra_that_brings_the_package():
 
 def test_a_hint_can_be_typed_as_it_stands():
     assert extras.missing("plot", "matplotlib", "plots") == (
-        "plot needs the package matplotlib: run pip install '.[plots]' in your clone of opacus_shuffle"
+        "plot needs the package matplotlib: run pip install '.[plots]' in your clone of "
+        "opacus_shuffle"
     )

@@ -6,7 +6,12 @@ import math
 
 import pytest
 import torch
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
+from opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+)
 from scipy import stats
 
 from opacus_shuffle.core.gaussian_noise import draw_noise
@@ -40,7 +45,9 @@ def test_sums_lie_on_one_grid_whatever_the_data_are(std):
         assert step < std * 2.1e-6
         units = released / step
         assert torch.equal(units, units.round())
-        small = units[units.abs() < 2**20]  # a larger single-precision number has no odd multiples left
+        small = units[
+            units.abs() < 2**20
+        ]  # a larger single-precision number has no odd multiples left
         assert len(small) < 20 or bool((small.remainder(2) == 1).any())
 
 
@@ -51,7 +58,9 @@ def test_secure_noise_is_added_in_place_and_to_plain_numbers_as_opacus_does():
     assert (2.0 + secure_noise(1.0, torch.tensor(0.0))).shape == ()
 
 
-@pytest.mark.parametrize("kind", [DPOptimizer, DPPerLayerOptimizer, AdaClipDPOptimizer, DPOptimizerFastGradientClipping])
+@pytest.mark.parametrize(
+    "kind", [DPOptimizer, DPPerLayerOptimizer, AdaClipDPOptimizer, DPOptimizerFastGradientClipping]
+)
 def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind, monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(5000))
     norm = [1.0] if kind is DPPerLayerOptimizer else 1.0
@@ -77,8 +86,12 @@ def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind, mo
     assert torch.equal(secure, (secure / step).round() * step)
     monkeypatch.undo()
     plain = gradient(torch.Generator().manual_seed(0), False)
-    assert torch.equal(plain, torch.normal(0, 2.0, (5000,), generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(
+        plain, torch.normal(0, 2.0, (5000,), generator=torch.Generator().manual_seed(0))
+    )
 
 
 def test_no_noise_is_none():
-    assert torch.equal(gaussian_noise(0.0, torch.ones(2), SecretGenerator(secure=True), True), torch.zeros(2))
+    assert torch.equal(
+        gaussian_noise(0.0, torch.ones(2), SecretGenerator(secure=True), True), torch.zeros(2)
+    )

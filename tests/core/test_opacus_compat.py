@@ -19,7 +19,9 @@ def noisy_step(**keywords) -> tuple[GradSampleModule, opacus.optimizers.DPOptimi
     """A wrapped network after a backward pass on three records, and its optimizer."""
     model = GradSampleModule(nn.Linear(2, 1, bias=False))
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = opacus.optimizers.DPOptimizer(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3, **keywords)
+    optimizer = opacus.optimizers.DPOptimizer(
+        sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3, **keywords
+    )
     model(torch.ones(3, 2)).sum().backward()
     return model, optimizer
 
@@ -47,7 +49,13 @@ def test_opacus_still_has__prepare_model():
 
         def build_optimizer(self, **keywords):
             called.append(("optimizer", keywords["noise_multiplier"]))
-            assert {"expected_batch_size", "distributed", "clipping", "noise_generator", "grad_sample_mode"} <= set(keywords)
+            assert {
+                "expected_batch_size",
+                "distributed",
+                "clipping",
+                "noise_generator",
+                "grad_sample_mode",
+            } <= set(keywords)
             return super().build_optimizer(**keywords)
 
     Engine(accountant="rdp").make_private(**make_toy(), noise_multiplier=2.0)
@@ -88,7 +96,10 @@ def test_opacus_still_has__processed():
 def test_opacus_still_has_summed_grad():
     network = nn.Linear(2, 1)
     opacus.optimizers.DPOptimizer(
-        torch.optim.SGD(network.parameters(), lr=1.0), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1
+        torch.optim.SGD(network.parameters(), lr=1.0),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
     )
     assert all("summed_grad" in parameter.__dict__ for parameter in network.parameters())
     opacus_compat.forget_parameters(network)
@@ -123,7 +134,9 @@ def test_opacus_still_has__forward_counter():
     assert layer.weight._forward_counter == 0
     assert not layer.activations
     assert not hasattr(layer.weight, "_current_grad_sample")
-    assert "param._current_grad_sample = " in inspect.getsource(opacus.grad_sample.grad_sample_module)
+    assert "param._current_grad_sample = " in inspect.getsource(
+        opacus.grad_sample.grad_sample_module
+    )
 
 
 def test_opacus_still_takes_norms_of_no_records():
@@ -148,7 +161,10 @@ def test_what_opacus_keeps_of_records_has_the_names_that_are_left_out():
             model(x)  # of two passes one is summed up
         loss.backward()
         opacus.optimizers.DPOptimizer(
-            torch.optim.SGD(network.parameters(), lr=1.0), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3
+            torch.optim.SGD(network.parameters(), lr=1.0),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=3,
         )
         if ghost:
             model.get_norm_sample()
@@ -160,7 +176,9 @@ def test_what_opacus_keeps_of_records_has_the_names_that_are_left_out():
                 "_forward_counter",
                 "_per_sample_gradient_norms",
             }
-            held = [name for name in set(left) - {"_parameters"} if isinstance(left[name], torch.Tensor)]
+            held = [
+                name for name in set(left) - {"_parameters"} if isinstance(left[name], torch.Tensor)
+            ]
             assert held == []
         waiting = network.weight._norm_sample if ghost else network.weight._current_grad_sample
         assert len(waiting) == 3
@@ -193,7 +211,9 @@ def test_a_pass_that_was_never_finished_is_forgotten_and_would_have_been_added_t
 def test_an_optimizer_tells_its_signals_and_forgets_what_is_to_be_forgotten():
     parameter = nn.Parameter(torch.zeros(3))
     sgd = torch.optim.SGD([parameter], lr=1.0)
-    optimizer = opacus_compat.OpenOptimizer(sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2)
+    optimizer = opacus_compat.OpenOptimizer(
+        sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2
+    )
     optimizer.signal_skip_step()
     assert optimizer.signalled()
     parameter.grad_sample = torch.ones(2, 3)

@@ -48,10 +48,14 @@ def test_finding_out_about_attention_moves_no_random_state_and_warns_of_nothing(
 
 
 def test_broken_attention_is_refused_with_its_path(monkeypatch):
-    network = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"attention": DPMultiheadAttention(4, 2, batch_first=True)}))
+    network = nn.Sequential(
+        nn.Linear(4, 4), nn.ModuleDict({"attention": DPMultiheadAttention(4, 2, batch_first=True)})
+    )
     monkeypatch.setattr(opacus_compat, "attention_mixes_batch", lambda: True)
     for module, path in ((network, "1.attention"), (network[1]["attention"], "the module itself")):
-        with pytest.raises(ValueError, match=rf"batch_first=True at {path}, .*#825.*batch_first=False"):
+        with pytest.raises(
+            ValueError, match=rf"batch_first=True at {path}, .*#825.*batch_first=False"
+        ):
             refuse_broken_attention(module)
     monkeypatch.setattr(opacus_compat, "attention_mixes_batch", lambda: False)
     refuse_broken_attention(network)
@@ -59,13 +63,19 @@ def test_broken_attention_is_refused_with_its_path(monkeypatch):
 
 @pytest.mark.parametrize(
     "layer",
-    [DPMultiheadAttention(4, 2), DPMultiheadAttention(4, 1, batch_first=True), nn.MultiheadAttention(4, 2, batch_first=True)],
+    [
+        DPMultiheadAttention(4, 2),
+        DPMultiheadAttention(4, 1, batch_first=True),
+        nn.MultiheadAttention(4, 2, batch_first=True),
+    ],
     ids=["time first", "one head", "PyTorch's own"],
 )
 def test_right_attention_is_not_refused(layer, monkeypatch):
     monkeypatch.setattr(opacus_compat, "attention_mixes_batch", lambda: True)
     refuse_broken_attention(nn.Sequential(layer))
-    with pytest.raises(ValueError, match="batch_first=True at 1, which"):  # the broken one beside it alone
+    with pytest.raises(
+        ValueError, match="batch_first=True at 1, which"
+    ):  # the broken one beside it alone
         refuse_broken_attention(nn.Sequential(layer, DPMultiheadAttention(4, 2, batch_first=True)))
 
 
@@ -86,8 +96,13 @@ def test_adaptive_ghost_clipping_does_not_clip_and_its_engine_is_refused():
         grad_sample_mode="ghost",
     )
     criterion(private(x), 100 * x).backward()
-    assert float(network.weight.grad.norm()) / 20 > 1.01  # what every record would be clipped to is 1
-    with pytest.raises(ValueError, match=r"engine is a PrivacyEngineAdaptiveClipping, .*does not clip.*use a PrivacyEngine"):
+    assert (
+        float(network.weight.grad.norm()) / 20 > 1.01
+    )  # what every record would be clipped to is 1
+    with pytest.raises(
+        ValueError,
+        match=r"engine is a PrivacyEngineAdaptiveClipping, .*does not clip.*use a PrivacyEngine",
+    ):
         refuse_unclipped_engine(engine)
     refuse_unclipped_engine(opacus.PrivacyEngine())
 
@@ -100,7 +115,10 @@ def tied_network() -> nn.Sequential:
 
 def test_ghost_clipping_of_tied_parameters_is_refused_as_opacus_does():
     network = tied_network()
-    with pytest.raises(ValueError, match=r"module has tied parameters, 0.weight = 2.weight, .*use grad_sample_mode='hooks'"):
+    with pytest.raises(
+        ValueError,
+        match=r"module has tied parameters, 0.weight = 2.weight, .*use grad_sample_mode='hooks'",
+    ):
         refuse_tied_ghost(network)
     engine = opacus.PrivacyEngine()
     data = DataLoader(torch.zeros(4, 2, dtype=torch.long), batch_size=2)
@@ -114,7 +132,9 @@ def test_ghost_clipping_of_tied_parameters_is_refused_as_opacus_does():
         poisson_sampling=False,
         grad_sample_mode="ghost",
     )
-    with pytest.raises(NotImplementedError, match="Parameter tying is not supported with Ghost Clipping"):
+    with pytest.raises(
+        NotImplementedError, match="Parameter tying is not supported with Ghost Clipping"
+    ):
         private(torch.zeros(2, 2, dtype=torch.long))
 
 

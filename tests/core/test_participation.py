@@ -14,7 +14,9 @@ from opacus_shuffle.core.participation import bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 
 GENERATORS = [lambda: torch.Generator().manual_seed(0), SecretGenerator, lambda: None]
-every_generator = pytest.mark.parametrize("generator", GENERATORS, ids=["seeded", "system", "global"])
+every_generator = pytest.mark.parametrize(
+    "generator", GENERATORS, ids=["seeded", "system", "global"]
+)
 
 
 @pytest.fixture
@@ -32,7 +34,9 @@ def test_a_coin_of_a_user_s_own_generator_is_opacus_s_to_53_bits(rate, fixed_dra
         coarse, fine = divmod(number, 2**29)
         fixed_draws[torch.float32] = torch.tensor([coarse / 2**24])
         fixed_draws[torch.float64] = torch.tensor([fine / 2**29], dtype=torch.float64)
-        assert bernoulli_indices(1, rate, torch.Generator()) == ([0] if number < threshold else []), number
+        assert bernoulli_indices(1, rate, torch.Generator()) == (
+            [0] if number < threshold else []
+        ), number
 
 
 @pytest.mark.parametrize("rate", [1 / 3, 0.5, 1 / 10, 1 - 2.0**-53])
@@ -66,7 +70,9 @@ def test_every_sample_of_coins_has_its_own_chance(rate):
 
 def test_a_batch_costs_numbers_in_proportion_to_its_size(monkeypatch):
     drawn, words = [], SecretGenerator.words
-    monkeypatch.setattr(SecretGenerator, "words", lambda self, count: drawn.append(count) or words(self, count))
+    monkeypatch.setattr(
+        SecretGenerator, "words", lambda self, count: drawn.append(count) or words(self, count)
+    )
     assert 900 < len(bernoulli_indices(10**7, 1e-4, SecretGenerator())) < 1100
     assert sum(drawn) < 2000
 

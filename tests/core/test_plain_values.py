@@ -75,7 +75,9 @@ def test_metadata_of_a_state_dict_stays_and_counts():
 
 
 @pytest.mark.parametrize(
-    "value", [np.zeros(2), math.sin, object(), Counter, frozenset([1])], ids=lambda value: type(value).__name__
+    "value",
+    [np.zeros(2), math.sin, object(), Counter, frozenset([1])],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_read_back_is_named(value):
     foreign: set[str] = set()
@@ -83,12 +85,17 @@ def test_what_is_not_read_back_is_named(value):
     assert foreign == {f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
-@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "kind", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
 def test_a_fingerprint_tells_every_entry_and_shape_apart(kind):
     one = torch.zeros(3, 2, dtype=kind)
     other = one.clone()
     other[2, 1] = 1
-    found = {fingerprint(each) for each in (one, other, one.reshape(2, 3), one.reshape(6), one.to(torch.int8))}
+    found = {
+        fingerprint(each)
+        for each in (one, other, one.reshape(2, 3), one.reshape(6), one.to(torch.int8))
+    }
     assert len(found) == 5
     assert fingerprint(one.t().clone().t()) == fingerprint(one)
     assert fingerprint([one], other) != fingerprint([one, other])

@@ -17,10 +17,19 @@ from scipy import stats
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.core import randomness
-from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, is_secret, seeded_generator, stream_of
+from opacus_shuffle.core.randomness import (
+    KeyChain,
+    SecretGenerator,
+    is_secret,
+    seeded_generator,
+    stream_of,
+)
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-on_cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"))
+on_cuda = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+)
 
 
 def in_child(function):
@@ -48,10 +57,16 @@ def drawn(generator):
 
 @forks
 def test_a_forked_child_has_secrets_of_its_own_and_two_children_differ():
-    secret, chains = SecretGenerator(), [KeyChain(), KeyChain(bytes(32))]  # also where the key was loaded
+    secret, chains = (
+        SecretGenerator(),
+        [KeyChain(), KeyChain(bytes(32))],
+    )  # also where the key was loaded
 
     def draws():
-        return [drawn(generator) for generator in (secret, *(chain.next_generator() for chain in chains))]
+        return [
+            drawn(generator)
+            for generator in (secret, *(chain.next_generator() for chain in chains))
+        ]
 
     for kind in zip(in_child(draws), in_child(draws), draws(), strict=True):
         assert len(set(map(tuple, kind))) == 3
@@ -103,7 +118,9 @@ def test_after_a_fork_opacus_own_accountants_draw_from_secrets_unless_seeded_ane
 
 
 @pytest.mark.parametrize("device", ["cpu", on_cuda])
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda secret: pickle.loads(pickle.dumps(secret))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda secret: pickle.loads(pickle.dumps(secret))]
+)
 def test_a_copy_of_a_secret_is_another_secret(device, duplicate):
     secret, chain = SecretGenerator(device, secure=True), KeyChain()
     other = duplicate(secret)
@@ -150,7 +167,9 @@ def test_normal_numbers_are_box_and_muller_s_of_the_stream(count):
     """By NumPy in double precision, from the same words; what is made beyond the count waits for the next call."""
     generator = SecretGenerator(key=bytes(32), secret=False)
     found = torch.cat([generator.normals(count), generator.normals(5)])[: 2**16].double()
-    words = SecretGenerator(key=bytes(32), secret=False).words(2**15).view(np.int32).astype(np.float64)
+    words = (
+        SecretGenerator(key=bytes(32), secret=False).words(2**15).view(np.int32).astype(np.float64)
+    )
     uniform, angle = np.abs(words[: 2**15]) * 2.0**-31, words[2**15 :] * 2 * np.pi * 2.0**-32
     radius = np.sqrt(-2 * np.log(uniform))
     expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
@@ -161,7 +180,9 @@ def test_normal_numbers_are_box_and_muller_s_of_the_stream(count):
 @pytest.mark.parametrize("draw", ["normals", "precise_normals"])
 def test_numbers_are_independent_and_normal_to_their_fourth_moment(draw):
     generator = SecretGenerator()
-    x = torch.cat([getattr(generator, draw)(count) for count in (3, 2**16, 2**16 - 3, 10**5)]).double()
+    x = torch.cat(
+        [getattr(generator, draw)(count) for count in (3, 2**16, 2**16 - 3, 10**5)]
+    ).double()
     assert stats.kstest(x.numpy(), "norm").pvalue > 1e-7
     for power in (1, 2):  # by seven standard errors: neighbours, and both numbers of a pair
         values = (x**power - float(power == 2)) / (1, 2**0.5)[power - 1]
@@ -191,7 +212,10 @@ def test_extreme_words_give_finite_numbers(bits, monkeypatch):
         assert float(found.abs().max()) < 14  # two radii of 6.8
 
 
-@pytest.mark.parametrize("choose", [lambda each: each.manual_seed(0), lambda each: each.set_state(each.get_state() * 0 + 1)])
+@pytest.mark.parametrize(
+    "choose",
+    [lambda each: each.manual_seed(0), lambda each: each.set_state(each.get_state() * 0 + 1)],
+)
 def test_a_seed_or_a_state_makes_the_stream_repeatable_and_no_secret(choose):
     streams = [SecretGenerator(), SecretGenerator()]
     assert all(map(is_secret, streams))

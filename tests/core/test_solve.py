@@ -70,7 +70,10 @@ def test_relative_steps_stay_relative(root: float, upwards: bool) -> None:
 
 
 def test_it_never_goes_beyond_the_safe_end() -> None:
-    assert safe_root(lambda x: 1.0 if x < 1 else 0.0, unsafe=0.0, safe=1.0, tolerance=0.5, step=0.7) == 1.0
+    assert (
+        safe_root(lambda x: 1.0 if x < 1 else 0.0, unsafe=0.0, safe=1.0, tolerance=0.5, step=0.7)
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("step", [None, 0.0, 1e-9])
@@ -114,4 +117,7 @@ def test_bracket_ends_on_both_sides(root: float, upwards: bool) -> None:
 
 def test_bracket_says_which_side_it_did_not_reach() -> None:
     assert bracket(lambda x: 1.0, 0.0, towards_safe=[1.0, 2.0], towards_unsafe=[]) == (2.0, None)
-    assert bracket(lambda x: -1.0, 0.0, towards_safe=[], towards_unsafe=[-1.0, -2.0]) == (None, -2.0)
+    assert bracket(lambda x: -1.0, 0.0, towards_safe=[], towards_unsafe=[-1.0, -2.0]) == (
+        None,
+        -2.0,
+    )

@@ -40,7 +40,9 @@ def make_private(accountant, **options):
 
 
 def trained(accountant="shuffled_checkin"):
-    engine, model, optimizer, loader = make_private(accountant, noise_multiplier=2.0, local_noise=accountant != "rdp")
+    engine, model, optimizer, loader = make_private(
+        accountant, noise_multiplier=2.0, local_noise=accountant != "rdp"
+    )
     for x, y in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -57,7 +59,10 @@ def test_bad_arguments_of_an_engine_are_named():
     ("accountant", "options"),
     [
         ("shuffled_checkin", {**PARTS, "data_loader": OURS, **LOCAL, **OPTIONS}),
-        ("shuffled_checkin", {**LOCAL, "criterion": nn.CrossEntropyLoss(), "grad_sample_mode": "ghost"}),
+        (
+            "shuffled_checkin",
+            {**LOCAL, "criterion": nn.CrossEntropyLoss(), "grad_sample_mode": "ghost"},
+        ),
         ("shuffled_fw", {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "shuffle_weights": True}),
         ("shuffled_sums", {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "aggregator": None}),
         ("rdp", {**PARTS, "data_loader": OURS, "noise_multiplier": 2.0, "max_grad_norm": 1.0}),
@@ -74,9 +79,17 @@ def test_bad_arguments_of_make_private_are_named(accountant, options):
 
 def test_bad_arguments_of_budgets_are_named():
     def make(**asked):
-        PrivacyEngine(accountant="shuffled_checkin").make_private_with_epsilon(**{**make_toy(), **asked})
+        PrivacyEngine(accountant="shuffled_checkin").make_private_with_epsilon(
+            **{**make_toy(), **asked}
+        )
 
-    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1, "max_grad_norm": 1.0, "local_noise": True}
+    budget = {
+        "target_epsilon": 1.0,
+        "target_delta": 1e-5,
+        "epochs": 1,
+        "max_grad_norm": 1.0,
+        "local_noise": True,
+    }
     require_named_refusals(make, {**budget, "bound": "certified", "adjacency": "zero_out"})
 
 
@@ -100,4 +113,6 @@ def test_bad_arguments_of_checkpoints_are_named(tmp_path, accountant):
 def test_bad_arguments_of_what_an_engine_answers_are_named():
     engine, _ = trained()
     require_named_refusals(engine.privacy_report, {"delta": 1e-5, "adjacency": "zero_out"})
-    require_named_refusals(engine.get_epsilon, {"delta": 1e-5, "bound": "certified", "adjacency": "zero_out"})
+    require_named_refusals(
+        engine.get_epsilon, {"delta": 1e-5, "bound": "certified", "adjacency": "zero_out"}
+    )

@@ -48,7 +48,10 @@ def test_a_resumed_run_is_the_one_that_went_on(own_generator):
     for each in (run, again):
         each.train(1)
     assert distance(contents(run), contents(again)) == 0
-    assert (again.shuffler.steps, again.shuffler.shuffles) == (run.shuffler.steps, run.shuffler.shuffles)
+    assert (again.shuffler.steps, again.shuffler.shuffles) == (
+        run.shuffler.steps,
+        run.shuffler.shuffles,
+    )
     assert again.engine.accountant.history == run.engine.accountant.history
 
 
@@ -121,7 +124,8 @@ def test_a_checkpoint_shows_permutations_to_come_but_none_that_were():
     chain, again = KeyChain(state["key"]), KeyChain(state["key"])
     for _ in range(3):
         assert torch.equal(
-            torch.randperm(50, generator=chain.next_generator()), torch.randperm(50, generator=again.next_generator())
+            torch.randperm(50, generator=chain.next_generator()),
+            torch.randperm(50, generator=again.next_generator()),
         )
     before = weights(run.network)
     expected = run.shuffler.spec.sample(KeyChain(state["key"]).next_generator())

@@ -30,7 +30,9 @@ class Run:
     def __init__(self, name: str, *, grad_sample_mode: str = "hooks", **toy) -> None:
         self.engine = PrivacyEngine(accountant=name)
         keywords = {} if name in OPACUS else way_of(name)
-        made = self.engine.make_private(**make_toy(**toy), noise_multiplier=2.0, grad_sample_mode=grad_sample_mode, **keywords)
+        made = self.engine.make_private(
+            **make_toy(**toy), noise_multiplier=2.0, grad_sample_mode=grad_sample_mode, **keywords
+        )
         self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
         self.criterion = made[2] if len(made) > 3 else torch.nn.CrossEntropyLoss()
 
@@ -46,7 +48,9 @@ class Run:
 
     def load(self, file: io.BytesIO, **keywords) -> Run:
         file.seek(0)
-        self.engine.load_checkpoint(path=file, module=self.model, optimizer=self.optimizer, **keywords)
+        self.engine.load_checkpoint(
+            path=file, module=self.model, optimizer=self.optimizer, **keywords
+        )
         return self
 
     @property
@@ -72,9 +76,15 @@ def test_going_back_to_an_earlier_checkpoint_keeps_the_rounds_since(name):
 
 def refuses(run: Run, file: io.BytesIO) -> None:
     """Whether a checkpoint of another run is refused, with everything as before."""
-    before, weights = copy.deepcopy(run.engine.accountant.history), copy.deepcopy(run.model.state_dict())
+    before, weights = (
+        copy.deepcopy(run.engine.accountant.history),
+        copy.deepcopy(run.model.state_dict()),
+    )
     spent = run.engine.get_epsilon(1e-5)
-    with pytest.raises(ValueError, match=f"of another run than the {run.rounds} rounds that ran here.*into a new engine"):
+    with pytest.raises(
+        ValueError,
+        match=f"of another run than the {run.rounds} rounds that ran here.*into a new engine",
+    ):
         run.load(file)
     assert (run.engine.accountant.history, run.engine.get_epsilon(1e-5)) == (before, spent)
     assert all(torch.equal(weights[key], value) for key, value in run.model.state_dict().items())
@@ -116,7 +126,9 @@ def test_what_goes_on_after_it_was_taken_back_is_another_end_of_the_run(name):
     first, longer = run.saved(), run.train(1).saved()
     run.load(first, allow_rewind=True).train(1)
     assert run.rounds == 2 * STEPS
-    with pytest.raises(ValueError, match="has parted from them"):  # of as many rounds, which are others
+    with pytest.raises(
+        ValueError, match="has parted from them"
+    ):  # of as many rounds, which are others
         run.load(longer)
     again = Run(name).load(first, allow_rewind=True).load(longer)  # nothing is left out of it
     assert again.rounds == 2 * STEPS
@@ -181,9 +193,14 @@ def test_an_accountant_alone_never_forgets_either(name):
     assert len(accountant) == STEPS + 1
     for each in (accountant, copied):
         each.step(**step)
-    with pytest.raises(ValueError, match="has parted from them"):  # both have gone on from the same rounds
+    with pytest.raises(
+        ValueError, match="has parted from them"
+    ):  # both have gone on from the same rounds
         accountant.load_state_dict(copied.state_dict())
-    for bare in (dict(state), OrderedDict(state)):  # which says nothing of its origins: it may be anyone's
+    for bare in (
+        dict(state),
+        OrderedDict(state),
+    ):  # which says nothing of its origins: it may be anyone's
         with pytest.raises(ValueError, match=r"has lost its _metadata.*copy\.deepcopy"):
             accountant.load_state_dict(bare)
     assert len(accountant) == STEPS + 2
@@ -214,7 +231,9 @@ def test_no_accountant_takes_the_place_of_the_one_that_steps_are_recorded_by(nam
         run.train(1)
     own = run.engine.accountant
     for other in (copy.deepcopy(own), opacus.accountants.create_accountant("rdp"), None):
-        with pytest.raises(ValueError, match=r"engine\.accountant cannot be replaced after make_private, got a "):
+        with pytest.raises(
+            ValueError, match=r"engine\.accountant cannot be replaced after make_private, got a "
+        ):
             run.engine.accountant = other
     run.engine.accountant = own
     assert run.train(1).engine.accountant is own
@@ -262,7 +281,9 @@ def test_a_step_that_gdp_refuses_leaves_its_history_as_it_was():
 
 @stays
 @pytest.mark.parametrize("with_optimizer", [True, False])
-@pytest.mark.parametrize("options", [{}, {"grad_sample_mode": "ghost"}, {"grad_sample_mode": "ew"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"grad_sample_mode": "ghost"}, {"grad_sample_mode": "ew"}], ids=str
+)
 @pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
 def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, options, with_optimizer):
     run = Run(name, records=240, batch_size=60, **options)
@@ -276,11 +297,15 @@ def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, options, wi
         if not step:
             loss.backward()
         file.seek(0)
-        run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer if with_optimizer else None)
+        run.engine.load_checkpoint(
+            path=file, module=run.model, optimizer=run.optimizer if with_optimizer else None
+        )
         loaded = [each.detach().clone() for each in run.model.parameters()]
         assert all(each.grad is None for each in run.model.parameters())
         if step:
-            with pytest.raises(ValueError, match=r"before the last one|no gradient per record can be had"):
+            with pytest.raises(
+                ValueError, match=r"before the last one|no gradient per record can be had"
+            ):
                 loss.backward()
         with pytest.raises(ValueError, match=r"no fresh batch.* checkpoint was loaded or"):
             run.optimizer.step()
@@ -297,7 +322,9 @@ def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, options, wi
 def test_a_load_in_the_middle_of_a_split_batch_forgets_its_sum():
     run = Run("shuffled_checkin", records=240, batch_size=60)
     file = run.train(1).saved()
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=8, optimizer=run.optimizer) as loader:
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=8, optimizer=run.optimizer
+    ) as loader:
         for number, (x, y) in enumerate(loader):
             run.optimizer.zero_grad()
             run.criterion(run.model(x), y).backward()

@@ -28,7 +28,9 @@ class Run:
         toy["module"].register_buffer("releases", torch.zeros((), dtype=torch.int64))
         self.path, self.engine = path, PrivacyEngine(accountant=name)
         ways = {} if name in ("rdp", "gdp") else way_of(name)
-        self.model, self.optimizer, self.loader = self.engine.make_private(**toy, noise_multiplier=2.0, **ways)
+        self.model, self.optimizer, self.loader = self.engine.make_private(
+            **toy, noise_multiplier=2.0, **ways
+        )
         self.releases = toy["module"].releases
         self.optimizer.original_optimizer.register_step_post_hook(lambda *_: self.releases.add_(1))
 
@@ -82,7 +84,9 @@ def killed(run: Run, seed: int) -> None:
 
 
 @forks
-@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin", pytest.param("shuffled_fw", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    "name", ["rdp", "shuffled_checkin", pytest.param("shuffled_fw", marks=pytest.mark.zoo)]
+)
 def test_a_run_that_is_killed_while_it_trains_and_saves_loses_no_accounting(name, tmp_path):
     path, contained = tmp_path / "run.pt", 0
     for seed in range(5):
@@ -100,7 +104,9 @@ def interrupted(function, number: int) -> bool:
 
     def trace(frame, event, _):
         nonlocal lines
-        if frame.f_code.co_filename.endswith(("accountants/rdp.py", "accountants/history.py", "lineage.py")):
+        if frame.f_code.co_filename.endswith(
+            ("accountants/rdp.py", "accountants/history.py", "lineage.py")
+        ):
             lines += event == "line"
             if lines == number:
                 sys.settrace(None)
@@ -148,7 +154,12 @@ def test_a_checkpoint_is_not_kept_if_training_went_on_while_it_was_written(name,
             return int, ()
 
     with pytest.raises(ValueError, match="step was taken while the checkpoint was written"):
-        run.engine.save_checkpoint(path=run.path, module=run.model, optimizer=run.optimizer, checkpoint_dict={"mine": Late()})
+        run.engine.save_checkpoint(
+            path=run.path,
+            module=run.model,
+            optimizer=run.optimizer,
+            checkpoint_dict={"mine": Late()},
+        )
     assert run.path.read_bytes() == before
     run.save()
     assert Run(name, run.path).load().rounds == 8
@@ -174,12 +185,19 @@ def test_forked_processes_that_train_on_have_parted_and_no_account_holds_both(na
     run.train()
     alone = [Run(name, tmp_path / child).load() for child in ("one.pt", "two.pt")]
     assert [each.rounds for each in alone] == [8, 8]
-    one, two, own = (torch.cat([each.flatten() for each in run.model.parameters()]) for run in (*alone, run))
-    assert not any(torch.equal(*pair) for pair in ((one, two), (one, own), (two, own)))  # their noise is their own
+    one, two, own = (
+        torch.cat([each.flatten() for each in run.model.parameters()]) for run in (*alone, run)
+    )
+    assert not any(
+        torch.equal(*pair) for pair in ((one, two), (one, own), (two, own))
+    )  # their noise is their own
     for path in (tmp_path / "one.pt", tmp_path / "two.pt"):
         for other in (run, *alone[(path.name == "one.pt") :][:1]):
             other.path = path
-            with pytest.raises(ValueError, match=r"another run than the 8 rounds .* or has parted from them at a fork"):
+            with pytest.raises(
+                ValueError,
+                match=r"another run than the 8 rounds .* or has parted from them at a fork",
+            ):
                 other.load()
             assert other.rounds == 8
 
@@ -190,7 +208,9 @@ def test_a_load_accounts_before_the_weights_are_there(name, tmp_path):
     saved.save()
     run, found = Run(name, saved.path), []
     accountant = run.engine.accountant
-    run.model.register_load_state_dict_post_hook(lambda *_: found.append(sum(each[2] for each in accountant.history)))
+    run.model.register_load_state_dict_post_hook(
+        lambda *_: found.append(sum(each[2] for each in accountant.history))
+    )
     run.load()
     assert found == [int(run.releases)] == [4]
 

@@ -32,7 +32,9 @@ both = pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
 class Run:
     """A small private run."""
 
-    def __init__(self, name: str, *, epochs: int = 1, make=None, noise: float = 2.0, **keywords) -> None:
+    def __init__(
+        self, name: str, *, epochs: int = 1, make=None, noise: float = 2.0, **keywords
+    ) -> None:
         toy = make_toy()
         if make is not None:
             toy["optimizer"] = make(toy["module"].parameters())
@@ -50,7 +52,9 @@ class Run:
 
     def file(self, **keywords) -> io.BytesIO:
         file = io.BytesIO()
-        self.engine.save_checkpoint(path=file, module=self.model, optimizer=self.optimizer, **keywords)
+        self.engine.save_checkpoint(
+            path=file, module=self.model, optimizer=self.optimizer, **keywords
+        )
         file.seek(0)
         return file
 
@@ -62,10 +66,17 @@ class Run:
         if isinstance(saved, dict):
             torch.save(saved, file := io.BytesIO())
             file.seek(0)
-        return self.engine.load_checkpoint(path=file, module=self.model, optimizer=self.optimizer, **keywords)
+        return self.engine.load_checkpoint(
+            path=file, module=self.model, optimizer=self.optimizer, **keywords
+        )
 
     def contents(self) -> tuple[str, ...]:
-        held = self.model.state_dict(), self.optimizer.state_dict(), self.engine.accountant.__dict__, self.engine.unchecked
+        held = (
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.engine.accountant.__dict__,
+            self.engine.unchecked,
+        )
         return tuple(map(repr, held))
 
 
@@ -123,7 +134,10 @@ def test_no_checkpoint_runs_code_whatever_torch_is_told(name, way, legacy, tmp_p
 
 def test_no_other_file_that_is_read_runs_code(tmp_path):
     place, book, kept = tmp_path / "touched", tmp_path / "book.pt", tmp_path / "curve.pt"
-    torch.save({"settings": "", "round": 1, "begun": False, "result": Touching(place), "accountant": {}}, book)
+    torch.save(
+        {"settings": "", "round": 1, "begun": False, "result": Touching(place), "accountant": {}},
+        book,
+    )
     with pytest.raises(ValueError, match="is no book of rounds"):
         Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=DELTA, path=book)
     torch.save({"found": Touching(place)}, kept)
@@ -135,9 +149,15 @@ def test_no_other_file_that_is_read_runs_code(tmp_path):
 @both
 def test_a_file_that_could_run_code_is_loaded_on_demand_and_named_for_ever(name, tmp_path):
     run, other, place = Run(name), Run(name, epochs=0), tmp_path / "touched"
-    with pytest.warns(UserWarning, match=r"checkpoint holds helpers\.changed_files\.Touching.*allow_pickle=True alone"):
+    with pytest.warns(
+        UserWarning,
+        match=r"checkpoint holds helpers\.changed_files\.Touching.*allow_pickle=True alone",
+    ):
         file = run.file(checkpoint_dict={"mine": Touching(place)})
-    for wrong in ({"allow_pickle": 1}, {"allow_pickle": True, "torch_load_kwargs": {"weights_only": True}}):
+    for wrong in (
+        {"allow_pickle": 1},
+        {"allow_pickle": True, "torch_load_kwargs": {"weights_only": True}},
+    ):
         with pytest.raises(ValueError, match="allow_pickle"):
             other.load(file, **wrong)
     other.load(file, allow_pickle=True)
@@ -147,7 +167,11 @@ def test_a_file_that_could_run_code_is_loaded_on_demand_and_named_for_ever(name,
     for each in (other, later):
         report = each.engine.privacy_report(DELTA)
         assert report.best.epsilon == run.engine.privacy_report(DELTA).best.epsilon
-        for text in (" ".join(str(report).split()), report.statement(), *report.to_dict()["unchecked"]):
+        for text in (
+            " ".join(str(report).split()),
+            report.statement(),
+            *report.to_dict()["unchecked"],
+        ):
             assert "a file read with allow_pickle=True, which could run code" in text
     assert run.engine.privacy_report(DELTA).to_dict()["unchecked"] == []
 
@@ -167,7 +191,9 @@ def of_ours(change):
 
 def louder(state: dict) -> None:
     if "rounds" in state:
-        state["rounds"] = [({**fields, "noise_multiplier": 9.0}, steps) for fields, steps in state["rounds"]]
+        state["rounds"] = [
+            ({**fields, "noise_multiplier": 9.0}, steps) for fields, steps in state["rounds"]
+        ]
     else:
         state["history"] = [(9.0, rate, steps) for _, rate, steps in state["history"]]
 
@@ -210,9 +236,13 @@ REFUSED = {
     "an earlier account": part_of_an_earlier_one(ROUNDS),
     "an earlier account and what is told of it": part_of_an_earlier_one(ROUNDS, ACCOUNT),
     "later weights": weight_by_weight,
-    "another optimizer": lambda saved, _: saved["optimizer_state_dict"]["param_groups"][0].update(lr=9.0),
+    "another optimizer": lambda saved, _: saved["optimizer_state_dict"]["param_groups"][0].update(
+        lr=9.0
+    ),
     "nothing told": lambda saved, _: saved[ACCOUNT].pop("predictable"),
-    "told otherwise": lambda saved, _: saved[ACCOUNT].update(predictable=[], poisson=True, unchecked=["nothing"]),
+    "told otherwise": lambda saved, _: saved[ACCOUNT].update(
+        predictable=[], poisson=True, unchecked=["nothing"]
+    ),
     "told nothing at all": lambda saved, _: saved.update({ACCOUNT: None, "opacus_shuffle": {}}),
 }
 
@@ -226,7 +256,10 @@ def test_a_checkpoint_that_was_changed_after_it_was_saved_is_refused(name, edit)
     for each in (other, untrained(name)):
         before = each.contents()
         for allow_rewind in (False, True):
-            with pytest.raises(ValueError, match=r"changed after it was saved|has lost its _metadata|WeightShuffler"):
+            with pytest.raises(
+                ValueError,
+                match=r"changed after it was saved|has lost its _metadata|WeightShuffler",
+            ):
                 each.load(copy.deepcopy(saved), allow_rewind=allow_rewind)
         assert each.contents() == before
 
@@ -237,7 +270,9 @@ def test_metadata_of_ours_cannot_be_left_out():
     saved[ROUNDS] = OrderedDict(saved[ROUNDS])
     with pytest.raises(ValueError, match=r"changed after it was saved|_metadata"):
         Run("shuffled_checkin", epochs=0).load(saved)
-    del saved[ACCOUNT]  # what is left is a checkpoint of Opacus's own engine, whose accountant has metadata too
+    del saved[
+        ACCOUNT
+    ]  # what is left is a checkpoint of Opacus's own engine, whose accountant has metadata too
     with pytest.raises(ValueError, match=r"has lost its _metadata"):
         Run("shuffled_checkin", epochs=0).load(saved)
 
@@ -255,7 +290,11 @@ def test_a_file_that_says_nothing_of_ours_is_named_in_report_and_statement(name)
         run = Run(name, epochs=0, **({} if name == "rdp" else {"local_noise": saved is stripped}))
         run.load(saved)
         report = run.engine.privacy_report(DELTA)
-        for text in (" ".join(str(report).split()), report.statement(), *report.to_dict()["unchecked"]):
+        for text in (
+            " ".join(str(report).split()),
+            report.statement(),
+            *report.to_dict()["unchecked"],
+        ):
             assert "a checkpoint of Opacus's own engine, which says neither how" in text
 
 
@@ -275,7 +314,9 @@ def test_what_is_no_file_is_named_with_the_remedy_and_nothing_changes(tmp_path):
             with pytest.raises(ValueError, match=rf"path must be .*{said}"):
                 run.engine.save_checkpoint(path=path, module=run.model)
     for path in (tmp_path / "none.pt", str(tmp_path / "none" / "none.pt")):
-        with pytest.raises(FileNotFoundError, match=r"engine\.save_checkpoint has written.*none\.pt"):
+        with pytest.raises(
+            FileNotFoundError, match=r"engine\.save_checkpoint has written.*none\.pt"
+        ):
             run.load(path)
         with pytest.raises(FileNotFoundError, match=r"none\.pt"):
             run.load(path, torch_load_kwargs={"mmap": True})
@@ -287,12 +328,25 @@ def test_what_is_no_file_is_named_with_the_remedy_and_nothing_changes(tmp_path):
 @pytest.mark.parametrize("legacy", [False, True])
 def test_half_a_file_is_refused_wherever_it_ends(name, legacy, tmp_path):
     run, path = Run(name), tmp_path / "run.pt"
-    run.engine.save_checkpoint(path=path, module=run.model, torch_save_kwargs={"_use_new_zipfile_serialization": not legacy})
+    run.engine.save_checkpoint(
+        path=path,
+        module=run.model,
+        torch_save_kwargs={"_use_new_zipfile_serialization": not legacy},
+    )
     whole, other = path.read_bytes(), untrained(name)
     before = other.contents()
-    for end in {1, 2, 10, 100, *(round(share * len(whole)) for share in (0.1, 0.25, 0.5, 0.75, 0.9)), len(whole) - 1}:
+    for end in {
+        1,
+        2,
+        10,
+        100,
+        *(round(share * len(whole)) for share in (0.1, 0.25, 0.5, 0.75, 0.9)),
+        len(whole) - 1,
+    }:
         path.write_bytes(whole[:end])
-        with pytest.raises(ValueError, match=r"path must be a checkpoint that .*run\.pt.*load an earlier one"):
+        with pytest.raises(
+            ValueError, match=r"path must be a checkpoint that .*run\.pt.*load an earlier one"
+        ):
             other.load(path)
         assert other.contents() == before
     path.write_bytes(whole)
@@ -300,7 +354,9 @@ def test_half_a_file_is_refused_wherever_it_ends(name, legacy, tmp_path):
 
 
 MAKERS = {
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=np.float64(0.05), momentum=np.float32(0.9)),
+    "momentum": lambda weights: torch.optim.SGD(
+        weights, lr=np.float64(0.05), momentum=np.float32(0.9)
+    ),
     "AdamW": lambda weights: torch.optim.AdamW(weights, lr=0.01, amsgrad=True),
 }
 MODES = {
@@ -316,12 +372,18 @@ RATES = (
 
 @pytest.mark.parametrize(
     ("name", "mode", "maker"),
-    [("shuffled_checkin", mode, each) for mode, each in zip(MODES, [*MAKERS] * len(MODES), strict=False)]
+    [
+        ("shuffled_checkin", mode, each)
+        for mode, each in zip(MODES, [*MAKERS] * len(MODES), strict=False)
+    ]
     + [("rdp", "hooks", "AdamW"), ("rdp", "ghost", "momentum"), ("rdp", "unwrapped", "momentum")],
 )
 def test_an_honest_checkpoint_comes_back_whole(name, mode, maker):
     options = {"grad_sample_mode": mode} if mode in ("functorch", "ew") else MODES[mode]
-    run, again = (Run(name, make=MAKERS[maker], noise=np.float64(2.0), epochs=epochs, **options) for epochs in (1, 0))
+    run, again = (
+        Run(name, make=MAKERS[maker], noise=np.float64(2.0), epochs=epochs, **options)
+        for epochs in (1, 0)
+    )
     parts = []
     for each in (run, again):
         noise = LambdaNoise(each.optimizer, noise_lambda=lambda epoch: np.float64(1.0 + epoch / 8))
@@ -333,7 +395,11 @@ def test_an_honest_checkpoint_comes_back_whole(name, mode, maker):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of")
         rates = [make(inner) for make in RATES]
-    more = {"rates": [each.state_dict() for each in rates], "best": np.float32(0.5), "epoch": np.int64(3)}
+    more = {
+        "rates": [each.state_dict() for each in rates],
+        "best": np.float32(0.5),
+        "epoch": np.int64(3),
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the checkpoint holds")
         warnings.filterwarnings("error", message="weights were loaded")
@@ -352,8 +418,12 @@ def test_an_honest_checkpoint_comes_back_whole(name, mode, maker):
 
 
 def test_the_parts_of_a_checkpoint_are_those_that_opacus_knows():
-    for method, own in (("save_checkpoint", set()), ("load_checkpoint", {"allow_rewind", "allow_pickle"})):
+    for method, own in (
+        ("save_checkpoint", set()),
+        ("load_checkpoint", {"allow_rewind", "allow_pickle"}),
+    ):
         ours, theirs = (
-            set(inspect.signature(getattr(each, method)).parameters) for each in (PrivacyEngine, opacus.PrivacyEngine)
+            set(inspect.signature(getattr(each, method)).parameters)
+            for each in (PrivacyEngine, opacus.PrivacyEngine)
         )
         assert ours == theirs | own

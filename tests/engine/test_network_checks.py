@@ -30,7 +30,10 @@ def test_evaluation_mode_while_training_is_named_also_of_one_layer(mode):
     model, optimizer, loader = private("subsampled_shuffle", **toy, grad_sample_mode=mode)
     for asleep in (model, toy["module"][2]):
         asleep.eval()
-        with pytest.raises(ValueError, match=r"Linear ran in evaluation mode; call model.train\(\) before the forward pass"):
+        with pytest.raises(
+            ValueError,
+            match=r"Linear ran in evaluation mode; call model.train\(\) before the forward pass",
+        ):
             run_epoch(model, optimizer, loader)
         model.train()
     run_epoch(*private("subsampled_shuffle", grad_sample_mode=mode))
@@ -43,7 +46,9 @@ def test_what_watches_a_network_is_copied_and_pickled_with_it():
 
 
 def test_unsupported_layers_are_named_with_their_remedy():
-    network = nn.Sequential(nn.Linear(5, 4), nn.ModuleDict({"norm": nn.BatchNorm1d(4)})["norm"], nn.Linear(4, 3))
+    network = nn.Sequential(
+        nn.Linear(5, 4), nn.ModuleDict({"norm": nn.BatchNorm1d(4)})["norm"], nn.Linear(4, 3)
+    )
     with pytest.raises(UnsupportedModuleError, match=r"1 \(BatchNorm1d\).*get_compatible_module"):
         private(module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1))
 
@@ -55,9 +60,19 @@ def test_embeddings_that_a_forward_pass_rescales_are_refused(accountant, frozen)
     network = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
     network[0].requires_grad_(not frozen)
     data = TensorDataset(torch.randint(0, 9, (24, 3)), torch.randint(0, 3, (24,)))
-    optimizer, before = torch.optim.SGD(network.parameters(), lr=0.1), network[0].weight.detach().clone()
-    with pytest.raises(ValueError, match="module has embeddings with max_norm at 0: every forward pass rescales"):
-        private(accountant, module=network, optimizer=optimizer, data_loader=DataLoader(data, batch_size=6))
+    optimizer, before = (
+        torch.optim.SGD(network.parameters(), lr=0.1),
+        network[0].weight.detach().clone(),
+    )
+    with pytest.raises(
+        ValueError, match="module has embeddings with max_norm at 0: every forward pass rescales"
+    ):
+        private(
+            accountant,
+            module=network,
+            optimizer=optimizer,
+            data_loader=DataLoader(data, batch_size=6),
+        )
     assert torch.equal(network[0].weight, before)
 
 
@@ -84,9 +99,14 @@ def batches(kind):
 def test_batches_that_cannot_be_empty_are_refused_where_some_will_be(kind):
     toy = make_toy()
     data = toy["data_loader"].dataset
-    with pytest.raises(ValueError, match=r"data_loader yields batches with a .* at a batch.* for a batch of no records"):
+    with pytest.raises(
+        ValueError,
+        match=r"data_loader yields batches with a .* at a batch.* for a batch of no records",
+    ):
         private(data_loader=DataLoader(data, batch_size=2, collate_fn=batches(kind)))
-    private("subsampled_shuffle", data_loader=DataLoader(data, batch_size=2, collate_fn=batches(kind)))  # none is empty
+    private(
+        "subsampled_shuffle", data_loader=DataLoader(data, batch_size=2, collate_fn=batches(kind))
+    )  # none is empty
 
 
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
@@ -105,10 +125,16 @@ def test_a_first_batch_without_records_has_the_form_of_the_others(accountant):
 def test_embeddings_train_on_batches_of_no_records(mode):
     network = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3))
     data = TensorDataset(torch.randint(0, 9, (40, 3)), torch.randint(0, 3, (40,)))
-    toy = {"module": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), "max_grad_norm": 1.0}
+    toy = {
+        "module": network,
+        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
+        "max_grad_norm": 1.0,
+    }
     engine = PrivacyEngine(accountant="shuffled_checkin")
     loader = DataLoader(data, batch_size=1)
-    made = engine.make_private(**toy, data_loader=loader, noise_multiplier=1.0, grad_sample_mode=mode)
+    made = engine.make_private(
+        **toy, data_loader=loader, noise_multiplier=1.0, grad_sample_mode=mode
+    )
     run_epoch(made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
     assert sum(steps for *_, steps in engine.accountant.history) == 40
 
@@ -118,14 +144,18 @@ def test_expanded_weights_take_empty_batches_when_they_are_let():
     model = GradSampleModuleExpandedWeights(layer)
     let_layers_be_empty(model, layer)
     model(torch.zeros(0, 3)).sum().backward()
-    assert [tuple(parameter.grad_sample.shape) for parameter in model.parameters()] == [(0, 1, 3), (0, 1)]
+    assert [tuple(parameter.grad_sample.shape) for parameter in model.parameters()] == [
+        (0, 1, 3),
+        (0, 1),
+    ]
     let_layers_be_empty(layer, layer)  # nothing to do
 
 
 def test_expanded_weights_say_that_records_are_not_passed_by_keyword():
     model, _, loader = private("subsampled_shuffle", grad_sample_mode="ew")
     with pytest.raises(
-        ValueError, match=r"grad_sample_mode='ew' needs the records as first positional argument .*got input by"
+        ValueError,
+        match=r"grad_sample_mode='ew' needs the records as first positional argument .*got input by",
     ):
         model(input=next(iter(loader))[0])
 
@@ -138,14 +168,22 @@ class Checkpointed(nn.Module):
         self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
 
     def forward(self, x):
-        return checkpoint(lambda each: self.last(torch.tanh(self.first(each))), x, use_reentrant=False)
+        return checkpoint(
+            lambda each: self.last(torch.tanh(self.first(each))), x, use_reentrant=False
+        )
 
 
 def stepping(mode, between, **changes):
     """A step, with something between its forward and its backward pass."""
     toy = make_toy() | changes
-    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(**toy, noise_multiplier=1.0, grad_sample_mode=mode)
-    model, optimizer, criterion = made[0], made[1], made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(
+        **toy, noise_multiplier=1.0, grad_sample_mode=mode
+    )
+    model, optimizer, criterion = (
+        made[0],
+        made[1],
+        made[2] if mode == "ghost" else nn.CrossEntropyLoss(),
+    )
     x, y = next(iter(made[-1]))
     loss = criterion(model(x), y)
     loss = between(model, x, loss) or loss
@@ -154,10 +192,18 @@ def stepping(mode, between, **changes):
 
 
 UNFIT = {
-    "another pass": (lambda model, x, loss: model(x).sum() and None, "ran forward more often than backward"),
-    "another pass on fewer": (lambda model, x, loss: model(x[:1]).sum() and None, "ran last on 1 records, and the loss is of"),
+    "another pass": (
+        lambda model, x, loss: model(x).sum() and None,
+        "ran forward more often than backward",
+    ),
+    "another pass on fewer": (
+        lambda model, x, loss: model(x[:1]).sum() and None,
+        "ran last on 1 records, and the loss is of",
+    ),
     "gradients of gradients": (
-        lambda model, x, loss: loss + torch.autograd.grad(loss, list(model.parameters()), create_graph=True)[0].norm(),
+        lambda model, x, loss: (
+            loss + torch.autograd.grad(loss, list(model.parameters()), create_graph=True)[0].norm()
+        ),
         "comes to a Linear more often than it ran on this batch",
     ),
 }
@@ -172,15 +218,25 @@ def test_passes_that_do_not_go_together_say_why(mode, what):
 
 
 def test_a_second_pass_is_named_with_ghost_clipping():
-    with pytest.raises(ValueError, match=r"0 \(Linear\) runs twice before a backward pass.*use grad_sample_mode='hooks'"):
+    with pytest.raises(
+        ValueError,
+        match=r"0 \(Linear\) runs twice before a backward pass.*use grad_sample_mode='hooks'",
+    ):
         stepping("ghost", UNFIT["another pass"][0])
 
 
-@pytest.mark.parametrize(("mode", "why"), [("hooks", "more often than backward.*checkpoint"), ("ghost", "checkpoint")])
+@pytest.mark.parametrize(
+    ("mode", "why"), [("hooks", "more often than backward.*checkpoint"), ("ghost", "checkpoint")]
+)
 def test_checkpointed_layers_are_refused_by_name(mode, why):
     module = Checkpointed()
     with pytest.raises(ValueError, match=why):
-        stepping(mode, lambda *_: None, module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        stepping(
+            mode,
+            lambda *_: None,
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        )
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
@@ -195,7 +251,9 @@ def test_a_step_after_the_backward_pass_of_a_copy_is_refused(mode):
         nn.functional.cross_entropy(twin(x), y).backward()
         optimizer.step()
 
-    with pytest.raises(ValueError, match="no copy of it" if mode == "ew" else "is a copy of a private network"):
+    with pytest.raises(
+        ValueError, match="no copy of it" if mode == "ew" else "is a copy of a private network"
+    ):
         step()
 
 
@@ -223,7 +281,9 @@ def test_rows_that_are_no_records_later_are_refused_with_a_loader_of_one_s_own_t
     module = Cut(1)
     toy = make_toy() | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     toy["max_grad_norm"] = 1.0 if clipping == "flat" else [1.0] * 4
-    made = PrivacyEngine(accountant="rdp").make_private(**toy, noise_multiplier=1.0, poisson_sampling=False, clipping=clipping)
+    made = PrivacyEngine(accountant="rdp").make_private(
+        **toy, noise_multiplier=1.0, poisson_sampling=False, clipping=clipping
+    )
     module.pieces = 2
     with pytest.raises(ValueError, match="let no layer turn one record into several"):
         run_epoch(*made)
@@ -236,27 +296,44 @@ def test_indices_that_are_spread_in_memory_train_with_ghost_clipping():
             self.places, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.last((x[..., None] * self.places(torch.arange(5).expand(len(x), 5))).mean(1))
+            return self.last(
+                (x[..., None] * self.places(torch.arange(5).expand(len(x), 5))).mean(1)
+            )
 
     module = Places()
     before = [each.detach().clone() for each in module.parameters()]
-    stepping("ghost", lambda *_: None, module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    stepping(
+        "ghost",
+        lambda *_: None,
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+    )
     assert not any(map(torch.equal, before, module.parameters()))
 
 
 SHARED = {
-    "weight": lambda reduction: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 50.0, 1.0]), reduction=reduction),
+    "weight": lambda reduction: nn.CrossEntropyLoss(
+        weight=torch.tensor([1.0, 50.0, 1.0]), reduction=reduction
+    ),
     "ignored": lambda reduction: nn.NLLLoss(ignore_index=2, reduction=reduction),
 }
 
 
 @pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
 @pytest.mark.parametrize("loss", SHARED.values(), ids=SHARED.keys())
-def test_losses_that_are_divided_by_other_records_labels_are_refused_where_they_are_seen(accountant, loss):
+def test_losses_that_are_divided_by_other_records_labels_are_refused_where_they_are_seen(
+    accountant, loss
+):
     within = make_toy()
     within["module"].add_module("loss", nn.ModuleList([loss("mean")]))
-    for changes in ({"criterion": loss("mean")}, {"criterion": loss("mean"), "grad_sample_mode": "ew"}, within):
-        with pytest.raises(ValueError, match=r"(criterion|loss.0) is .*reduction='mean'\), which divides by"):
+    for changes in (
+        {"criterion": loss("mean")},
+        {"criterion": loss("mean"), "grad_sample_mode": "ew"},
+        within,
+    ):
+        with pytest.raises(
+            ValueError, match=r"(criterion|loss.0) is .*reduction='mean'\), which divides by"
+        ):
             private(accountant, **changes)
     for changes in (
         {"criterion": loss("none")},
@@ -269,7 +346,10 @@ def test_losses_that_are_divided_by_other_records_labels_are_refused_where_they_
 def test_a_network_that_is_private_already_is_refused_with_the_earlier_run_untouched():
     toy = make_toy()
     model, optimizer, loader = private("subsampled_shuffle", **toy)
-    with pytest.raises(ValueError, match=r"module is a Sequential that an earlier make_private has made private.*to_standard"):
+    with pytest.raises(
+        ValueError,
+        match=r"module is a Sequential that an earlier make_private has made private.*to_standard",
+    ):
         private("subsampled_shuffle", **toy)
     run_epoch(model, optimizer, loader)
 
@@ -280,13 +360,21 @@ def test_parameters_that_were_thawed_since_are_named_by_make_private(mode):
     network = toy["module"]
     first, rest = network[0], [each for layer in network[1:] for each in layer.parameters()]
     first.requires_grad_(False)
-    model = private(module=network, optimizer=torch.optim.SGD(rest, lr=0.1), grad_sample_mode=mode)[0]
+    model = private(module=network, optimizer=torch.optim.SGD(rest, lr=0.1), grad_sample_mode=mode)[
+        0
+    ]
     first.requires_grad_(True)
     thawed = r"parameters 0.weight, 0.bias were frozen when module was made private.*to_standard_module\(\)"
     with pytest.raises(ValueError, match=thawed):
-        private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), grad_sample_mode=mode)
+        private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            grad_sample_mode=mode,
+        )
     plain = model.to_standard_module()
-    again = private("subsampled_shuffle", module=plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1))
+    again = private(
+        "subsampled_shuffle", module=plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1)
+    )
     run_epoch(*again)
 
 

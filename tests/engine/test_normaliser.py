@@ -10,7 +10,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle import PrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-ACCOUNTANTS = ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw", "shuffled_sums"]
+ACCOUNTANTS = [
+    "shuffle_gauss",
+    "subsampled_shuffle",
+    "shuffled_checkin",
+    "shuffled_fw",
+    "shuffled_sums",
+]
 RECORDS, BATCH, STEPS = 50, 8, 21  # ⌊50/7⌋ is 7, and so is round(50/7)
 
 
@@ -39,27 +45,38 @@ def released(accountant, x, y, *, seed=1, noise_multiplier=1.0):
 
 def data(seed=0):
     draws = torch.Generator().manual_seed(seed)
-    return torch.randn(RECORDS, 5, generator=draws), torch.randint(0, 3, (RECORDS,), generator=draws)
+    return torch.randn(RECORDS, 5, generator=draws), torch.randint(
+        0, 3, (RECORDS,), generator=draws
+    )
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_a_record_that_becomes_zero_moves_a_release_by_its_own_clipped_gradient_over_a_public_number(accountant):
+def test_a_record_that_becomes_zero_moves_a_release_by_its_own_clipped_gradient_over_a_public_number(
+    accountant,
+):
     (x, y), neighbour = data(), data()[0]
     neighbour[0] = 0.0  # a gradient of zero: the neighbour of zero-out adjacency
     ours, sizes, optimizer = released(accountant, x, y)
     theirs, again, other = released(accountant, neighbour, y)
     assert sizes == again
     assert optimizer.expected_batch_size == other.expected_batch_size
-    moved = [float((one - two).norm()) * optimizer.expected_batch_size for one, two in zip(ours, theirs, strict=True)]
+    moved = [
+        float((one - two).norm()) * optimizer.expected_batch_size
+        for one, two in zip(ours, theirs, strict=True)
+    ]
     grid = 0.5 if accountant == "shuffled_sums" else 0.0  # what random rounding adds to a report
     assert max(moved) <= 1.0 + grid + 1e-4
     assert any(each > 0.1 for each in moved)
-    if BATCH < RECORDS and accountant != "shuffled_sums":  # with the record's turn to be rounded, all later draws move
+    if (
+        BATCH < RECORDS and accountant != "shuffled_sums"
+    ):  # with the record's turn to be rounded, all later draws move
         assert any(each == 0.0 for each in moved)
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_the_divisor_depends_on_the_numbers_of_records_and_of_batches_and_on_nothing_of_a_batch(accountant):
+def test_the_divisor_depends_on_the_numbers_of_records_and_of_batches_and_on_nothing_of_a_batch(
+    accountant,
+):
     _, sizes, optimizer = released(accountant, *data())
     _, others, another = released(accountant, *data(1), seed=5)
     if accountant in ("shuffled_checkin", "shuffled_fw", "shuffled_sums"):
@@ -67,14 +84,21 @@ def test_the_divisor_depends_on_the_numbers_of_records_and_of_batches_and_on_not
         assert len(set(sizes)) > 1
         assert optimizer.expected_batch_size == another.expected_batch_size == round(RECORDS / 7)
     else:
-        assert {*sizes, *others} == {BATCH} == {optimizer.expected_batch_size, another.expected_batch_size}
+        assert (
+            {*sizes, *others}
+            == {BATCH}
+            == {optimizer.expected_batch_size, another.expected_batch_size}
+        )
 
 
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "shuffled_fw"])
-def test_noise_over_the_divisor_is_all_that_is_seen_where_all_records_are_zero_however_many_came(accountant):
+def test_noise_over_the_divisor_is_all_that_is_seen_where_all_records_are_zero_however_many_came(
+    accountant,
+):
     gradients, sizes, _ = released(accountant, torch.zeros(RECORDS, 5), data()[1])
     halves = {
-        large: [each for each, size in zip(gradients, sizes, strict=True) if (size > 7) is large] for large in (True, False)
+        large: [each for each, size in zip(gradients, sizes, strict=True) if (size > 7) is large]
+        for large in (True, False)
     }
     first, second = (float(torch.stack(each).std()) for each in halves.values())
     assert first == pytest.approx(second, rel=0.3)

@@ -39,17 +39,28 @@ class Tokens(nn.Module):
 
 
 NETWORKS = {
-    "dropout": lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Dropout(), nn.LayerNorm(8), nn.Linear(8, 2)),
+    "dropout": lambda: nn.Sequential(
+        nn.Linear(16, 8), nn.Tanh(), nn.Dropout(), nn.LayerNorm(8), nn.Linear(8, 2)
+    ),
     "pictures": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)
+        nn.Unflatten(1, (1, 4, 4)),
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.GroupNorm(1, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(48, 2),
     ),
     "words": lambda: nn.Sequential(Tokens(), nn.Embedding(7, 4), nn.Flatten(), nn.Linear(64, 2)),
-    "sequences": lambda: nn.Sequential(nn.Unflatten(1, (4, 4)), DPLSTM(4, 5, batch_first=True), Last(), nn.Linear(5, 2)),
+    "sequences": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 4)), DPLSTM(4, 5, batch_first=True), Last(), nn.Linear(5, 2)
+    ),
 }
 OPTIMIZERS = {
     "momentum": lambda network: torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9),
     "AdamW": lambda network: torch.optim.AdamW(network.parameters(), lr=0.01),
-    "groups": lambda network: torch.optim.SGD([{"params": [each], "lr": 0.1} for each in network.parameters()]),
+    "groups": lambda network: torch.optim.SGD(
+        [{"params": [each], "lr": 0.1} for each in network.parameters()]
+    ),
 }
 
 
@@ -111,7 +122,9 @@ def seen(
 
     for _ in range(2):
         if physical:
-            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=private) as split:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=physical, optimizer=private
+            ) as split:
                 train(split)
         else:
             train(loader)
@@ -121,14 +134,31 @@ def seen(
             path = place / f"{engine_class.__module__}.pt"
             engine.save_checkpoint(path=path, module=model, optimizer=private)
             engine.load_checkpoint(path=path, module=model, optimizer=private)
-    told = len(loader), private.noise_multiplier, float(private.max_grad_norm), private.expected_batch_size
-    return [*found, torch.get_rng_state()], (*told, engine.accountant.history, engine.get_epsilon(1e-5))
+    told = (
+        len(loader),
+        private.noise_multiplier,
+        float(private.max_grad_norm),
+        private.expected_batch_size,
+    )
+    return [*found, torch.get_rng_state()], (
+        *told,
+        engine.accountant.history,
+        engine.get_epsilon(1e-5),
+    )
 
 
 RUNS = [
     # With larger batches, for Opacus fails at empty ones here and there.
-    *({"network": each, "mode": mode, "batch_size": 20} for each in NETWORKS for mode in ("hooks", "functorch", "ew", "ghost")),
-    *({"network": each, "clipping": clipping, "batch_size": 20} for each in NETWORKS for clipping in ("per_layer", "adaptive")),
+    *(
+        {"network": each, "mode": mode, "batch_size": 20}
+        for each in NETWORKS
+        for mode in ("hooks", "functorch", "ew", "ghost")
+    ),
+    *(
+        {"network": each, "clipping": clipping, "batch_size": 20}
+        for each in NETWORKS
+        for clipping in ("per_layer", "adaptive")
+    ),
     *({"poisson_sampling": False, "mode": mode} for mode in ("hooks", "functorch", "ew", "ghost")),
     *({"accountant": accountant} for accountant in ("prv", "gdp")),
     *({"optimizer": optimizer} for optimizer in OPTIMIZERS),
@@ -150,7 +180,9 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_every_batch_and_every_weight_is_that_of_opacus(run, tmp_path):
-    (ours, told), (stock, expected) = (seen(each, tmp_path, **run) for each in (PrivacyEngine, opacus.PrivacyEngine))
+    (ours, told), (stock, expected) = (
+        seen(each, tmp_path, **run) for each in (PrivacyEngine, opacus.PrivacyEngine)
+    )
     assert told == expected
     assert len(ours) == len(stock)
     assert all(map(torch.equal, ours, stock))

@@ -30,7 +30,11 @@ TESTS = Path(__file__).parent.parent
 TIME_FIRST = "it trains [time, batch] data without batch_first=False, so that Opacus clips time steps as records"
 EXPECTED = {
     f"privacy_engine_test.py::{name}::test_make_private_with_epsilon": TIME_FIRST
-    for name in ("PrivacyEngineTextTest", "PrivacyEngineTextTestFunctorch", "PrivacyEngineTextHooksTest")
+    for name in (
+        "PrivacyEngineTextTest",
+        "PrivacyEngineTextTestFunctorch",
+        "PrivacyEngineTextHooksTest",
+    )
 }
 """Tests that the stock engine passes and ours must not, with the reason."""
 
@@ -40,8 +44,19 @@ def folder(tmp_path_factory):
     """A folder with Opacus's tests as a package of their own."""
     place = tmp_path_factory.mktemp("opacus")
     version = metadata.version("opacus")
-    command = ["download", "--no-binary", "opacus", "--no-deps", "--no-build-isolation", "-d", str(place), f"opacus=={version}"]
-    run = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True, text=True, check=False)
+    command = [
+        "download",
+        "--no-binary",
+        "opacus",
+        "--no-deps",
+        "--no-build-isolation",
+        "-d",
+        str(place),
+        f"opacus=={version}",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", "pip", *command], capture_output=True, text=True, check=False
+    )
     archives = list(place.glob("opacus-*.tar.gz"))
     installed = Path(opacus.__file__).parent / "tests"  # wheels have had them
     if archives:
@@ -52,8 +67,12 @@ def folder(tmp_path_factory):
         found = installed
     else:
         reason = (run.stderr or run.stdout).strip().splitlines()[-1:]
-        pytest.skip(f"the source distribution of Opacus {version} cannot be fetched: {' '.join(reason)}")
-    missing = [name for name in ("hypothesis", "opt_einsum") if importlib.util.find_spec(name) is None]
+        pytest.skip(
+            f"the source distribution of Opacus {version} cannot be fetched: {' '.join(reason)}"
+        )
+    missing = [
+        name for name in ("hypothesis", "opt_einsum") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         pytest.skip(f"Opacus's tests need {' and '.join(missing)}")
     shutil.copytree(found, place / "opacus_tests")
@@ -73,7 +92,9 @@ def failures(folder, engine, *options, tests=FILES):
         text=True,
         check=False,
     )
-    assert "passed" in run.stdout.splitlines()[-1] or "failed" in run.stdout.splitlines()[-1], run.stdout + run.stderr
+    assert "passed" in run.stdout.splitlines()[-1] or "failed" in run.stdout.splitlines()[-1], (
+        run.stdout + run.stderr
+    )
     passed = re.search(r"(\d+) passed", run.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) opacus_tests/(\S+)", run.stdout, flags=re.MULTILINE)
     return failed, int(passed[1]) if passed else 0

@@ -20,8 +20,11 @@ from opacus_shuffle.engine.schemes.gaussian_reports import GaussianReports
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 NAMES = ONE_NOISE
 every_accountant = pytest.mark.parametrize("name", NAMES)
-# Who shuffles reports may have noise in each of them; shuffled_fw shuffles weights and has the server's noise alone.
-every_shuffler_of_reports = pytest.mark.parametrize("name", [name for name in NAMES if name != "shuffled_fw"])
+# Who shuffles reports may have noise in each of them; shuffled_fw shuffles weights and has the
+# server's noise alone.
+every_shuffler_of_reports = pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "shuffled_fw"]
+)
 MOVING = 5 * 40 + 40 + 40 * 3
 """What shuffling moves of the toy network; the last bias stays."""
 
@@ -30,23 +33,40 @@ def numbers_of(name, *, records=24, batch=6):
     """The toy run, for an accountant without a model."""
     if name == "shuffle_gauss":
         return {"num_users": batch}
-    return {"num_users": records, "sample_rate": batch / records} | ({"dimension": MOVING} if name == "shuffled_fw" else {})
+    return {"num_users": records, "sample_rate": batch / records} | (
+        {"dimension": MOVING} if name == "shuffled_fw" else {}
+    )
 
 
 @every_accountant
 @pytest.mark.parametrize("bound", ["published", "pair", "certified"])
 def test_epsilon_after_training_is_that_of_the_plain_numbers(name, bound):
     engine = PrivacyEngine(accountant=name)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, **way_of(name))
+    model, optimizer, loader = engine.make_private(
+        **make_toy(), noise_multiplier=2.0, **way_of(name)
+    )
     for _ in range(3):
         run_epoch(model, optimizer, loader)
     numbers = numbers_of(name)
-    if (name, bound) == ("shuffled_fw", "pair"):  # which is about the places that this network's permutations reach
+    if (name, bound) == (
+        "shuffled_fw",
+        "pair",
+    ):  # which is about the places that this network's permutations reach
         numbers |= {"dimension": engine.accountant.planned.orbit}
-    expected = compute_epsilon(name, noise_multiplier=2.0, steps=12, delta=1e-5, bound=bound, **numbers)
-    if (name, bound) == ("shuffled_fw", "published"):  # the bias that stays has the same noise and asks for more
+    expected = compute_epsilon(
+        name, noise_multiplier=2.0, steps=12, delta=1e-5, bound=bound, **numbers
+    )
+    if (name, bound) == (
+        "shuffled_fw",
+        "published",
+    ):  # the bias that stays has the same noise and asks for more
         stays = compute_epsilon(
-            name, noise_multiplier=2.0, steps=12, delta=1e-5, bound=bound, **numbers_of(name) | {"dimension": 1}
+            name,
+            noise_multiplier=2.0,
+            steps=12,
+            delta=1e-5,
+            bound=bound,
+            **numbers_of(name) | {"dimension": 1},
         )
         expected = max(expected, stays)
         # which is the Gaussian mechanism exactly, whose ε is enlarged by 1e-8
@@ -59,12 +79,19 @@ def test_epsilon_after_training_is_that_of_the_plain_numbers(name, bound):
 def test_without_local_noise_the_multiplier_is_that_of_the_sum(name):
     engines = [PrivacyEngine(accountant=name) for _ in range(2)]
     for engine, sigma, local in zip(engines, (2.0, 2.0 * math.sqrt(6)), (True, False), strict=True):
-        model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=sigma, local_noise=local)
+        model, optimizer, loader = engine.make_private(
+            **make_toy(), noise_multiplier=sigma, local_noise=local
+        )
         run_epoch(model, optimizer, loader)
     assert engines[0].get_epsilon(1e-5) == pytest.approx(engines[1].get_epsilon(1e-5), rel=1e-9)
 
 
-WAYS = [(name, {"local_noise": local}) for name in NAMES if name != "shuffled_fw" for local in (True, False)]
+WAYS = [
+    (name, {"local_noise": local})
+    for name in NAMES
+    if name != "shuffled_fw"
+    for local in (True, False)
+]
 WAYS += [("shuffled_fw", {"shuffle_weights": True}), ("shuffled_fw", {})]
 CALIBRATED = {  # of all ways by all bounds, by default; the zoo's tests take the others
     ("shuffle_gauss", "published"): {"local_noise": True},
@@ -78,14 +105,18 @@ CALIBRATED = {  # of all ways by all bounds, by default; the zoo's tests take th
 @pytest.mark.parametrize(
     ("name", "way", "bound"),
     [
-        pytest.param(name, way, bound, marks=() if CALIBRATED.get((name, bound)) == way else pytest.mark.zoo)
+        pytest.param(
+            name, way, bound, marks=() if CALIBRATED.get((name, bound)) == way else pytest.mark.zoo
+        )
         for name, way in WAYS
         for bound in ("published", "pair", "certified")
     ],
     ids=str,
 )
 def test_calibration_never_overshoots_and_is_close(name, way, bound):
-    target = {"published": 30.0, "pair": 8.0, "certified": 8.0}[bound]  # Theorems 2 and 3 have a floor
+    target = {"published": 30.0, "pair": 8.0, "certified": 8.0}[
+        bound
+    ]  # Theorems 2 and 3 have a floor
     toy = make_toy(records=93)
     toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=1)
     engine = PrivacyEngine(accountant=name)
@@ -111,7 +142,9 @@ def test_a_second_make_private_cannot_change_the_meaning_of_the_first():
 
 def test_a_checkpoint_of_another_kind_of_noise_is_refused():
     local, summed = (PrivacyEngine(accountant="shuffled_checkin") for _ in range(2))
-    model, optimizer, loader = local.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+    model, optimizer, loader = local.make_private(
+        **make_toy(), noise_multiplier=2.0, local_noise=True
+    )
     run_epoch(model, optimizer, loader)
     file = io.BytesIO()
     local.save_checkpoint(path=file, module=model)
@@ -125,7 +158,12 @@ def test_a_checkpoint_of_another_kind_of_noise_is_refused():
 def test_calibrating_for_a_bound_that_is_not_proved_warns():
     with pytest.warns(PrivacyAssumptionWarning, match="certified"):
         PrivacyEngine(accountant="shuffle_gauss").make_private_with_epsilon(
-            **make_toy(), target_epsilon=4.0, target_delta=1e-5, epochs=2, local_noise=True, bound="published"
+            **make_toy(),
+            target_epsilon=4.0,
+            target_delta=1e-5,
+            epochs=2,
+            local_noise=True,
+            bound="published",
         )
 
 
@@ -155,9 +193,17 @@ def test_calibrating_for_a_bound_that_is_not_proved_warns():
         ("shuffled_checkin", {"poisson_sampling": False}, "poisson_sampling"),
         ("shuffled_checkin", {"grad_sample_mode": "no_op"}, "grad_sample_mode"),
         ("shuffled_checkin", {"grad_sample_mode": "hook"}, "grad_sample_mode"),
-        ("shuffled_checkin", {"grad_sample_mode": "ghost", "clipping": "per_layer", "max_grad_norm": [1.0] * 4}, "ghost"),
+        (
+            "shuffled_checkin",
+            {"grad_sample_mode": "ghost", "clipping": "per_layer", "max_grad_norm": [1.0] * 4},
+            "ghost",
+        ),
         ("shuffled_checkin", {"loss_reduction": "median"}, "loss_reduction"),
-        ("shuffled_checkin", {"grad_sample_mode": "ghost", "criterion": nn.MSELoss(reduction="sum")}, "reduction"),
+        (
+            "shuffled_checkin",
+            {"grad_sample_mode": "ghost", "criterion": nn.MSELoss(reduction="sum")},
+            "reduction",
+        ),
         ("shuffled_checkin", {"noise_generator": "cpu"}, "noise_generator"),
         ("rdp", {"clipping": "adaptive", "local_noise": False, "target": 3}, "target=3"),
         ("shuffled_fw", {}, "leave out local_noise=True"),
@@ -171,11 +217,15 @@ def test_bad_arguments_are_named_and_nothing_is_half_changed(name, change, named
     before = (copy.deepcopy(engine.accountant.__dict__), engine.dataset)
     hooks = len(toy["module"][0]._forward_hooks)
     with pytest.raises(ValueError, match=named):
-        engine.make_private(**{**toy, "noise_multiplier": 1.0, "local_noise": name != "rdp", **change})
+        engine.make_private(
+            **{**toy, "noise_multiplier": 1.0, "local_noise": name != "rdp", **change}
+        )
     assert (engine.accountant.__dict__, engine.dataset) == before
     assert len(toy["module"][0]._forward_hooks) == hooks
     traces = ("grad_sample", "summed_grad", "_norm_sample", "_forward_counter")
-    assert not any(hasattr(parameter, name) for parameter in toy["module"].parameters() for name in traces)
+    assert not any(
+        hasattr(parameter, name) for parameter in toy["module"].parameters() for name in traces
+    )
     assert type(toy["optimizer"]) is torch.optim.SGD
     # and the same objects still serve
     usable = PrivacyEngine(accountant="shuffle_gauss")
@@ -213,7 +263,12 @@ def test_training_goes_on_with_the_same_engine_but_not_with_other_data():
     model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, local_noise=True)
     run_epoch(model, optimizer, loader)
     model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0, noise_multiplier=3.0, local_noise=True
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        max_grad_norm=1.0,
+        noise_multiplier=3.0,
+        local_noise=True,
     )
     run_epoch(model, optimizer, loader)
     assert engine.accountant.history == [(2.0, 0.25, 4), (3.0, 0.25, 4)]
@@ -239,7 +294,9 @@ def test_training_goes_on_with_the_same_engine_but_not_with_other_data():
         ({"bound": "published", "adjacency": "replace"}, "certified"),
         ({"noise_multiplier": 1.0}, "noise_multiplier"),
         ({"num_user": 3}, "num_user"),
-        pytest.param({"bound": "published", "target_epsilon": 1e-9}, "certified", marks=pytest.mark.zoo),
+        pytest.param(
+            {"bound": "published", "target_epsilon": 1e-9}, "certified", marks=pytest.mark.zoo
+        ),
     ],
 )
 def test_bad_budgets_are_named(change, named):

@@ -24,8 +24,17 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 USERS, FEATURES, STEPS = 24, 3000, 4
 LITTLE = 1e-3  # the least noise that is taken, next to sums of gradients of norm 1
-ACCOUNTANTS = ("shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw", "shuffled_sums")
-WRAPPERS = {"Opacus's": DifferentiallyPrivateDistributedDataParallel, "PyTorch's": DistributedDataParallel}
+ACCOUNTANTS = (
+    "shuffle_gauss",
+    "subsampled_shuffle",
+    "shuffled_checkin",
+    "shuffled_fw",
+    "shuffled_sums",
+)
+WRAPPERS = {
+    "Opacus's": DifferentiallyPrivateDistributedDataParallel,
+    "PyTorch's": DistributedDataParallel,
+}
 
 
 def data(users: int = USERS, features: int = 6) -> TensorDataset:
@@ -39,7 +48,15 @@ def network(features: int = 6) -> nn.Module:
         return nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def private(accountant: str, module: nn.Module, records: TensorDataset, *, batch: int, engine: Any = None, **options: Any):
+def private(
+    accountant: str,
+    module: nn.Module,
+    records: TensorDataset,
+    *,
+    batch: int,
+    engine: Any = None,
+    **options: Any,
+):
     """What ``make_private`` returns, and its engine."""
     engine = engine or PrivacyEngine(accountant=accountant)
     sampler = options.pop("sampler", None)
@@ -75,12 +92,21 @@ def noise_of_one_step(accountant: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def whole_batches(wrapper: Any, mode: str, clipping: str, accountant: str = "shuffled_checkin", **options: Any) -> torch.Tensor:
+def whole_batches(
+    wrapper: Any, mode: str, clipping: str, accountant: str = "shuffled_checkin", **options: Any
+) -> torch.Tensor:
     """The weights after two steps on all the records, next to no noise."""
     model = network() if wrapper is None else wrapper(network())
     norm = [0.3 + 0.1 * i for i in range(4)] if clipping == "per_layer" else 0.7
     _, made = private(
-        accountant, model, data(), batch=USERS, clipping=clipping, grad_sample_mode=mode, max_grad_norm=norm, **options
+        accountant,
+        model,
+        data(),
+        batch=USERS,
+        clipping=clipping,
+        grad_sample_mode=mode,
+        max_grad_norm=norm,
+        **options,
     )
     private_model, optimizer, loader = made[0], made[1], made[-1]
     criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
@@ -92,7 +118,13 @@ def whole_batches(wrapper: Any, mode: str, clipping: str, accountant: str = "shu
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
-MODES = [("hooks", "flat"), ("hooks", "per_layer"), ("functorch", "flat"), ("ew", "flat"), ("ghost", "flat")]
+MODES = [
+    ("hooks", "flat"),
+    ("hooks", "per_layer"),
+    ("functorch", "flat"),
+    ("ew", "flat"),
+    ("ghost", "flat"),
+]
 
 
 def drawn_records(accountant: str, **options: Any) -> list[list[int]]:
@@ -100,7 +132,13 @@ def drawn_records(accountant: str, **options: Any) -> list[list[int]]:
     records = TensorDataset(torch.zeros(USERS, 6), torch.arange(USERS))
     model = DifferentiallyPrivateDistributedDataParallel(network())
     engine = options.pop("engine", None)
-    _, (*_, loader) = private(accountant, model, records, engine=engine, **{"batch": 6, "noise_multiplier": 1.0, **options})
+    _, (*_, loader) = private(
+        accountant,
+        model,
+        records,
+        engine=engine,
+        **{"batch": 6, "noise_multiplier": 1.0, **options},
+    )
     return [y.tolist() for _ in range(STEPS) for _, y in loader]
 
 
@@ -108,7 +146,14 @@ def refused(accountant: str = "shuffled_checkin", engine: Any = None, **options:
     """What the engine says to these keywords."""
     model = DifferentiallyPrivateDistributedDataParallel(options.pop("module", None) or network())
     try:
-        private(accountant, model, data(), batch=options.pop("batch", 6), engine=engine, **{"noise_multiplier": 1.0, **options})
+        private(
+            accountant,
+            model,
+            data(),
+            batch=options.pop("batch", 6),
+            engine=engine,
+            **{"noise_multiplier": 1.0, **options},
+        )
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -121,7 +166,13 @@ def resumed(folder: str) -> dict[str, Any]:
     for number in range(2):
         model = DifferentiallyPrivateDistributedDataParallel(network())
         engine, (private_model, optimizer, loader) = private(
-            "shuffled_checkin", model, data(), batch=6, local_noise=True, noise_multiplier=1.0, shuffle_weights=True
+            "shuffled_checkin",
+            model,
+            data(),
+            batch=6,
+            local_noise=True,
+            noise_multiplier=1.0,
+            shuffle_weights=True,
         )
         if number:
             engine.load_checkpoint(path=path, module=private_model, optimizer=optimizer)
@@ -143,38 +194,63 @@ def worker(folder: str) -> dict[str, Any]:
     for accountant in ACCOUNTANTS:
         local = accountant not in ("shuffled_fw", "shuffled_sums")
         more = {"shuffle_weights": False} if accountant == "shuffled_fw" else {}
-        found["noise"][accountant] = noise_of_one_step(accountant, noise_multiplier=2.0, local_noise=local, **more)
+        found["noise"][accountant] = noise_of_one_step(
+            accountant, noise_multiplier=2.0, local_noise=local, **more
+        )
         found["drawn"][accountant] = drawn_records(accountant)
     found["noise"]["emulated"] = noise_of_one_step("shuffled_checkin", noise_multiplier=2.0)
-    found["shares"] = drawn_records("subsampled_shuffle", batch=6 // size, sampler=DistributedSampler(data()))
+    found["shares"] = drawn_records(
+        "subsampled_shuffle", batch=6 // size, sampler=DistributedSampler(data())
+    )
     found["drawn"]["fixed sums"] = drawn_records("shuffled_sums", poisson_sampling=False)
-    seeded = [drawn_records(name, engine=PrivacyEngine(accountant=name, seed=5)) for name in ACCOUNTANTS[1:3] for _ in range(2)]
+    seeded = [
+        drawn_records(name, engine=PrivacyEngine(accountant=name, seed=5))
+        for name in ACCOUNTANTS[1:3]
+        for _ in range(2)
+    ]
     found["seeded"] = seeded
     for name, wrapper in WRAPPERS.items():
         for mode, clipping in MODES:
             found["weights"][name, mode, clipping] = whole_batches(
                 wrapper, mode, clipping, local_noise=True, noise_multiplier=LITTLE
             )
-        found["weights"][name, "sums"] = whole_batches(wrapper, "hooks", "flat", "shuffled_sums", noise_multiplier=0.1)
+        found["weights"][name, "sums"] = whole_batches(
+            wrapper, "hooks", "flat", "shuffled_sums", noise_multiplier=0.1
+        )
         for mode in ("hooks", "ghost"):
             found["weights"][name, "batch clip", mode] = whole_batches(
                 wrapper, mode, "flat", "shuffled_fw", noise_multiplier=LITTLE, shuffle_weights=True
             )
     module = DifferentiallyPrivateDistributedDataParallel(network())
     engine, (model, optimizer, loader) = private(
-        "shuffled_checkin", module, data(), batch=4, local_noise=True, noise_multiplier=1.0, sampler=DistributedSampler(data())
+        "shuffled_checkin",
+        module,
+        data(),
+        batch=4,
+        local_noise=True,
+        noise_multiplier=1.0,
+        sampler=DistributedSampler(data()),
     )
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as physical:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as physical:
         for x, y in physical:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found["physical"] = torch.cat([each.detach().flatten() for each in module.parameters()]), engine.accountant.rounds
+    found["physical"] = (
+        torch.cat([each.detach().flatten() for each in module.parameters()]),
+        engine.accountant.rounds,
+    )
     found["resumed"] = resumed(folder)
     module = DistributedDataParallel(network())
-    _, (model, optimizer, loader) = private("shuffle_gauss", module, data(), batch=12, local_noise=True, noise_multiplier=1.0)
+    _, (model, optimizer, loader) = private(
+        "shuffle_gauss", module, data(), batch=12, local_noise=True, noise_multiplier=1.0
+    )
     try:
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as physical:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as physical:
             x, y = next(iter(physical))
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -196,7 +272,9 @@ def worker(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.zoo), 3], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.zoo), 3], ids="{} ranks".format
+)
 def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank found."""
     return found_on_ranks(worker, size=request.param, folder=tmp_path_factory.mktemp("ranks"))
@@ -286,7 +364,9 @@ def test_a_seed_repeats_every_rank_and_no_rank_repeats_another(ranks):
         assert each["seeded"][0] == each["seeded"][1]
         assert each["seeded"][2] == each["seeded"][3]
     size = len(ranks)
-    positions = [[[record // size for record in batch] for batch in each["seeded"][2]] for each in ranks]
+    positions = [
+        [[record // size for record in batch] for batch in each["seeded"][2]] for each in ranks
+    ]
     assert positions[0] != positions[1]
     for pieces in zip(*(each["seeded"][0] for each in ranks), strict=True):
         assert len({record for piece in pieces for record in piece}) == 6
@@ -314,10 +394,15 @@ def test_sums_of_ranks_are_sums_of_one_process(ranks, wrapper):
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_the_sum_of_all_ranks_is_clipped(ranks, wrapper, mode):
     """Units may be in another order, so what is compared is the sorted weights; the steps are as long as one record's clip."""
-    one = whole_batches(None, mode, "flat", "shuffled_fw", noise_multiplier=LITTLE, shuffle_weights=True)
+    one = whole_batches(
+        None, mode, "flat", "shuffled_fw", noise_multiplier=LITTLE, shuffle_weights=True
+    )
     for found in (each["weights"][wrapper, "batch clip", mode] for each in ranks):
         assert torch.equal(found, ranks[0]["weights"][wrapper, "batch clip", mode])
-        assert float((found.sort().values - one.sort().values).abs().max()) < 7 * 2 * 2 * LITTLE * 0.7 / USERS
+        assert (
+            float((found.sort().values - one.sort().values).abs().max())
+            < 7 * 2 * 2 * LITTLE * 0.7 / USERS
+        )
 
 
 def test_physical_batches_differ_in_number_and_ranks_stay_in_step(ranks):

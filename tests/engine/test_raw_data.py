@@ -40,7 +40,11 @@ def leaked(model: nn.Module, x: torch.Tensor, data: bytes) -> list[str]:
         for kind in ("grad_sample", "summed_grad", "_norm_sample", "grad"):
             tensor = getattr(parameter, kind, None)
             tensors = tensor if isinstance(tensor, list) else [tensor]
-            found += [f"{kind} of {name}" for each in tensors if each is not None and each.any() and begin(each) in data]
+            found += [
+                f"{kind} of {name}"
+                for each in tensors
+                if each is not None and each.any() and begin(each) in data
+            ]
     return found
 
 
@@ -51,8 +55,12 @@ def begin(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_model_saved_before_the_step_holds_no_gradient_of_a_record_and_no_input(name, mode, shuffle):
-    model, optimizer, loader, criterion = private(name, grad_sample_mode=mode, shuffle_weights=shuffle)
+def test_a_model_saved_before_the_step_holds_no_gradient_of_a_record_and_no_input(
+    name, mode, shuffle
+):
+    model, optimizer, loader, criterion = private(
+        name, grad_sample_mode=mode, shuffle_weights=shuffle
+    )
     network = model._module
     run_epoch(model, optimizer, loader, criterion)
     optimizer.zero_grad()
@@ -61,7 +69,12 @@ def test_a_model_saved_before_the_step_holds_no_gradient_of_a_record_and_no_inpu
         if len(x) < 2:
             continue
         criterion(model(x), y).backward()
-        assert leaked(model, x, b"".join(begin(p.grad) for p in model.parameters() if p.grad is not None)) or mode == "ew"
+        assert (
+            leaked(
+                model, x, b"".join(begin(p.grad) for p in model.parameters() if p.grad is not None)
+            )
+            or mode == "ew"
+        )
         if mode != "ew":  # which runs once a step
             criterion(model(x), y)  # and its inputs wait for a backward pass
         for thing in (model, network, list(network.parameters()), optimizer.original_optimizer):
@@ -90,7 +103,9 @@ def test_a_copy_in_the_middle_of_a_batch_takes_no_record_along_and_disturbs_noth
             assert not [part for part in each.modules() if getattr(part, "activations", None)]
             for parameter in each.parameters():
                 assert parameter.grad is None
-                assert not any(isinstance(value, torch.Tensor) for value in vars(parameter).values())
+                assert not any(
+                    isinstance(value, torch.Tensor) for value in vars(parameter).values()
+                )
         optimizer.step()
     assert torch.equal(copies[-1][0].weight, copies[-2]._module[0].weight)
     copies[-2].eval()
@@ -144,20 +159,28 @@ def test_a_private_optimizer_refuses_to_be_copied_and_later_ones_of_its_class_tr
 
 
 @pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine)), copy.copy])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine)), copy.copy]
+)
 def test_a_copy_of_an_engine_takes_the_account_along_and_no_data(name, duplicate):
     engine, toy = PrivacyEngine(accountant=name), make_toy()
     made = engine.make_private(**toy, noise_multiplier=2.0, shuffle_weights=True)
     run_epoch(*made)
     copied = duplicate(engine)
     records = toy["data_loader"].dataset.tensors[0]
-    assert not any(each.numpy().tobytes() in data for each in records for data in (pickle.dumps(engine), dumped(copied)))
+    assert not any(
+        each.numpy().tobytes() in data
+        for each in records
+        for data in (pickle.dumps(engine), dumped(copied))
+    )
     assert copied.get_epsilon(1e-5) == engine.get_epsilon(1e-5) > 0
     run_epoch(*made)
     assert engine.dataset is not None is copied.dataset
     assert engine.shuffler is not None is copied.shuffler
     run_epoch(*copied.make_private(**make_toy(), noise_multiplier=2.0))
-    assert sum(steps for *_, steps in copied.accountant.history) == (8 if duplicate is not copy.copy else 12)
+    assert sum(steps for *_, steps in copied.accountant.history) == (
+        8 if duplicate is not copy.copy else 12
+    )
 
 
 @pytest.mark.parametrize("name", ["rdp", "shuffled_checkin", "shuffle_gauss"])

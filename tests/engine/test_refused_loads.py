@@ -29,7 +29,9 @@ def network(width: int = 40, *, counts: bool = False) -> nn.Module:
 class Run:
     """A run with everything that a checkpoint may hold."""
 
-    def __init__(self, name: str, *, width: int = 40, groups: int = 1, counts: bool = False, **keywords) -> None:
+    def __init__(
+        self, name: str, *, width: int = 40, groups: int = 1, counts: bool = False, **keywords
+    ) -> None:
         self.name, toy = name, make_toy()
         toy["module"] = network(width, counts=counts)
         parameters = list(toy["module"].parameters())
@@ -37,7 +39,9 @@ class Run:
         toy["optimizer"] = torch.optim.Adam([{"params": part} for part in parts], lr=0.01)
         self.engine = PrivacyEngine(accountant=name)
         ways = {} if name == "rdp" else way_of(name)
-        self.model, self.optimizer, self.loader = self.engine.make_private(**toy, noise_multiplier=2.0, **{**ways, **keywords})
+        self.model, self.optimizer, self.loader = self.engine.make_private(
+            **toy, noise_multiplier=2.0, **{**ways, **keywords}
+        )
         self.noise = opacus.schedulers.StepNoise(optimizer=self.optimizer, step_size=1, gamma=0.9)
         self.clip = opacus.schedulers.StepGradClip(optimizer=self.optimizer, step_size=1, gamma=1.0)
         run_epoch(self.model, self.optimizer, self.loader)
@@ -69,10 +73,16 @@ class Run:
         return copy.deepcopy(
             {
                 "weights": [each.detach() for each in [*network.parameters(), *network.buffers()]],
-                "state": [list(each.values()) for each in self.optimizer.original_optimizer.state.values()],
-                "groups": [{k: v for k, v in each.items() if k != "params"} for each in self.optimizer.param_groups],
+                "state": [
+                    list(each.values()) for each in self.optimizer.original_optimizer.state.values()
+                ],
+                "groups": [
+                    {k: v for k, v in each.items() if k != "params"}
+                    for each in self.optimizer.param_groups
+                ],
                 "schedulers": [
-                    {k: v for k, v in each.__dict__.items() if k != "optimizer"} for each in (self.noise, self.clip)
+                    {k: v for k, v in each.__dict__.items() if k != "optimizer"}
+                    for each in (self.noise, self.clip)
                 ],
                 "accountant": self.engine.accountant.__dict__,
                 "shuffler": None if shuffler is None else shuffler.state_dict(),
@@ -84,7 +94,11 @@ def equal(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(equal(one[key], other[key]) for key in one)
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return one == other
@@ -97,7 +111,9 @@ def without(name: str):
 def with_history(change):
     def spoil(saved: dict) -> dict:
         state = saved["privacy_accountant_state_dict"]
-        state["history" if "history" in state else "rounds"] = change(state["history" if "history" in state else "rounds"])
+        state["history" if "history" in state else "rounds"] = change(
+            state["history" if "history" in state else "rounds"]
+        )
         return saved
 
     return spoil
@@ -129,9 +145,13 @@ SPOILT = {
     "shorter history": with_history(lambda rounds: [(*rounds[0][:-1], 1)]),
     "empty history": with_history(lambda rounds: []),
     "no history": with_history(lambda rounds: None),
-    "more noise": with_history(lambda rounds: [(5.0, 0.25, 4)] if len(rounds[0]) == 3 else [({"noise_multiplier": 9.0}, 4)]),
+    "more noise": with_history(
+        lambda rounds: [(5.0, 0.25, 4)] if len(rounds[0]) == 3 else [({"noise_multiplier": 9.0}, 4)]
+    ),
     "a lineage that is none": with_lineage({"rounds": [("a", 4, 4)], "digest": ""}),
-    "a weight of another shape": with_parameters_of("module_state_dict", "_module.2.bias", torch.zeros(7)),
+    "a weight of another shape": with_parameters_of(
+        "module_state_dict", "_module.2.bias", torch.zeros(7)
+    ),
     "a weight too many": with_parameters_of("module_state_dict", "_module.9.bias", torch.zeros(7)),
     "no optimizer's groups": with_parameters_of("optimizer_state_dict", "param_groups", []),
     "no optimizer's state": with_parameters_of("optimizer_state_dict", "state", 3),
@@ -160,7 +180,9 @@ def test_a_checkpoint_of_another_network_or_optimizer_changes_nothing(name, chan
     assert equal(before, other.contents())
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("rdp", "shuffled_checkin"), ("shuffled_checkin", "rdp"), ("prv", "rdp")])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("rdp", "shuffled_checkin"), ("shuffled_checkin", "rdp"), ("prv", "rdp")]
+)
 @pytest.mark.filterwarnings("ignore:the checkpoint holds")
 def test_a_checkpoint_of_another_accountant_changes_nothing(ours, theirs):
     keywords = {"local_noise": False} if ours == "prv" else {}
@@ -223,8 +245,14 @@ class Fatal:
 def test_a_process_killed_while_saving_leaves_the_earlier_checkpoint(tmp_path):
     def private():
         engine = PrivacyEngine(accountant="shuffled_checkin")
-        model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
-        return engine, loader, {"path": tmp_path / "run.pt", "module": model, "optimizer": optimizer}
+        model, optimizer, loader = engine.make_private(
+            **make_toy(), noise_multiplier=2.0, local_noise=True
+        )
+        return (
+            engine,
+            loader,
+            {"path": tmp_path / "run.pt", "module": model, "optimizer": optimizer},
+        )
 
     engine, loader, parts = private()
     run_epoch(parts["module"], parts["optimizer"], loader)
@@ -250,6 +278,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
     run.engine.save_checkpoint(path=path, **run.parts)
     before = path.read_bytes()
     with pytest.raises(Exception, match=r"pickle|local"):
-        run.engine.save_checkpoint(path=path, **run.parts, checkpoint_dict={"function": lambda: None})
+        run.engine.save_checkpoint(
+            path=path, **run.parts, checkpoint_dict={"function": lambda: None}
+        )
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["run.pt"]

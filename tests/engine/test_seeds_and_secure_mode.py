@@ -20,7 +20,14 @@ from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.privacy_engine import ShuffleMixin
 from opacus_shuffle.engine.schemes import base
 
-ACCOUNTANTS = ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw", "shuffled_sums", "rdp"]
+ACCOUNTANTS = [
+    "shuffle_gauss",
+    "subsampled_shuffle",
+    "shuffled_checkin",
+    "shuffled_fw",
+    "shuffled_sums",
+    "rdp",
+]
 every_accountant = pytest.mark.parametrize("accountant", ACCOUNTANTS)
 quietly = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -38,7 +45,9 @@ def weights_after(engine, toy, *, twice=False, **options):
 @every_accountant
 def test_a_seed_repeats_sampling_noise_and_permutations_and_another_does_not(accountant):
     toy = make_toy()
-    first, again, other = (weights_after(PrivacyEngine(accountant=accountant, seed=seed), toy) for seed in (0, 0, 1))
+    first, again, other = (
+        weights_after(PrivacyEngine(accountant=accountant, seed=seed), toy) for seed in (0, 0, 1)
+    )
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
 
@@ -47,7 +56,9 @@ def test_a_seed_repeats_sampling_noise_and_permutations_and_another_does_not(acc
 def test_a_second_run_of_a_seeded_engine_has_other_noise_than_the_first_and_is_repeatable_too():
     toy = make_toy()
     engines = [PrivacyEngine(accountant="shuffled_checkin", seed=0) for _ in range(2)]
-    (first, second), (again, twice) = ([weights_after(engine, toy) for _ in range(2)] for engine in engines)
+    (first, second), (again, twice) = (
+        [weights_after(engine, toy) for _ in range(2)] for engine in engines
+    )
     assert torch.equal(first, again)
     assert torch.equal(second, twice)
     assert not torch.allclose(first, second)
@@ -71,7 +82,9 @@ def test_a_seed_says_once_that_the_run_is_not_private_and_so_do_report_and_dicti
 def test_a_generator_of_the_user_is_said_to_make_the_run_predictable(which):
     toy, options = make_toy(), {}
     if which == "data_loader":
-        toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=6, generator=torch.Generator().manual_seed(1))
+        toy["data_loader"] = DataLoader(
+            toy["data_loader"].dataset, batch_size=6, generator=torch.Generator().manual_seed(1)
+        )
     else:
         options["noise_generator"] = torch.Generator().manual_seed(1)
     engine = PrivacyEngine(accountant="shuffled_checkin")
@@ -84,7 +97,9 @@ def test_a_generator_of_the_user_is_said_to_make_the_run_predictable(which):
 def test_a_secret_run_is_private_and_warns_of_nothing():
     engine = PrivacyEngine(accountant="shuffled_checkin")
     toy = make_toy()
-    toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=6, generator=SecretGenerator())
+    toy["data_loader"] = DataLoader(
+        toy["data_loader"].dataset, batch_size=6, generator=SecretGenerator()
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0)
@@ -109,11 +124,17 @@ def test_what_was_predictable_stays_so_in_a_checkpoint():
 
 
 AFTERWARDS = {
-    "another generator": lambda optimizer, loader: setattr(optimizer, "generator", torch.Generator().manual_seed(0)),
+    "another generator": lambda optimizer, loader: setattr(
+        optimizer, "generator", torch.Generator().manual_seed(0)
+    ),
     "PyTorch's own": lambda optimizer, loader: setattr(optimizer, "generator", None),
     "a seed": lambda optimizer, loader: optimizer.generator.manual_seed(0),
-    "a state": lambda optimizer, loader: optimizer.generator.set_state(torch.Generator().get_state()),
-    "a seed of the sampler": lambda optimizer, loader: loader.batch_sampler.generator.manual_seed(0),
+    "a state": lambda optimizer, loader: optimizer.generator.set_state(
+        torch.Generator().get_state()
+    ),
+    "a seed of the sampler": lambda optimizer, loader: loader.batch_sampler.generator.manual_seed(
+        0
+    ),
     "another generator of the sampler": lambda optimizer, loader: setattr(
         loader.batch_sampler, "generator", torch.Generator().manual_seed(0)
     ),
@@ -125,7 +146,9 @@ AFTERWARDS = {
 @pytest.mark.parametrize("change", AFTERWARDS)
 def test_a_generator_that_is_no_secret_any_more_is_named_from_the_next_step_on(accountant, change):
     engine = PrivacyEngine(accountant=accountant)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, shuffle_weights=True)
+    model, optimizer, loader = engine.make_private(
+        **make_toy(), noise_multiplier=2.0, shuffle_weights=True
+    )
     run_epoch(model, optimizer, loader)
     assert engine.privacy_report(1e-5).to_dict()["private"] is True
     AFTERWARDS[change](optimizer, loader)
@@ -151,7 +174,9 @@ def test_a_secure_stream_that_was_seeded_before_the_run_is_named(accountant):
 
 @quietly
 @pytest.mark.parametrize("afterwards", [True, False])
-def test_a_generator_in_the_place_of_pytorch_s_own_is_named_with_opacus_s_accountants_too(afterwards):
+def test_a_generator_in_the_place_of_pytorch_s_own_is_named_with_opacus_s_accountants_too(
+    afterwards,
+):
     own, engine = torch.Generator().manual_seed(0), PrivacyEngine(accountant="rdp")
     passed = {} if afterwards else {"noise_generator": own}
     model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, **passed)
@@ -178,20 +203,31 @@ def test_the_noise_of_a_stock_engine_is_named_in_reports_of_our_accountants():
     stock = opacus.PrivacyEngine(accountant="shuffle_gauss")
     run_epoch(*stock.make_private(**make_toy(), noise_multiplier=20.0))
     report = stock.accountant.report(1e-5)
-    assert "whoever knows the state of the generator of opacus.PrivacyEngine's noise" in report.statement()
+    assert (
+        "whoever knows the state of the generator of opacus.PrivacyEngine's noise"
+        in report.statement()
+    )
     assert report.to_dict()["private"] is False
 
 
 @quietly
 def test_noise_participation_and_permutations_of_a_seed_are_different_streams(monkeypatch):
     made, uses = base.seeded_generator, []
-    monkeypatch.setattr(base, "seeded_generator", lambda device, seed, use: uses.append(use) or made(device, seed, use))
+    monkeypatch.setattr(
+        base,
+        "seeded_generator",
+        lambda device, seed, use: uses.append(use) or made(device, seed, use),
+    )
     engine = PrivacyEngine(accountant="shuffled_checkin", seed=0)
-    _, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, shuffle_weights=True)
+    _, optimizer, loader = engine.make_private(
+        **make_toy(), noise_multiplier=2.0, shuffle_weights=True
+    )
     assert len(uses) >= 3
     assert len(set(uses)) == len(uses)
     streams = [optimizer.generator, loader.batch_sampler.generator]
-    assert len({id(each) for each in streams}) == len({each.words(1).item() for each in streams}) == 2
+    assert (
+        len({id(each) for each in streams}) == len({each.words(1).item() for each in streams}) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,9 +248,13 @@ def test_bad_seeds_are_refused_by_name(arguments, match):
 @quietly
 @every_accountant
 @pytest.mark.parametrize("secure", [True, False])
-def test_noise_participation_and_permutations_are_drawn_from_the_cipher(accountant, secure, monkeypatch):
+def test_noise_participation_and_permutations_are_drawn_from_the_cipher(
+    accountant, secure, monkeypatch
+):
     engine = PrivacyEngine(accountant=accountant, secure_mode=secure)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, shuffle_weights=True)
+    model, optimizer, loader = engine.make_private(
+        **make_toy(), noise_multiplier=2.0, shuffle_weights=True
+    )
     assert isinstance(optimizer.generator, SecretGenerator)
     assert optimizer.generator.secure is secure
     assert isinstance(loader.batch_sampler.generator, SecretGenerator)
@@ -227,7 +267,9 @@ def test_noise_participation_and_permutations_are_drawn_from_the_cipher(accounta
     before = [parameter.detach().clone() for parameter in model.parameters()]
     run_epoch(model, optimizer, loader)
     assert sum(steps for *_, steps in engine.accountant.history) == 4
-    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert not any(
+        torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+    )
 
 
 @quietly
@@ -255,7 +297,9 @@ def test_secure_noise_has_the_size_that_is_accounted_in_every_way_of_training(op
             optimizer.zero_grad()
             criterion(0 * model(x), y).backward()
             optimizer.step()
-            stds.append(torch.cat([each.grad.flatten() for each in model.parameters()]).square().mean())
+            stds.append(
+                torch.cat([each.grad.flatten() for each in model.parameters()]).square().mean()
+            )
     norm = 2.0 if "clipping" in options else 1.0
     scale = 6**0.5 if options.get("local_noise") else 1.0
     assert float(torch.stack(stds).mean().sqrt()) * 6 == pytest.approx(3.0 * norm * scale, rel=0.05)
@@ -271,7 +315,11 @@ def test_secure_mode_has_no_warning_of_being_off_and_refuses_seeds():
     parallel = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(parallel)
     parallel.module = module
-    toy = {**make_toy(), "module": parallel, "optimizer": torch.optim.SGD(module.parameters(), lr=1.0)}
+    toy = {
+        **make_toy(),
+        "module": parallel,
+        "optimizer": torch.optim.SGD(module.parameters(), lr=1.0),
+    }
     with pytest.raises(ValueError, match="secure_mode=True is for one process"):
         engine.make_private(**toy, noise_multiplier=1.0)
 
@@ -288,7 +336,9 @@ def test_the_mixin_takes_seeds_before_other_engines_of_opacus():
 def test_a_generator_of_one_s_own_for_the_permutations_goes_before_the_seed():
     engine = PrivacyEngine(accountant="rdp", seed=0)
     own = torch.Generator().manual_seed(4)
-    engine.make_private(**make_toy(), noise_multiplier=1.0, shuffle_weights=WeightShuffling(generator=own))
+    engine.make_private(
+        **make_toy(), noise_multiplier=1.0, shuffle_weights=WeightShuffling(generator=own)
+    )
     assert engine.shuffler._generator is own
 
 
@@ -306,13 +356,23 @@ class Augmented(Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("accountant", "options"),
-    [("shuffled_checkin", {}), ("shuffle_gauss", {"poisson_sampling": False}), ("rdp", {"poisson_sampling": False})],
+    [
+        ("shuffled_checkin", {}),
+        ("shuffle_gauss", {"poisson_sampling": False}),
+        ("rdp", {"poisson_sampling": False}),
+    ],
 )
-def test_a_seed_repeats_what_workers_draw_and_the_order_of_a_loader_of_one_s_own(accountant, options, workers):
+def test_a_seed_repeats_what_workers_draw_and_the_order_of_a_loader_of_one_s_own(
+    accountant, options, workers
+):
     def batches():
         toy = make_toy()
-        toy["data_loader"] = own = DataLoader(Augmented(), batch_size=6, num_workers=workers, shuffle=True)
-        _, _, loader = PrivacyEngine(accountant=accountant, seed=0).make_private(**toy, noise_multiplier=2.0, **options)
+        toy["data_loader"] = own = DataLoader(
+            Augmented(), batch_size=6, num_workers=workers, shuffle=True
+        )
+        _, _, loader = PrivacyEngine(accountant=accountant, seed=0).make_private(
+            **toy, noise_multiplier=2.0, **options
+        )
         found = [x if workers else x.floor() for x, _ in loader]
         assert own.generator is own.sampler.generator is None
         return torch.cat(found)

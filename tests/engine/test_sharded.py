@@ -26,18 +26,28 @@ pytestmark = [
 ]
 
 USERS, FAR = 24, 100.0
-ACCOUNTANTS = ("shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw", "shuffled_sums")
+ACCOUNTANTS = (
+    "shuffle_gauss",
+    "subsampled_shuffle",
+    "shuffled_checkin",
+    "shuffled_fw",
+    "shuffled_sums",
+)
 WAYS = ("layer by layer", "as a whole", "in part", "by FSDP1")
 
 
 def sharded(network: nn.Sequential, way: str = "layer by layer") -> nn.Module:
     """The network, sharded on the CPU, also where there is an accelerator."""
-    shard = functools.partial(fully_shard, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    shard = functools.partial(
+        fully_shard, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    )
     if way == "layer by layer":
         with mock.patch.object(fsdp_utils, "fully_shard", shard):
             return fsdp_utils.FSDP2Wrapper(network)
     if way == "by FSDP1":
-        return FullyShardedDataParallel(network, use_orig_params=True, device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(
+            network, use_orig_params=True, device_id=torch.device("cpu")
+        )
     shard(network[0] if way == "in part" else network)
     return network
 
@@ -52,11 +62,16 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(USERS, 6, generator=generator), torch.arange(USERS) % 3)
 
 
-def private(engine: Any, module: nn.Module, records: TensorDataset, *, batch: int = 8, **options: Any) -> tuple[Any, ...]:
+def private(
+    engine: Any, module: nn.Module, records: TensorDataset, *, batch: int = 8, **options: Any
+) -> tuple[Any, ...]:
     """What ``make_private`` returns, or ``make_private_with_epsilon`` for a budget."""
     make = engine.make_private_with_epsilon if "target_epsilon" in options else engine.make_private
     sampler, kind = options.pop("sampler", None), options.pop("optimizer", torch.optim.SGD)
-    options = {"criterion": nn.CrossEntropyLoss(reduction=options.get("loss_reduction", "mean")), **options}
+    options = {
+        "criterion": nn.CrossEntropyLoss(reduction=options.get("loss_reduction", "mean")),
+        **options,
+    }
     return make(  # type: ignore[no-any-return]
         module=module,
         optimizer=kind(module.parameters(), lr=1.0),
@@ -116,7 +131,9 @@ def run(
     if physical is None:
         batches = train(made, trained)
     else:
-        with BatchMemoryManager(data_loader=made[-1], max_physical_batch_size=physical, optimizer=made[1]) as split:
+        with BatchMemoryManager(
+            data_loader=made[-1], max_physical_batch_size=physical, optimizer=made[1]
+        ) as split:
             batches = train((*made[:-1], split), trained)
     if checkpoint:
         path = f"{folder}/{engine_class.__module__} on {torch.distributed.get_rank()}.pt"
@@ -126,14 +143,21 @@ def run(
     return {
         "weights": weights(module),
         "random state": torch.get_rng_state(),
-        "told": (batches, made[1].noise_multiplier, engine.accountant.history, float(engine.get_epsilon(1e-5))),
+        "told": (
+            batches,
+            made[1].noise_multiplier,
+            engine.accountant.history,
+            float(engine.get_epsilon(1e-5)),
+        ),
     }
 
 
 def moved_after_a_batch_was_left() -> dict[str, Any]:
     """Leaves the loop in the middle of a batch, then takes one step; every record moves a weight of its own."""
     torch.manual_seed(5 + torch.distributed.get_rank())
-    module = sharded(nn.Sequential(nn.Embedding(USERS, 1, _weight=torch.zeros(USERS, 1)), nn.Flatten(0)))
+    module = sharded(
+        nn.Sequential(nn.Embedding(USERS, 1, _weight=torch.zeros(USERS, 1)), nn.Flatten(0))
+    )
     made = private(
         PrivacyEngine(accountant="rdp"),
         module,
@@ -144,7 +168,9 @@ def moved_after_a_batch_was_left() -> dict[str, Any]:
         noise_multiplier=0.0,
         max_grad_norm=1.0,
     )
-    with BatchMemoryManager(data_loader=made[-1], max_physical_batch_size=1, optimizer=made[1]) as split:
+    with BatchMemoryManager(
+        data_loader=made[-1], max_physical_batch_size=1, optimizer=made[1]
+    ) as split:
         left = train((*made[:-1], [next(iter(split))]))[0]
     before = weights(module)
     batch = train((*made[:-1], [next(iter(made[-1]))]))[0]
@@ -155,7 +181,8 @@ def worker(folder: str) -> dict[str, Any]:
     """What one of the processes finds."""
     engines = {"stock": opacus.PrivacyEngine, "ours": PrivacyEngine}
     found: dict[str, Any] = {
-        name: {which: run(each, folder, **options) for which, each in engines.items()} for name, options in RUNS.items()
+        name: {which: run(each, folder, **options) for which, each in engines.items()}
+        for name, options in RUNS.items()
     }
     found["a few records"] = run(PrivacyEngine, folder, batch=2)
     found["left"] = moved_after_a_batch_was_left()
@@ -178,7 +205,9 @@ def test_sharded_networks_train_as_in_opacus_bit_by_bit(ranks, name):
         assert torch.equal(ours["random state"], stock["random state"])
         assert torch.equal(ours["weights"], ranks[0][name]["ours"]["weights"])
         assert len(ours["told"][0]) > 2
-        assert not torch.equal(ours["weights"], torch.cat([each.detach().flatten() for each in network().parameters()]))
+        assert not torch.equal(
+            ours["weights"], torch.cat([each.detach().flatten() for each in network().parameters()])
+        )
 
 
 @pytest.mark.zoo
@@ -197,7 +226,10 @@ def test_a_rank_without_a_record_steps_along(ranks):
 @pytest.mark.zoo
 def test_a_batch_that_was_left_does_not_join_the_next(ranks):
     found = [each["left"] for each in ranks]
-    batch, left = ({int(record - FAR) for each in found for record in each[which]} for which in ("batch", "left"))
+    batch, left = (
+        {int(record - FAR) for each in found for record in each[which]}
+        for which in ("batch", "left")
+    )
     assert len(left) == 2
     for each in found:
         assert not each["before"].any()
@@ -208,7 +240,9 @@ def test_a_batch_that_was_left_does_not_join_the_next(ranks):
 @pytest.fixture
 def one_process(tmp_path):
     """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -217,18 +251,31 @@ def one_process(tmp_path):
 def test_our_accountants_refuse_sharded_networks_by_name(one_process, way):
     for accountant in ACCOUNTANTS:
         module = sharded(network(), way)
-        for noise in ({"noise_multiplier": 1.0}, {"target_epsilon": 2.0, "target_delta": 1e-5, "epochs": 3}):
+        for noise in (
+            {"noise_multiplier": 1.0},
+            {"target_epsilon": 2.0, "target_delta": 1e-5, "epochs": 3},
+        ):
             engine = PrivacyEngine(accountant=accountant)
-            with pytest.raises(ValueError, match=rf"{accountant} does not train sharded networks, got a F(SDP|ullySharded)"):
+            with pytest.raises(
+                ValueError,
+                match=rf"{accountant} does not train sharded networks, got a F(SDP|ullySharded)",
+            ):
                 private(engine, module, data(), local_noise=accountant in ACCOUNTANTS[:3], **noise)
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 @pytest.mark.parametrize("way", WAYS)
 def test_weight_shuffling_refuses_sharded_networks_by_name(one_process, way, accountant):
-    with pytest.raises(ValueError, match=r"shuffle_weights does not go with sharded parameters: .*class F(SDP|ullySharded)"):
+    with pytest.raises(
+        ValueError,
+        match=r"shuffle_weights does not go with sharded parameters: .*class F(SDP|ullySharded)",
+    ):
         private(
-            PrivacyEngine(accountant=accountant), sharded(network(), way), data(), noise_multiplier=1.0, shuffle_weights=True
+            PrivacyEngine(accountant=accountant),
+            sharded(network(), way),
+            data(),
+            noise_multiplier=1.0,
+            shuffle_weights=True,
         )
 
 
@@ -246,6 +293,12 @@ def test_what_opacus_does_not_do_with_sharded_networks_fails_as_there(one_proces
     way, said = options.pop("way", "layer by layer"), []
     for engine_class in (opacus.PrivacyEngine, PrivacyEngine):
         with pytest.raises(Exception) as error:  # noqa: PT011  (of Opacus and PyTorch, whatever they are)
-            private(engine_class(accountant="rdp"), sharded(network(), way), data(), noise_multiplier=1.0, **options)
+            private(
+                engine_class(accountant="rdp"),
+                sharded(network(), way),
+                data(),
+                noise_multiplier=1.0,
+                **options,
+            )
         said.append((error.type, str(error.value)))
     assert said[0] == said[1]

@@ -21,7 +21,8 @@ MODES = {
     "shuffled": {"shuffle_weights": True},
 }
 every_run = pytest.mark.parametrize(
-    ("name", "mode"), [("shuffled_checkin", mode) for mode in MODES] + [("rdp", "hooks"), ("rdp", "unwrapped")]
+    ("name", "mode"),
+    [("shuffled_checkin", mode) for mode in MODES] + [("rdp", "hooks"), ("rdp", "unwrapped")],
 )
 
 
@@ -43,7 +44,9 @@ class Run:
             run_epoch(self.model, self.optimizer, self.loader, self.criterion)
 
     def file(self) -> io.BytesIO:
-        self.engine.save_checkpoint(path=(file := io.BytesIO()), module=self.model, optimizer=self.optimizer)
+        self.engine.save_checkpoint(
+            path=(file := io.BytesIO()), module=self.model, optimizer=self.optimizer
+        )
         file.seek(0)
         return file
 
@@ -67,7 +70,10 @@ WAYS = {
 def test_weights_of_another_private_run_are_told_of(name, mode, way):
     theirs, run = Run(name, mode), Run(name, mode, epochs=0)
     state = WAYS[way](theirs)
-    with pytest.warns(PrivacyAssumptionWarning, match=r"without their account.*own privacy loss.*engine\.load_checkpoint"):
+    with pytest.warns(
+        PrivacyAssumptionWarning,
+        match=r"without their account.*own privacy loss.*engine\.load_checkpoint",
+    ):
         run.model.load_state_dict(state)
     with pytest.warns(PrivacyAssumptionWarning, match="without their account"):
         run.network.load_state_dict(theirs.network.state_dict())

@@ -18,14 +18,18 @@ from opacus_shuffle.estimators.linear_models import multinomial_loss
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 
 
-@parametrize_with_checks([ShuffleClassifier(solver="accelerated_sgd"), ShuffleRegressor(solver="accelerated_sgd")])
+@parametrize_with_checks(
+    [ShuffleClassifier(solver="accelerated_sgd"), ShuffleRegressor(solver="accelerated_sgd")]
+)
 def test_scikit_learns_own_checks_pass(estimator, check):
     check(estimator)
 
 
 def test_many_digits_are_learnt_within_the_budget():
     images, labels = load_digits(return_X_y=True)
-    model = ShuffleClassifier(epsilon=8.0, weight_norm=20.0, classes=range(10)).fit(images / 60, labels)
+    model = ShuffleClassifier(epsilon=8.0, weight_norm=20.0, classes=range(10)).fit(
+        images / 60, labels
+    )
     chance, error = 0.1, (0.1 * 0.9 / len(labels)) ** 0.5
     assert model.score(images / 60, labels) > chance + 20 * error  # 0.87 at epsilon = 4
     assert model.privacy_.epsilon <= 8.0

@@ -34,7 +34,10 @@ COMMON = {"dimension": 3, "max_norm": 1.0, "num_users": 6, "sample_rate": 0.5}
 GAUSSIAN = GaussianReports(**COMMON, noise_multiplier=1.0)
 SUMS = BitSums(**COMMON, noise_multiplier=1.0, delta=1e-6)
 FORMATS = pytest.mark.parametrize("reports", [GAUSSIAN, SUMS], ids=["gaussian", "sums"])
-CLIENTS, SERVER = [f"the-secret-of-client-{number}" for number in range(6)], "the-secret-of-the-server"
+CLIENTS, SERVER = (
+    [f"the-secret-of-client-{number}" for number in range(6)],
+    "the-secret-of-the-server",
+)
 
 
 # Randomness
@@ -73,7 +76,9 @@ def test_a_client_does_the_same_work_whatever_its_coin_says(reports, monkeypatch
     made = []
     encode = type(reports).encode
     monkeypatch.setattr(
-        type(reports), "encode", lambda self, number, vector: made.append(vector) or encode(self, number, vector)
+        type(reports),
+        "encode",
+        lambda self, number, vector: made.append(vector) or encode(self, number, vector),
     )
     reporter = Reporter(reports, max_rounds=30)
     for number in range(30):
@@ -105,24 +110,34 @@ def test_two_processes_of_a_client_answer_a_round_once(tmp_path):
         books[1].note(1, max_rounds=9, fingerprint=GAUSSIAN.fingerprint)
 
 
-@pytest.mark.parametrize("content", ["", "junk", "[]", '{"settings": "00", "rounds": "many", "last": 1}'])
+@pytest.mark.parametrize(
+    "content", ["", "junk", "[]", '{"settings": "00", "rounds": "many", "last": 1}']
+)
 def test_a_client_whose_book_is_damaged_sends_nothing(tmp_path, content):
     (tmp_path / "book").write_text(content)
     sent = []
     with pytest.raises(ValueError, match="is no book of a client"):
-        Reporter(GAUSSIAN, max_rounds=9, book=FileBook(tmp_path / "book")).answer(1, lambda: torch.ones(3), sent.append)
+        Reporter(GAUSSIAN, max_rounds=9, book=FileBook(tmp_path / "book")).answer(
+            1, lambda: torch.ones(3), sent.append
+        )
     assert sent == []
 
 
 def test_a_client_s_book_is_of_one_agreement(tmp_path):
-    Reporter(GAUSSIAN, max_rounds=9, book=FileBook(tmp_path / "book")).answer(1, lambda: torch.ones(3), lambda report: None)
+    Reporter(GAUSSIAN, max_rounds=9, book=FileBook(tmp_path / "book")).answer(
+        1, lambda: torch.ones(3), lambda report: None
+    )
     with pytest.raises(ValueError, match="of other settings"):
-        Reporter(SUMS, max_rounds=9, book=FileBook(tmp_path / "book")).answer(2, lambda: torch.ones(3), lambda report: None)
+        Reporter(SUMS, max_rounds=9, book=FileBook(tmp_path / "book")).answer(
+            2, lambda: torch.ones(3), lambda report: None
+        )
     with pytest.raises(ValueError, match="make the folder"):
         FileBook(tmp_path / "nowhere" / "book")
 
 
-@pytest.mark.parametrize("returned", [None, [1.0, 2.0, 3.0], torch.ones(4), torch.ones(3, dtype=torch.complex64)])
+@pytest.mark.parametrize(
+    "returned", [None, [1.0, 2.0, 3.0], torch.ones(4), torch.ones(3, dtype=torch.complex64)]
+)
 def test_a_client_that_computes_no_vector_sends_nothing_whatever_its_coin_says(returned):
     sent = []
     for number in range(20):
@@ -142,7 +157,19 @@ class AlwaysAnother(str):
 
 @pytest.mark.parametrize(
     "sender",
-    [torch.tensor(7), np.int64(7), 7, True, 7.0, math.nan, None, b"7", object(), (torch.tensor(7),), AlwaysAnother("7")],
+    [
+        torch.tensor(7),
+        np.int64(7),
+        7,
+        True,
+        7.0,
+        math.nan,
+        None,
+        b"7",
+        object(),
+        (torch.tensor(7),),
+        AlwaysAnother("7"),
+    ],
     ids=lambda sender: type(sender).__name__,
 )
 def test_who_is_named_by_anything_but_a_text_has_no_report_counted(sender):
@@ -169,10 +196,20 @@ def test_a_round_that_is_no_whole_number_is_not_noted(number):
 # One set of settings
 
 
-@pytest.mark.parametrize("changed", [{"noise_multiplier": 0.5}, {"min_reports": 5}, {"max_norm": 2.0}, {"sample_rate": 0.4}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"noise_multiplier": 0.5}, {"min_reports": 5}, {"max_norm": 2.0}, {"sample_rate": 0.4}],
+)
 def test_clients_shuffler_and_server_with_other_settings_do_not_meet(changed):
     for reports, kind in ((GAUSSIAN, GaussianReports), (SUMS, BitSums)):
-        other = kind(**{**COMMON, "noise_multiplier": 1.0, **({"delta": 1e-6} if kind is BitSums else {}), **changed})
+        other = kind(
+            **{
+                **COMMON,
+                "noise_multiplier": 1.0,
+                **({"delta": 1e-6} if kind is BitSums else {}),
+                **changed,
+            }
+        )
         shuffler = Shuffler(reports)
         with pytest.raises(ValueError, match="goes by other settings"):
             Ledger(other, shuffler, delta=1e-5).open()
@@ -183,8 +220,14 @@ def test_clients_shuffler_and_server_with_other_settings_do_not_meet(changed):
 
 
 def test_settings_make_the_format_that_they_are_of():
-    for reports in (GAUSSIAN, SUMS, GaussianReports(**COMMON, noise_multiplier=2, server_selects="fixed_size")):
-        again = opacus_shuffle.federated.ReportFormat.of_settings(json.loads(json.dumps(reports.settings)))
+    for reports in (
+        GAUSSIAN,
+        SUMS,
+        GaussianReports(**COMMON, noise_multiplier=2, server_selects="fixed_size"),
+    ):
+        again = opacus_shuffle.federated.ReportFormat.of_settings(
+            json.loads(json.dumps(reports.settings))
+        )
         assert again.fingerprint == reports.fingerprint
         assert again.settings == reports.settings
 
@@ -213,7 +256,12 @@ def test_a_round_that_cannot_be_written_down_is_not_released(tmp_path):
     for _ in range(2):
         with pytest.raises(OSError, match="book"):
             ledger.close()
-        assert (ledger.round, ledger.begun, len(ledger.accountant), ledger.shuffler.waiting()) == (0, False, 0, 6)
+        assert (ledger.round, ledger.begun, len(ledger.accountant), ledger.shuffler.waiting()) == (
+            0,
+            False,
+            0,
+            6,
+        )
     folder.mkdir()
     assert ledger.close().num_reports == 6
 
@@ -241,7 +289,9 @@ def test_a_damaged_book_is_named_and_not_begun_anew(tmp_path, damage):
     elif damage == "counted less":
         torch.save({**torch.load(path, weights_only=True), "round": 3}, path)
     else:
-        path.write_bytes({"empty": b"", "junk": b"junk", "cut": content[: len(content) // 2]}[damage])
+        path.write_bytes(
+            {"empty": b"", "junk": b"junk", "cut": content[: len(content) // 2]}[damage]
+        )
     with pytest.raises(ValueError, match=f"path='{path}'"):
         Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=path)
 
@@ -265,16 +315,26 @@ def test_a_damaged_book_is_named_and_not_begun_anew(tmp_path, damage):
         (lambda: SUMS.encode(1, torch.ones(4)), r"vector must have shape \(3,\), got \(4,\)"),
         (lambda: SUMS.encode(1, torch.ones(3, device="meta")), "vector"),
         (lambda: SUMS.encode(1, None, generator=3), "generator"),
-        (lambda: GaussianReports(**{**COMMON, "max_norm": 1e-40}, noise_multiplier=1.0), "max_norm"),
+        (
+            lambda: GaussianReports(**{**COMMON, "max_norm": 1e-40}, noise_multiplier=1.0),
+            "max_norm",
+        ),
         (lambda: GaussianReports(**{**COMMON, "max_norm": 1e35}, noise_multiplier=1.0), "max_norm"),
-        pytest.param(lambda: BitSums(**COMMON, noise_multiplier=1e6, delta=1e-6), "noise_multiplier", marks=pytest.mark.zoo),
+        pytest.param(
+            lambda: BitSums(**COMMON, noise_multiplier=1e6, delta=1e-6),
+            "noise_multiplier",
+            marks=pytest.mark.zoo,
+        ),
         (lambda: GAUSSIAN.estimate([np.array([math.nan, 0, 0], "<f4").tobytes()], 6), "report"),
         (lambda: ShufflerService(None, clients=CLIENTS, server=SERVER), "shuffler"),
         (lambda: FarShuffler("https://shuffler.example", "two\nlines-of-a-secret"), "secret"),
         (lambda: FarShuffler("https://shuffler.example", None), "secret"),
         (lambda: FarShuffler("https://", SERVER), "url"),
         (lambda: FarShuffler(None, SERVER), "url"),
-        (lambda: FarShuffler("https://shuffler.example", SERVER, certificate="no.crt"), "certificate"),
+        (
+            lambda: FarShuffler("https://shuffler.example", SERVER, certificate="no.crt"),
+            "certificate",
+        ),
     ],
 )
 def test_bad_input_is_named(call, named):
@@ -290,14 +350,21 @@ def test_a_shuffler_with_a_generator_of_one_s_own_is_no_secret_as_its_report_say
 
 
 def test_a_result_that_the_caller_changes_later_is_the_book_s_own(tmp_path):
-    ledger, kept = Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=tmp_path / "book"), torch.zeros(3)
+    ledger, kept = (
+        Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=tmp_path / "book"),
+        torch.zeros(3),
+    )
     ledger.run(lambda number: all_report(ledger.shuffler, number), lambda total: kept)
     kept += 5
     assert not ledger.result.any()
 
 
 def test_a_book_in_memory_takes_any_result_and_numpy_s_numbers_are_settings():
-    reports = GaussianReports(**{**COMMON, "num_users": np.int64(6)}, noise_multiplier=np.float64(1), min_reports=np.int64(6))
+    reports = GaussianReports(
+        **{**COMMON, "num_users": np.int64(6)},
+        noise_multiplier=np.float64(1),
+        min_reports=np.int64(6),
+    )
     assert json.loads(json.dumps(reports.settings)) == reports.settings
     assert reports.fingerprint == GAUSSIAN.fingerprint
 
@@ -312,7 +379,9 @@ def test_a_secret_is_not_sent_where_a_shuffler_sends_its_caller_and_is_in_no_mes
         def do_POST(self) -> None:
             asked.append((self.path, self.headers.get("Authorization")))
             self.send_response(302)
-            self.send_header("Location", f"http://127.0.0.1:{self.server.server_address[1]}/elsewhere")
+            self.send_header(
+                "Location", f"http://127.0.0.1:{self.server.server_address[1]}/elsewhere"
+            )
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -324,7 +393,9 @@ def test_a_secret_is_not_sent_where_a_shuffler_sends_its_caller_and_is_in_no_mes
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(ValueError, match="302") as error:
-            FarShuffler(f"http://127.0.0.1:{server.server_address[1]}", CLIENTS[0] + "\n").submit(b"report")
+            FarShuffler(f"http://127.0.0.1:{server.server_address[1]}", CLIENTS[0] + "\n").submit(
+                b"report"
+            )
         server.shutdown()
     assert asked == [("/report", f"Bearer {CLIENTS[0]}")]
     assert CLIENTS[0] not in str(error.value)
@@ -336,7 +407,9 @@ def test_a_secret_is_not_sent_where_a_shuffler_sends_its_caller_and_is_in_no_mes
 def test_nobody_answers_is_said_with_the_address():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(ConnectionError, match=f"no shuffler at http://127.0.0.1:{port} after 1 attempts"):
+    with pytest.raises(
+        ConnectionError, match=f"no shuffler at http://127.0.0.1:{port} after 1 attempts"
+    ):
         FarShuffler(f"http://127.0.0.1:{port}", SERVER, attempts=1).close_round(1)
 
 
@@ -348,7 +421,9 @@ def test_a_malformed_request_is_answered_and_who_sent_it_is_not_written_down(len
             client.sendall(f"POST /report HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
             assert b" 413 " in client.recv(1000)
         with socket.create_connection(service.server_address[:2]) as client:
-            client.sendall(f"POST /rounds/{'9' * 5000}/open HTTP/1.1\r\nContent-Length: 0\r\n".encode())
+            client.sendall(
+                f"POST /rounds/{'9' * 5000}/open HTTP/1.1\r\nContent-Length: 0\r\n".encode()
+            )
             client.sendall(f"Authorization: Bearer {SERVER}\r\n\r\n".encode())
             assert b" 404 " in client.recv(1000)
         service.shutdown()
@@ -356,7 +431,9 @@ def test_a_malformed_request_is_answered_and_who_sent_it_is_not_written_down(len
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", b"\1\0\0\0\1\0\0\0", b"\1\0\0\0\1\0\0\0\5\0\0\0\0\0\0\0abc"])
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", b"\1\0\0\0\1\0\0\0", b"\1\0\0\0\1\0\0\0\5\0\0\0\0\0\0\0abc"]
+)
 def test_an_answer_that_was_cut_off_is_refused(content):
     with pytest.raises(ValueError, match="shuffler's answer"):
         unpacked(1, content)
@@ -366,18 +443,34 @@ def test_an_answer_that_was_cut_off_is_refused(content):
     ("settings", "clients", "server", "said"),
     [
         ("{", "\n".join(CLIENTS), SERVER, "settings.json is no JSON file"),
-        (json.dumps({**SUMS.settings, "maxnorm": 1}), "\n".join(CLIENTS), SERVER, "did you mean max_norm"),
+        (
+            json.dumps({**SUMS.settings, "maxnorm": 1}),
+            "\n".join(CLIENTS),
+            SERVER,
+            "did you mean max_norm",
+        ),
         (json.dumps(SUMS.settings), "\n".join(CLIENTS[:3]), SERVER, "got 3"),
-        (json.dumps(SUMS.settings), "\n".join(CLIENTS), "\n".join(CLIENTS), "server must be a secret"),
+        (
+            json.dumps(SUMS.settings),
+            "\n".join(CLIENTS),
+            "\n".join(CLIENTS),
+            "server must be a secret",
+        ),
         (json.dumps(SUMS.settings), "\n".join(CLIENTS), None, "server.txt"),
     ],
 )
-def test_the_command_says_in_a_line_what_is_wrong_with_its_files(tmp_path, capsys, settings, clients, server, said):
+def test_the_command_says_in_a_line_what_is_wrong_with_its_files(
+    tmp_path, capsys, settings, clients, server, said
+):
     (tmp_path / "settings.json").write_text(settings)
     (tmp_path / "clients.txt").write_text(clients)
     if server is not None:
         (tmp_path / "server.txt").write_text(server)
-    files = {"--settings": "settings.json", "--secrets": "clients.txt", "--server-secret": "server.txt"}
+    files = {
+        "--settings": "settings.json",
+        "--secrets": "clients.txt",
+        "--server-secret": "server.txt",
+    }
     with pytest.raises(SystemExit):
         main([part for flag, name in files.items() for part in (flag, str(tmp_path / name))])
     assert said in capsys.readouterr().err

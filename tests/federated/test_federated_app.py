@@ -18,15 +18,27 @@ APP = Path(__file__).parent.parent.parent / "tutorials" / "federated"
 
 def run(*command: str) -> str:
     environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.zoo
 def test_virtual_clients_train_in_one_process_and_their_server_goes_on(tmp_path):
-    command = [str(APP / "simulate.py"), "--clients", "12", "--rounds", "2", "--book", str(tmp_path / "book")]
-    assert re.search(r"12 clients, 2 rounds, accuracy [\d.]+%\nshuffled_sums, 2 rounds", run(*command))
+    command = [
+        str(APP / "simulate.py"),
+        "--clients",
+        "12",
+        "--rounds",
+        "2",
+        "--book",
+        str(tmp_path / "book"),
+    ]
+    assert re.search(
+        r"12 clients, 2 rounds, accuracy [\d.]+%\nshuffled_sums, 2 rounds", run(*command)
+    )
 
 
 @pytest.mark.zoo
@@ -38,8 +50,12 @@ def test_virtual_clients_train_in_processes_of_flower_s_own_simulation():
 
 @pytest.mark.zoo
 def test_secure_aggregation_takes_the_shuffler_s_place():
-    said = run(str(APP / "secure_aggregation.py"), "--clients", "6", "--missing", "1", "--rounds", "1")
-    assert re.search(r"6 clients, 1 rounds, accuracy [\d.]+%, modulus \d+\nshuffled_sums, 1 round", said)
+    said = run(
+        str(APP / "secure_aggregation.py"), "--clients", "6", "--missing", "1", "--rounds", "1"
+    )
+    assert re.search(
+        r"6 clients, 1 rounds, accuracy [\d.]+%, modulus \d+\nshuffled_sums, 1 round", said
+    )
 
 
 def processes() -> set[int]:

@@ -14,7 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 flwr = pytest.importorskip("flwr.app", reason="needs the extra federated")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict  # noqa: E402
+from flwr.app import (  # noqa: E402
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp  # noqa: E402
 
 import opacus_shuffle  # noqa: E402
@@ -23,12 +32,23 @@ from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrate
 from opacus_shuffle.federated.flower.common import as_arrays, as_vector  # noqa: E402
 
 CLIENTS, D = 30, 8
-GAUSSIAN = {"dimension": D, "max_norm": 1.0, "noise_multiplier": 1.0, "num_users": CLIENTS, "sample_rate": 0.5}
+GAUSSIAN = {
+    "dimension": D,
+    "max_norm": 1.0,
+    "noise_multiplier": 1.0,
+    "num_users": CLIENTS,
+    "sample_rate": 0.5,
+}
 SUMS = {**GAUSSIAN, "noise_multiplier": 2.0, "delta": 1e-6, "min_reports": 15}
 
 
 def weights(value: float = 0.0) -> ArrayRecord:
-    return ArrayRecord({"layer": Array(np.full((2, 3), value, np.float32)), "bias": Array(np.full(2, value, np.float32))})
+    return ArrayRecord(
+        {
+            "layer": Array(np.full((2, 3), value, np.float32)),
+            "bias": Array(np.full(2, value, np.float32)),
+        }
+    )
 
 
 class Federation:
@@ -40,12 +60,25 @@ class Federation:
     """
 
     def __init__(
-        self, reports, train=lambda client: torch.zeros(D), *, max_rounds: int = 100, book=None, strategy=None, **options
+        self,
+        reports,
+        train=lambda client: torch.zeros(D),
+        *,
+        max_rounds: int = 100,
+        book=None,
+        strategy=None,
+        **options,
     ):
         self.shuffler, self.trained, self.replies = Shuffler(reports), [], []
         self.ledger = Ledger(reports, self.shuffler, delta=1e-5, **options)
         self.strategy = ShuffledStrategy(self.ledger, **(strategy or {}))
-        mod = ReportMod(reports, lambda *report: self.submit(*report), max_rounds=max_rounds, book=book, always_train=False)
+        mod = ReportMod(
+            reports,
+            lambda *report: self.submit(*report),
+            max_rounds=max_rounds,
+            book=book,
+            always_train=False,
+        )
         app = ClientApp(mods=[mod])
 
         @app.train()
@@ -73,7 +106,9 @@ class Federation:
     def ask(self, content: RecordDict) -> None:
         """Asks every client to train, as a server may that goes by no strategy of ours."""
         nodes = self.grid.get_node_ids()
-        self.grid.send_and_receive([Message(content, message_type=MessageType.TRAIN, dst_node_id=node) for node in nodes])
+        self.grid.send_and_receive(
+            [Message(content, message_type=MessageType.TRAIN, dst_node_id=node) for node in nodes]
+        )
 
     def run(self, rounds: int, start: float = 0.0):
         return self.strategy.start(grid=self.grid, initial_arrays=weights(start), num_rounds=rounds)
@@ -84,7 +119,9 @@ class Federation:
         return all(len(reply.content) == 0 and not reply.has_error() for reply in self.replies)
 
 
-KINDS = pytest.mark.parametrize("reports", [GaussianReports(**GAUSSIAN), BitSums(**SUMS)], ids=["gaussian", "sums"])
+KINDS = pytest.mark.parametrize(
+    "reports", [GaussianReports(**GAUSSIAN), BitSums(**SUMS)], ids=["gaussian", "sums"]
+)
 
 
 def breaking(context: Context, report: bytes) -> None:
@@ -124,7 +161,9 @@ def test_a_server_cannot_have_a_round_twice_nor_more_rounds_than_agreed(reports,
     federation = Federation(reports, max_rounds=2)
     federation.run(2)
     trained, sent = len(federation.trained), []
-    federation.submit = lambda context, report: sent.append(report)  # a server that has its way with the shuffler
+    federation.submit = lambda context, report: sent.append(
+        report
+    )  # a server that has its way with the shuffler
     federation.ask(RecordDict({"arrays": weights(), "config": ConfigRecord({"round": number})}))
     assert federation.all_answered_alike
     assert sent == []
@@ -136,8 +175,12 @@ def test_a_server_that_begins_another_run_finds_the_same_books(reports, tmp_path
     """In Flower's own state of a client the rounds of one run are all that is there."""
     sent = []
     for _ in range(2):
-        federation = Federation(reports, max_rounds=2, book=lambda context: tmp_path / str(context.node_id))
-        federation.submit = lambda context, report, take=federation.submit: sent.append(report) or take(context, report)
+        federation = Federation(
+            reports, max_rounds=2, book=lambda context: tmp_path / str(context.node_id)
+        )
+        federation.submit = lambda context, report, take=federation.submit: (
+            sent.append(report) or take(context, report)
+        )
         federation.run(3)
         assert len(federation.ledger.accountant) == 3
     assert len(sent) == 2 * CLIENTS
@@ -185,7 +228,9 @@ def test_a_server_that_selects_is_a_simulation_as_its_report_says(selects):
     federation = Federation(GaussianReports(**GAUSSIAN, server_selects=selects))
     federation.run(3)
     assert len(federation.trained) == len(federation.replies)
-    assert len(federation.replies) == 45 if selects == "fixed_size" else len(federation.replies) < 90
+    assert (
+        len(federation.replies) == 45 if selects == "fixed_size" else len(federation.replies) < 90
+    )
     for told in (str(federation.ledger.report()), federation.ledger.report().statement()):
         assert "the server drew who takes part" in told
 
@@ -213,7 +258,9 @@ def test_a_killed_server_goes_on_with_its_weights_and_its_history(tmp_path):
 def updates(reports, rounds: int, vectors: torch.Tensor) -> torch.Tensor:
     """The sum that each of so many rounds moves the weights by."""
     expected = float(reports.sample_rate * CLIENTS)
-    federation = Federation(reports, lambda client: vectors[client], strategy={"learning_rate": expected})
+    federation = Federation(
+        reports, lambda client: vectors[client], strategy={"learning_rate": expected}
+    )
     sums: list[torch.Tensor] = []
 
     def moved(weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -250,8 +297,14 @@ def central_updates(rounds: int, vectors: torch.Tensor, accountant: str, **optio
 @pytest.mark.parametrize(
     ("reports", "options"),
     [
-        (GaussianReports(**GAUSSIAN), {"accountant": "shuffled_checkin", "noise_multiplier": 1.0, "local_noise": True}),
-        (BitSums(**{**SUMS, "min_reports": CLIENTS}), {"accountant": "shuffled_sums", "noise_multiplier": 2.0}),
+        (
+            GaussianReports(**GAUSSIAN),
+            {"accountant": "shuffled_checkin", "noise_multiplier": 1.0, "local_noise": True},
+        ),
+        (
+            BitSums(**{**SUMS, "min_reports": CLIENTS}),
+            {"accountant": "shuffled_sums", "noise_multiplier": 2.0},
+        ),
     ],
     ids=["gaussian", "sums"],
 )
@@ -259,7 +312,9 @@ def test_a_federated_run_and_one_in_one_process_have_the_same_updates_and_epsilo
     """Two-sample Kolmogorov-Smirnov tests of 60 rounds, along three directions: each refuses by chance once in 10⁶."""
     rounds, generator = 60, torch.Generator().manual_seed(0)
     vectors = torch.randn(CLIENTS, D, generator=generator)
-    vectors *= torch.rand(CLIENTS, 1, generator=generator) * 2 / vectors.norm(dim=1, keepdim=True)  # some longer than the norm
+    vectors *= (
+        torch.rand(CLIENTS, 1, generator=generator) * 2 / vectors.norm(dim=1, keepdim=True)
+    )  # some longer than the norm
     vectors += 0.3
     ours = updates(reports, rounds, vectors).double()
     theirs, planned = central_updates(rounds, vectors, **options)

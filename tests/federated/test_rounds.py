@@ -16,7 +16,13 @@ from scipy import stats
 
 import opacus_shuffle
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.federated import BitSums, GaussianReports, RefusedReportError, Reporter, Shuffler
+from opacus_shuffle.federated import (
+    BitSums,
+    GaussianReports,
+    RefusedReportError,
+    Reporter,
+    Shuffler,
+)
 from opacus_shuffle.federated.shuffler import UnknownRoundError
 from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService, packed, unpacked
 
@@ -83,7 +89,9 @@ def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to():
     assert [GAUSSIAN.open(each).round for each in sent] == [1, 5]
 
 
-COIN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3)
+COIN = GaussianReports(
+    dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3
+)
 
 
 @pytest.mark.parametrize("reports", [COIN, SUMS], ids=["gaussian", "sums"])
@@ -93,7 +101,12 @@ def test_every_client_reports_and_its_coin_says_whether_its_vector_is_in_it(repo
     trained, sent, held = [], [], []
     reporter = Reporter(reports, max_rounds=400)
     for number in range(400):
-        reporter.answer(number, lambda: trained.append(1) or torch.ones(3), sent.append, always_train=always_train)
+        reporter.answer(
+            number,
+            lambda: trained.append(1) or torch.ones(3),
+            sent.append,
+            always_train=always_train,
+        )
     coins = stats.binom(400, 0.3)
     few, many = coins.ppf(5e-10), coins.isf(5e-10)
     assert len(sent) == 400
@@ -121,7 +134,13 @@ def test_a_round_in_which_no_coin_says_yes_is_released_and_not_dropped():
 @pytest.mark.parametrize("kind", [GaussianReports, BitSums])
 def test_the_shuffler_does_the_same_for_a_report_whatever_its_coin_says(kind):
     """The same lines, the same calls into C, and memory kept: who watches how long it takes learns no coin."""
-    sizes = {"dimension": 500, "max_norm": 1.0, "noise_multiplier": 1.0, "num_users": 8, "sample_rate": 0.5}
+    sizes = {
+        "dimension": 500,
+        "max_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "num_users": 8,
+        "sample_rate": 0.5,
+    }
     reports = kind(**sizes, **({"delta": 1e-6} if kind is BitSums else {}))
     found = []
 
@@ -139,7 +158,9 @@ def test_the_shuffler_does_the_same_for_a_report_whatever_its_coin_says(kind):
             if frame.f_globals.get("__name__", "").startswith(
                 "opacus_shuffle."
             ):  # and not the collector of rubbish, which comes when it likes
-                work.append((event, frame.f_code.co_name, frame.f_lineno, getattr(arg, "__name__", "")))
+                work.append(
+                    (event, frame.f_code.co_name, frame.f_lineno, getattr(arg, "__name__", ""))
+                )
             return note
 
         sys.setprofile(note), sys.settrace(note)
@@ -180,7 +201,9 @@ def test_a_dropped_round_is_accounted_and_gives_no_estimate():
 
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
-def test_a_round_whose_accounting_fails_is_not_released_and_may_be_closed_again(error, shuffler, monkeypatch, tmp_path):
+def test_a_round_whose_accounting_fails_is_not_released_and_may_be_closed_again(
+    error, shuffler, monkeypatch, tmp_path
+):
     ledger = ledger_of(GAUSSIAN, shuffler, path=tmp_path / "book")
     all_report(shuffler, 1)
 
@@ -225,7 +248,11 @@ class Killing(Shuffler):
         super().open_round(number, fingerprint)
         for name, client in enumerate(self.clients):
             if client.book.last < number:
-                client.answer(number, lambda: torch.ones(3), lambda report, name=name: self.submit(str(name), report))
+                client.answer(
+                    number,
+                    lambda: torch.ones(3),
+                    lambda report, name=name: self.submit(str(name), report),
+                )
         self.strike("open", number)
 
     def close_round(self, number):
@@ -253,14 +280,18 @@ def serve_three_rounds(url: str, path: str, instant: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts the server by fork")
-@pytest.mark.parametrize("instant", ["open", "before the release", "after the release", "updating", "forgotten"])
+@pytest.mark.parametrize(
+    "instant", ["open", "before the release", "after the release", "updating", "forgotten"]
+)
 def test_a_server_process_that_is_killed_comes_back_to_the_same_history(instant, tmp_path):
     shuffler = Killing(instant)
     context, path = multiprocessing.get_context("fork"), str(tmp_path / "book")
     with ShufflerService(shuffler, clients=CLIENTS[:6], server=SERVER) as service:
         service.start()
         for _ in range(2):
-            server = context.Process(target=serve_three_rounds, args=(service.url, path, shuffler.instant))
+            server = context.Process(
+                target=serve_three_rounds, args=(service.url, path, shuffler.instant)
+            )
             server.start()
             shuffler.armed.put(server.pid)
             server.join()
@@ -268,7 +299,9 @@ def test_a_server_process_that_is_killed_comes_back_to_the_same_history(instant,
                 break
             assert server.exitcode == -signal.SIGKILL
             ledger = ledger_of(GAUSSIAN, shuffler, path=path)
-            assert len(ledger.accountant) >= len(shuffler.released)  # what was released is accounted
+            assert len(ledger.accountant) >= len(
+                shuffler.released
+            )  # what was released is accounted
             shuffler.instant = "never again"
         else:
             raise AssertionError("the second server ended, too")

@@ -16,11 +16,22 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 import opacus_shuffle
 from opacus_shuffle.federated import BitSums, GaussianReports, Ledger
 from opacus_shuffle.federated.flower import LocalGrid
-from opacus_shuffle.federated.flower.secure_sums import SecureSumClient, SecureSums, SecureSumStrategy
+from opacus_shuffle.federated.flower.secure_sums import (
+    SecureSumClient,
+    SecureSums,
+    SecureSumStrategy,
+)
 from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped
 
 CLIENTS, D = 7, 6
-REPORTS = {"dimension": D, "max_norm": 1.0, "noise_multiplier": 1.0, "num_users": CLIENTS, "delta": 1e-6, "min_reports": 5}
+REPORTS = {
+    "dimension": D,
+    "max_norm": 1.0,
+    "noise_multiplier": 1.0,
+    "num_users": CLIENTS,
+    "delta": 1e-6,
+    "min_reports": 5,
+}
 
 
 class Aggregation:
@@ -61,7 +72,9 @@ class Aggregation:
             def train(weights):
                 return [each + context.node_config["partition-id"] / 10 for each in weights]
 
-            return SecureSumClient(self.sums, context, train, max_rounds=max_rounds, book=None).to_client()
+            return SecureSumClient(
+                self.sums, context, train, max_rounds=max_rounds, book=None
+            ).to_client()
 
         app = ClientApp(client_fn=client, mods=[self.sums.mod])
 
@@ -88,12 +101,16 @@ class Aggregation:
     @property
     def answers(self) -> list:
         """What clients answered, stage by stage."""
-        return [record for reply in self.replies for record in reply.content.config_records.values()]
+        return [
+            record for reply in self.replies for record in reply.content.config_records.values()
+        ]
 
     @property
     def moved(self) -> torch.Tensor:
         """What the weights have moved by, in all."""
-        return torch.cat([torch.from_numpy(each.reshape(-1)) for each in self.strategy.weights]).double()
+        return torch.cat(
+            [torch.from_numpy(each.reshape(-1)) for each in self.strategy.weights]
+        ).double()
 
 
 def test_the_server_gets_the_sum_of_the_clients_counts_to_the_last_bit():
@@ -114,12 +131,17 @@ def test_nothing_that_a_client_sends_tells_its_counts():
     for reply in aggregation.replies:
         assert not any(record.keys() for record in reply.content.array_records.values())
         for name, record in reply.content.metric_records.items():
-            assert (name, dict(record)) in (("fitres.num_examples", {"num_examples": 1}), ("fitres.metrics", {}))
+            assert (name, dict(record)) in (
+                ("fitres.num_examples", {"num_examples": 1}),
+                ("fitres.metrics", {}),
+            )
     assert sum("masked_params" in record for record in aggregation.answers) == CLIENTS
 
 
 @pytest.mark.parametrize("stage", ["setup", "share_keys"])
-def test_clients_that_drop_out_before_they_have_shared_keys_halt_a_round_that_stays_accounted(stage):
+def test_clients_that_drop_out_before_they_have_shared_keys_halt_a_round_that_stays_accounted(
+    stage,
+):
     """Flower's workflow asks for shares of their keys, which nobody has."""
     aggregation = Aggregation({0: stage, 3: stage})
     aggregation.run()
@@ -139,7 +161,9 @@ def test_clients_that_drop_out_take_their_counts_with_them(stage):
 
 
 def test_a_sum_of_too_few_clients_is_not_unmasked_and_its_round_is_accounted():
-    aggregation = Aggregation({0: "collect_masked_vectors", 1: "share_keys", 2: "collect_masked_vectors"})
+    aggregation = Aggregation(
+        {0: "collect_masked_vectors", 1: "share_keys", 2: "collect_masked_vectors"}
+    )
     aggregation.run(2)
     assert not aggregation.moved.any()
     assert len(aggregation.ledger.accountant) == 2
@@ -149,12 +173,22 @@ def test_a_sum_of_too_few_clients_is_not_unmasked_and_its_round_is_accounted():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"reconstruction_threshold": 4}, {"modulus_range": 2**30}, {"num_shares": 6}, {"clipping_range": 1.0}]
+    "changed",
+    [
+        {"reconstruction_threshold": 4},
+        {"modulus_range": 2**30},
+        {"num_shares": 6},
+        {"clipping_range": 1.0},
+    ],
 )
 def test_clients_refuse_a_server_that_asks_for_other_settings(changed):
     sums = Aggregation().sums
     settings = {"num_shares": 1.0, "reconstruction_threshold": 5, "modulus_range": sums.modulus}
-    scale = {"quantization_range": sums._levels, "clipping_range": sums._levels / 2, "max_weight": float(sums._levels)}
+    scale = {
+        "quantization_range": sums._levels,
+        "clipping_range": sums._levels / 2,
+        "max_weight": float(sums._levels),
+    }
     workflow = SecAggPlusWorkflow(**{**settings, **scale, **changed})
     aggregation = Aggregation(workflow=workflow)
     aggregation.run()
@@ -175,11 +209,16 @@ def lying(stage, change):
 
 def keys_of(count):
     """The server says that only so many clients shared their keys with one that did."""
-    return lying("collect_masked_vectors", lambda asked, _: {name: asked[name][: count - 1] for name in ("srcs", "ctxts")})
+    return lying(
+        "collect_masked_vectors",
+        lambda asked, _: {name: asked[name][: count - 1] for name in ("srcs", "ctxts")},
+    )
 
 
 @pytest.mark.parametrize(("count", "answers"), [(4, 0), (5, CLIENTS), (6, CLIENTS)])
-def test_a_client_masks_its_counts_for_the_fewest_clients_that_it_agreed_to_and_not_for_one_less(count, answers):
+def test_a_client_masks_its_counts_for_the_fewest_clients_that_it_agreed_to_and_not_for_one_less(
+    count, answers
+):
     aggregation = Aggregation(tamper=keys_of(count))
     aggregation.run()
     assert len(aggregation.sent) == answers
@@ -187,7 +226,9 @@ def test_a_client_masks_its_counts_for_the_fewest_clients_that_it_agreed_to_and_
 
 @pytest.mark.parametrize(("count", "answers"), [(4, 0), (5, 5), (6, 6)])
 def test_a_client_helps_to_unmask_the_sum_of_the_fewest_and_not_of_one_less(count, answers):
-    aggregation = Aggregation({client: "collect_masked_vectors" for client in range(CLIENTS - count)})
+    aggregation = Aggregation(
+        {client: "collect_masked_vectors" for client in range(CLIENTS - count)}
+    )
     aggregation.run()
     assert sum("shares" in record for record in aggregation.answers) == answers
     assert bool(aggregation.moved.any()) == (answers > 0)
@@ -214,7 +255,11 @@ def test_the_modulus_is_never_below_the_smallest_that_decodes(clients, largest):
     modulus = SecureSums(reports, largest_coordinate=largest).modulus
     assert modulus >= smallest_modulus(reports.protocol, largest)
     middle, most = reports.protocol.expected_ones(clients), clients * reports.bits
-    reach = np.inf if largest is None else (largest + 6 * reports.protocol.variance**0.5) / reports.protocol.grid_step
+    reach = (
+        np.inf
+        if largest is None
+        else (largest + 6 * reports.protocol.variance**0.5) / reports.protocol.grid_step
+    )
     ends = [np.ceil(max(0, middle - reach)), np.floor(min(most, middle + reach))]
     counts = torch.from_numpy(np.linspace(*ends, D).astype(np.int64))
     assert torch.equal(unwrapped(reports.protocol, counts % modulus, clients, modulus), counts)
@@ -224,7 +269,9 @@ def test_the_modulus_is_never_below_the_smallest_that_decodes(clients, largest):
     "tamper",
     [
         lying("unmask", lambda asked, nodes: {"active_nids": nodes, "dead_nids": nodes}),
-        lying("unmask", lambda asked, nodes: {"active_nids": nodes[:1] * 5, "dead_nids": nodes[1:]}),
+        lying(
+            "unmask", lambda asked, nodes: {"active_nids": nodes[:1] * 5, "dead_nids": nodes[1:]}
+        ),
         lying("unmask", lambda asked, nodes: {"active_nids": nodes[:4], "dead_nids": nodes[4:]}),
         keys_of(4),
     ],
@@ -262,7 +309,9 @@ def test_an_average_that_is_none_of_counts_is_refused(average, reports, named):
     aggregation = Aggregation()
     aggregation.ledger.open()
     with pytest.raises(ValueError, match=named):
-        aggregation.sums.aggregated([each * aggregation.sums._levels / 7 for each in average], reports)
+        aggregation.sums.aggregated(
+            [each * aggregation.sums._levels / 7 for each in average], reports
+        )
     with pytest.raises(ValueError, match="no round is open"):
         Aggregation().sums.aggregated([np.zeros(D)], 7)
 
@@ -275,8 +324,12 @@ def test_a_ledger_with_other_settings_opens_no_round():
 
 def test_a_client_without_the_mod_sends_nothing():
     aggregation = Aggregation()
-    context = Context(run_id=0, node_id=2, node_config={"partition-id": 0}, state=RecordDict(), run_config={})
-    client = SecureSumClient(aggregation.sums, context, lambda weights: weights, max_rounds=1, book=None)
+    context = Context(
+        run_id=0, node_id=2, node_config={"partition-id": 0}, state=RecordDict(), run_config={}
+    )
+    client = SecureSumClient(
+        aggregation.sums, context, lambda weights: weights, max_rounds=1, book=None
+    )
     with pytest.raises(ValueError, match=r"mods=\[sums\.mod\]"):
         client.fit([np.zeros(D)], {"round": 1})
 

@@ -27,7 +27,9 @@ def service():
 
 def test_a_far_shuffler_is_a_near_one(service):
     ledger = ledger_of(SUMS, FarShuffler(service.url, SERVER))
-    clients = [(Reporter(SUMS, max_rounds=5), FarShuffler(service.url, secret)) for secret in CLIENTS]
+    clients = [
+        (Reporter(SUMS, max_rounds=5), FarShuffler(service.url, secret)) for secret in CLIENTS
+    ]
 
     def collect(number: int) -> None:
         with concurrent.futures.ThreadPoolExecutor(len(clients)) as threads:
@@ -49,7 +51,10 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
         client.submit(b"junk")
     with pytest.raises(ValueError, match="413"):
         client.submit(b"junk" * 1000)
-    for forbidden in (lambda: client.close_round(1), lambda: FarShuffler(service.url, "x" * 20).submit(SUMS.encode(1, None))):
+    for forbidden in (
+        lambda: client.close_round(1),
+        lambda: FarShuffler(service.url, "x" * 20).submit(SUMS.encode(1, None)),
+    ):
         with pytest.raises(ValueError, match="403"):
             forbidden()
     with pytest.raises(ValueError, match="403"):
@@ -93,7 +98,13 @@ def test_a_service_with_bad_secrets_is_refused(options, named):
 
 
 @pytest.mark.parametrize(
-    "url", ["http://example.org:9095", "http://127.0.0.1:9095@example.org", "ftp://127.0.0.1", "127.0.0.1"]
+    "url",
+    [
+        "http://example.org:9095",
+        "http://127.0.0.1:9095@example.org",
+        "ftp://127.0.0.1",
+        "127.0.0.1",
+    ],
 )
 def test_reports_do_not_travel_in_the_open(url):
     with pytest.raises(ValueError, match="https"):
@@ -175,7 +186,9 @@ def test_newcomers_take_the_places_of_strangers_and_never_of_who_has_shown_a_sec
     service.shuffler.open_round(1)
     known = [recognised(service, secret) for secret in CLIENTS[:2]]
     strangers = [connected(service) for _ in range(20)]
-    FarShuffler(service.url, CLIENTS[2], attempts=1).submit(SUMS.encode(1, None))  # is taken after all of them
+    FarShuffler(service.url, CLIENTS[2], attempts=1).submit(
+        SUMS.encode(1, None)
+    )  # is taken after all of them
     assert sum(not ended(stranger) for stranger in strangers) <= 2
     for client in known:
         client.sendall(SUMS.encode(1, None))
@@ -183,7 +196,9 @@ def test_newcomers_take_the_places_of_strangers_and_never_of_who_has_shown_a_sec
     assert service.shuffler.waiting() == 3
 
 
-@pytest.mark.parametrize("request_", [b"", b"P", headers(CLIENTS[0])], ids=["silent", "a byte", "a client"])
+@pytest.mark.parametrize(
+    "request_", [b"", b"P", headers(CLIENTS[0])], ids=["silent", "a byte", "a client"]
+)
 def test_a_request_that_does_not_come_in_time_is_hung_up_on(service, request_):
     service.deadline = 0.01
     with connected(service, request_) as client:
@@ -234,7 +249,10 @@ def certificate_of_this_machine(folder) -> tuple[str, str]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
@@ -246,7 +264,9 @@ def certificate_of_this_machine(folder) -> tuple[str, str]:
 
 def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(tmp_path):
     certificate, key = certificate_of_this_machine(tmp_path)
-    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER, certificate=certificate, key=key) as service:
+    with ShufflerService(
+        Shuffler(SUMS), clients=CLIENTS, server=SERVER, certificate=certificate, key=key
+    ) as service:
         service.start()
         assert service.url.startswith("https://")
         silent = [socket.create_connection(service.server_address[:2]) for _ in range(5)]

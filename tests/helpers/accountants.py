@@ -12,10 +12,12 @@ DELTA = 1e-5
 WEIGHTS = {"dimension": 1000, "batch_clip": 50.0}
 """What is permuted, and a clipping of sums with which WS's estimate is positive up to σ = 2: it says 0 where σ² exceeds c′."""
 
-# shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py), the others by plain numbers.
+# shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py),
+# the others by plain numbers.
 KINDS = [MECHANISMS[name] for name in ONE_NOISE]
-# The reports of this family are shuffled, so n and a report's own noise matter; shuffled_fw shuffles weights, and the server
-# adds the noise. What is about reports is asked of the family alone.
+# The reports of this family are shuffled, so n and a report's own noise matter; shuffled_fw
+# shuffles weights, and the server adds the noise. What is about reports is asked of the family
+# alone.
 FAMILY = [kind for kind in KINDS if kind is not ShuffledWeights]
 every_accountant = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 every_shuffler_of_reports = pytest.mark.parametrize("kind", FAMILY, ids=lambda kind: kind.name)
@@ -46,6 +48,8 @@ def accountant_of(kind, history=(), *, num_users=1000, local_noise=None, **optio
     return accountant
 
 
-def spent(kind, history, *, delta=DELTA, bound="certified", num_users=1000, local_noise=None, **options):
+def spent(
+    kind, history, *, delta=DELTA, bound="certified", num_users=1000, local_noise=None, **options
+):
     accountant = accountant_of(kind, history, num_users=num_users, local_noise=local_noise)
     return accountant.get_epsilon(delta, bound=bound, **options)

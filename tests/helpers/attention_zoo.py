@@ -22,7 +22,9 @@ network = collect(TRANSFORMERS)
 class Attention(nn.Module):
     """Linear projections around a method that mixes heads of shape (batch, head, token, dimension)."""
 
-    def __init__(self, *, kv_heads: int = HEADS, qk: int = 4, value: int = 4, packed: bool = False) -> None:
+    def __init__(
+        self, *, kv_heads: int = HEADS, qk: int = 4, value: int = 4, packed: bool = False
+    ) -> None:
         super().__init__()
         self.kv_heads = kv_heads
         if packed:
@@ -35,7 +37,8 @@ class Attention(nn.Module):
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads = (HEADS, self.kv_heads, self.kv_heads)
         return tuple(
-            layer(x).unflatten(-1, (h, -1)).transpose(1, 2) for layer, h in zip((self.q, self.k, self.v), heads, strict=True)
+            layer(x).unflatten(-1, (h, -1)).transpose(1, 2)
+            for layer, h in zip((self.q, self.k, self.v), heads, strict=True)
         )
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -49,11 +52,16 @@ class Block(nn.Module):
     """Pre-norm attention and perceptron."""
 
     def __init__(
-        self, attention: nn.Module, norm: Callable[[int], nn.Module] = nn.LayerNorm, mlp: nn.Module | None = None
+        self,
+        attention: nn.Module,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.norm1, self.attention, self.norm2 = norm(WIDTH), attention, norm(WIDTH)
-        self.mlp = mlp or nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+        self.mlp = mlp or nn.Sequential(
+            nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -65,7 +73,10 @@ class Classifier(nn.Module):
 
     def __init__(self, *blocks: nn.Module, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(TOKENS, WIDTH))
+        self.tokens, self.positions = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Parameter(torch.randn(TOKENS, WIDTH)),
+        )
         self.blocks, self.norm, self.head = nn.Sequential(*blocks), norm(WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -80,17 +91,22 @@ def stack(attention: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
     return Classifier(Block(attention()), Block(attention())), sentences()
 
 
-# nn.MultiheadAttention and its twin in Opacus ---------------------------------------------------------------------------------
+# nn.MultiheadAttention and its twin in Opacus
+# ---------------------------------------------------------------------------------
 
 
 class TorchEncoder(nn.Module):
     """nn.TransformerEncoder between embeddings and a head; sizes as in the table of known groups."""
 
-    def __init__(self, *, norm_first: bool = False, batch_first: bool = True, opacus: bool = False) -> None:
+    def __init__(
+        self, *, norm_first: bool = False, batch_first: bool = True, opacus: bool = False
+    ) -> None:
         super().__init__()
         self.batch_first = batch_first
         self.tokens, self.positions = nn.Embedding(50, 32), nn.Parameter(torch.randn(1, 11, 32))
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.0, batch_first=batch_first, norm_first=norm_first
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -143,11 +159,17 @@ def torch_encoder_decoder():
         "batch_first": True,
         "norm_first": True,
     }
-    parts = {"source": nn.Embedding(VOCABULARY, WIDTH), "target": nn.Embedding(20, WIDTH), "head": nn.Linear(WIDTH, 20)}
+    parts = {
+        "source": nn.Embedding(VOCABULARY, WIDTH),
+        "target": nn.Embedding(20, WIDTH),
+        "head": nn.Linear(WIDTH, 20),
+    }
     parts["encoder"] = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(**options), 1, nn.LayerNorm(WIDTH), enable_nested_tensor=False
     )
-    parts["decoder"] = nn.TransformerDecoder(nn.TransformerDecoderLayer(**options), 1, nn.LayerNorm(WIDTH))
+    parts["decoder"] = nn.TransformerDecoder(
+        nn.TransformerDecoderLayer(**options), 1, nn.LayerNorm(WIDTH)
+    )
     return Wired(wiring, **parts), (sentences(), torch.randint(0, 20, (BATCH, 5)))
 
 
@@ -163,7 +185,8 @@ def latent_queries():
     return Wired(wiring, **parts, attention=attention, head=nn.Linear(3 * WIDTH, 4)), sentences()
 
 
-# Ways to pack query, key and value --------------------------------------------------------------------------------------------
+# Ways to pack query, key and value
+# --------------------------------------------------------------------------------------------
 
 
 class UnboundAttention(Attention):
@@ -186,7 +209,10 @@ class SplitAttention(Attention):
     """As in nanoGPT: one projection split in three, causal fused attention."""
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in self.qkv(x).split(WIDTH, dim=2))
+        return tuple(
+            part.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+            for part in self.qkv(x).split(WIDTH, dim=2)
+        )
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -212,10 +238,14 @@ def timm_vit():
         return m.head(m.norm(m.blocks(x))[:, 0])
 
     blocks = nn.Sequential(*[LayerScaled(UnboundAttention(packed=True)) for _ in range(2)])
-    parts = {"patches": nn.Conv2d(3, WIDTH, 4, 4), "cls_token": torch.randn(1, 1, WIDTH), "positions": torch.randn(1, 5, WIDTH)}
-    return Wired(wiring, **parts, blocks=blocks, norm=nn.LayerNorm(WIDTH), head=nn.Linear(WIDTH, 4)), torch.randn(
-        BATCH, 3, 8, 8
-    )
+    parts = {
+        "patches": nn.Conv2d(3, WIDTH, 4, 4),
+        "cls_token": torch.randn(1, 1, WIDTH),
+        "positions": torch.randn(1, 5, WIDTH),
+    }
+    return Wired(
+        wiring, **parts, blocks=blocks, norm=nn.LayerNorm(WIDTH), head=nn.Linear(WIDTH, 4)
+    ), torch.randn(BATCH, 3, 8, 8)
 
 
 @network
@@ -241,7 +271,8 @@ def interleaved():
     return stack(lambda: InterleavedAttention(packed=True))
 
 
-# Other shapes of heads --------------------------------------------------------------------------------------------------------
+# Other shapes of heads
+# --------------------------------------------------------------------------------------------------------
 
 
 class RepeatingAttention(Attention):
@@ -256,7 +287,10 @@ class ExpandingAttention(Attention):
     """Grouped queries by a view that stays a view until heads are flattened."""
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (x.unsqueeze(2).expand(-1, -1, HEADS // self.kv_heads, -1, -1).flatten(1, 2) for x in (k, v))
+        k, v = (
+            x.unsqueeze(2).expand(-1, -1, HEADS // self.kv_heads, -1, -1).flatten(1, 2)
+            for x in (k, v)
+        )
         return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -277,7 +311,10 @@ class EinsumAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wq, self.wk = (nn.Parameter(torch.randn(HEADS, WIDTH, 5)) for _ in range(2))
-        self.wv, self.wo = nn.Parameter(torch.randn(HEADS, WIDTH, 3)), nn.Parameter(torch.randn(HEADS, 3, WIDTH))
+        self.wv, self.wo = (
+            nn.Parameter(torch.randn(HEADS, WIDTH, 3)),
+            nn.Parameter(torch.randn(HEADS, 3, WIDTH)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (torch.einsum("btd,hdk->bhtk", x, w) for w in (self.wq, self.wk, self.wv))
@@ -290,12 +327,21 @@ class CosineAttention(Attention):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature, self.biases = nn.Parameter(torch.ones(HEADS, 1, 1)), nn.Parameter(torch.zeros(2 * TOKENS - 1, HEADS))
+        self.temperature, self.biases = (
+            nn.Parameter(torch.ones(HEADS, 1, 1)),
+            nn.Parameter(torch.zeros(2 * TOKENS - 1, HEADS)),
+        )
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         at = torch.arange(TOKENS)
-        bias = self.biases[(at[:, None] - at + TOKENS - 1).flatten()].view(TOKENS, TOKENS, HEADS).permute(2, 0, 1)
-        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * self.temperature
+        bias = (
+            self.biases[(at[:, None] - at + TOKENS - 1).flatten()]
+            .view(TOKENS, TOKENS, HEADS)
+            .permute(2, 0, 1)
+        )
+        scores = (
+            F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * self.temperature
+        )
         return torch.softmax(scores + bias, -1) @ v
 
 
@@ -336,7 +382,8 @@ class GatedMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = (
-            nn.Linear(a, b, bias=False) for a, b in ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+            nn.Linear(a, b, bias=False)
+            for a, b in ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -384,7 +431,8 @@ def queries_and_keys_with_a_shared_norm():
     return stack(NormedAttention)
 
 
-# Streams and tokens -----------------------------------------------------------------------------------------------------------
+# Streams and tokens
+# -----------------------------------------------------------------------------------------------------------
 
 
 def sinusoids() -> torch.Tensor:
@@ -415,7 +463,11 @@ def attention_pooling():
         weights = torch.softmax(m.score(torch.tanh(m.hidden(x))), dim=1)
         return m.head((weights * x).sum(1))
 
-    parts = {"tokens": nn.Embedding(VOCABULARY, WIDTH), "hidden": nn.Linear(WIDTH, 7), "score": nn.Linear(7, 1)}
+    parts = {
+        "tokens": nn.Embedding(VOCABULARY, WIDTH),
+        "hidden": nn.Linear(WIDTH, 7),
+        "score": nn.Linear(7, 1),
+    }
     return Wired(wiring, **parts, head=nn.Linear(WIDTH, 3)), sentences()
 
 
@@ -438,5 +490,9 @@ def mlp_mixer():
     def wiring(m, images):
         return m.head(m.blocks(m.patches(images).flatten(2).transpose(1, 2)).mean(1))
 
-    parts = {"patches": nn.Conv2d(3, WIDTH, 4, 4), "blocks": nn.Sequential(Mixer(), Mixer()), "head": nn.Linear(WIDTH, 4)}
+    parts = {
+        "patches": nn.Conv2d(3, WIDTH, 4, 4),
+        "blocks": nn.Sequential(Mixer(), Mixer()),
+        "head": nn.Linear(WIDTH, 4),
+    }
     return Wired(wiring, **parts), torch.randn(BATCH, 3, 8, 8)

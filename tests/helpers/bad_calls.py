@@ -18,10 +18,41 @@ import torch
 SECONDS = 60
 """Of processor time, of one call: what hangs takes minutes, whatever else the machine does."""
 BAD = [
-    *(math.nan, math.inf, -math.inf, True, False, None, "", "1", "certified", b"1", [], {}, [1.0, 2.0], (), object(), 1j),
+    *(
+        math.nan,
+        math.inf,
+        -math.inf,
+        True,
+        False,
+        None,
+        "",
+        "1",
+        "certified",
+        b"1",
+        [],
+        {},
+        [1.0, 2.0],
+        (),
+        object(),
+        1j,
+    ),
     *(0, -1, 0.5, 1, 2, 1e-308, 5e-324, 1e308, 2**53, 2**70, 10**400, -0.0, 1e-12, 1e15, -1e-300),
-    *(np.float64(0.3), np.float32("nan"), np.int64(-3), np.bool_(True), np.array([1.0]), np.array(2.0), torch.tensor(math.nan)),
-    *(torch.tensor([1.0, 2.0]), Decimal("0.1"), Decimal("NaN"), Fraction(1, 3), Fraction(10**400, 3)),
+    *(
+        np.float64(0.3),
+        np.float32("nan"),
+        np.int64(-3),
+        np.bool_(True),
+        np.array([1.0]),
+        np.array(2.0),
+        torch.tensor(math.nan),
+    ),
+    *(
+        torch.tensor([1.0, 2.0]),
+        Decimal("0.1"),
+        Decimal("NaN"),
+        Fraction(1, 3),
+        Fraction(10**400, 3),
+    ),
 ]
 _NAN = (math.nan, Decimal("NaN"), np.float32("nan"))
 _WORDS = ("bogus", b"1", 1j, object())
@@ -68,7 +99,11 @@ def holds_nan(answer: Any) -> bool:
 
 
 def verdict(
-    function: Callable[..., Any], arguments: Mapping[str, Any], names: tuple[str, ...], *, never: bool = False
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    names: tuple[str, ...],
+    *,
+    never: bool = False,
 ) -> str | None:
     """What is wrong with a call; None if it answers (unless it never should), or its error has one of the argument's names."""
     try:
@@ -86,13 +121,16 @@ def verdict(
         return f"is obscure: {type(error).__name__}: {error}"
 
 
-def require_named_refusals(function: Callable[..., Any], valid: Mapping[str, Any], **said: tuple[str, ...] | None) -> None:
+def require_named_refusals(
+    function: Callable[..., Any], valid: Mapping[str, Any], **said: tuple[str, ...] | None
+) -> None:
     """Asserts that a call answers whatever one of its arguments is, or names it, and refuses what is clearly none.
 
     Args:
         function: What is called, with keywords.
         valid: Arguments that it takes.
-        **said: Other words for an argument in errors; None for one of which more values are valid than its class says.
+        **said: Other words for an argument in errors; None for one of which more values are valid
+            than its class says.
     """
     first = verdict(function, valid, ())
     assert first is None, f"the valid arguments: {first}"

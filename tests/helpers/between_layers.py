@@ -25,7 +25,9 @@ def found(*middle: nn.Module | Callable[[torch.Tensor], torch.Tensor]) -> float:
     layers = [part if isinstance(part, nn.Module) else Apply(part) for part in middle]
     front = nn.Sequential(nn.Linear(5, HIDDEN), nn.Tanh(), *layers).double()
     inputs, others = torch.randn(4, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
-    network = nn.Sequential(front, nn.Linear(front(inputs).shape[-1], NEXT), nn.Tanh(), nn.Linear(NEXT, 3)).double()
+    network = nn.Sequential(
+        front, nn.Linear(front(inputs).shape[-1], NEXT), nn.Tanh(), nn.Linear(NEXT, 3)
+    ).double()
     spec = find_permutations(network, inputs)
     moved = copy.deepcopy(network)
     spec.apply_(moved, spec.sample(torch.Generator().manual_seed(1)))

@@ -1,7 +1,7 @@
 """Exact distributions of integers plus binomial noise, from the ratio of a binomial's neighbouring probabilities alone.
 
-No part of SciPy's binomial or of the library. A δ from losses on a grid is computed twice, losses rounded up and rounded down,
-so the truth lies between.
+No part of SciPy's binomial or of the library. A δ from losses on a grid is computed twice, losses
+rounded up and rounded down, so the truth lies between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from scipy.signal import fftconvolve
 
 from opacus_shuffle.analysis import gaussian
 
-# Sums of at most 2^24 products of probabilities, whose own error is below 2^-36 (up to 2^16 factors): relative.
+# Sums of at most 2^24 products of probabilities, whose own error is below 2^-36 (up to 2^16
+# factors): relative.
 ROUNDING = 2.0**-34
 
 
@@ -23,7 +24,12 @@ def binomial_distribution(trials, probability, reach=math.inf):
     first = max(0, math.floor(mean - reach * deviation)) if math.isfinite(reach) else 0
     last = min(trials, math.ceil(mean + reach * deviation)) if math.isfinite(reach) else trials
     y = np.arange(first, last)
-    logs = np.concatenate([[0.0], np.cumsum(np.log((trials - y) / (y + 1)) + math.log(probability / (1 - probability)))])
+    logs = np.concatenate(
+        [
+            [0.0],
+            np.cumsum(np.log((trials - y) / (y + 1)) + math.log(probability / (1 - probability))),
+        ]
+    )
     masses = np.exp(logs - logs.max())
     return first, masses / masses.sum()
 
@@ -68,10 +74,14 @@ def delta_of_losses(pairs, epsilons, step, repeats=1):
             cells = (np.ceil(losses) if upward else np.floor(losses)).astype(np.int64)
             distribution = (int(cells.min()), np.bincount(cells - cells.min(), p[seen]))
             for _ in range(repeats):
-                total, more = (distribution, 0.0) if total is None else convolved(total, distribution, upward)
+                total, more = (
+                    (distribution, 0.0) if total is None else convolved(total, distribution, upward)
+                )
                 infinite += more
         at = (total[0] + np.arange(len(total[1]))) * step
-        gains = [float(total[1] @ np.maximum(-np.expm1(np.minimum(e - at, 0.0)), 0.0)) for e in epsilons]
+        gains = [
+            float(total[1] @ np.maximum(-np.expm1(np.minimum(e - at, 0.0)), 0.0)) for e in epsilons
+        ]
         answers.append(np.array(gains) + (infinite if upward else 0.0))
     return answers[0] - 1e-12 * repeats * len(pairs), answers[1]
 

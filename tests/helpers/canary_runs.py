@@ -37,13 +37,21 @@ def private(
         layers = [nn.Linear(sizes[0], sizes[1]), nn.ReLU(), nn.Linear(sizes[1], sizes[2])]
         module = nn.Sequential(*layers).to(dtype)
         data = TensorDataset(torch.randn(64, sizes[0], dtype=dtype), torch.randint(sizes[2], (64,)))
-    engine = opacus.PrivacyEngine(accountant=engine) if stock else opacus_shuffle.PrivacyEngine(accountant=engine)
+    engine = (
+        opacus.PrivacyEngine(accountant=engine)
+        if stock
+        else opacus_shuffle.PrivacyEngine(accountant=engine)
+    )
     if options.get("shuffle_weights"):
         options.setdefault("shuffle_generator", torch.Generator().manual_seed(seed + 1))
     results = engine.make_private(
         module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1) if sgd is None else sgd(module.parameters()),
-        data_loader=DataLoader(data, batch_size=batch_size, generator=torch.Generator().manual_seed(seed + 2)),
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1)
+        if sgd is None
+        else sgd(module.parameters()),
+        data_loader=DataLoader(
+            data, batch_size=batch_size, generator=torch.Generator().manual_seed(seed + 2)
+        ),
         noise_multiplier=sigma,
         max_grad_norm=options.pop("max_grad_norm", 1.0),
         noise_generator=torch.Generator().manual_seed(seed + 3),

@@ -9,7 +9,11 @@ from typing import Any
 
 from opacus_shuffle.core.plain_values import fingerprint
 
-ACCOUNT, WEIGHTS, ROUNDS = "opacus_shuffle_account", "module_state_dict", "privacy_accountant_state_dict"
+ACCOUNT, WEIGHTS, ROUNDS = (
+    "opacus_shuffle_account",
+    "module_state_dict",
+    "privacy_accountant_state_dict",
+)
 
 
 def signed(saved: Any) -> Any:

@@ -20,7 +20,9 @@ case = collect(CHANGING)
 class Net(nn.Module):
     """Named layers, and a forward that is a function of them and of the input."""
 
-    def __init__(self, forward: Callable[..., torch.Tensor], **layers: nn.Module | nn.Parameter) -> None:
+    def __init__(
+        self, forward: Callable[..., torch.Tensor], **layers: nn.Module | nn.Parameter
+    ) -> None:
         super().__init__()
         for name, layer in layers.items():
             setattr(self, name, layer)
@@ -42,7 +44,9 @@ def unit() -> nn.Module:
 
 def inputs(*shapes: tuple[int, ...], shift: float = 0.0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) + shift for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64) + shift for shape in shapes
+    ]
 
 
 def signs() -> list[torch.Tensor]:
@@ -72,7 +76,11 @@ def two_encoders_by_a_mask() -> Case:
         order = torch.cat([torch.where(mask)[0], torch.where(~mask)[0]]).argsort()
         return net.leave(torch.relu(h)[order])
 
-    return Net(way, one=nn.Linear(4, D), two=nn.Linear(4, D), leave=nn.Linear(D, 3)), negative(), signs()
+    return (
+        Net(way, one=nn.Linear(4, D), two=nn.Linear(4, D), leave=nn.Linear(D, 3)),
+        negative(),
+        signs(),
+    )
 
 
 @case
@@ -97,7 +105,9 @@ def eager_experts() -> Case:
                 out[rows] = expert(h[rows])
         return net.leave(h + out)
 
-    network = Net(way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5)))
+    network = Net(
+        way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5))
+    )
     return network, inputs((2, 4))[0], [*inputs((40, 4)), *signs()]
 
 
@@ -108,9 +118,15 @@ def experts_of_sorted_records() -> Case:
         choice = net.gate(h).argmax(-1)
         order = choice.argsort()
         parts = h[order].split(choice.bincount(minlength=5).tolist())
-        return net.leave(torch.cat([expert(part) for expert, part in zip(net.experts, parts, strict=True)])[order.argsort()])
+        return net.leave(
+            torch.cat([expert(part) for expert, part in zip(net.experts, parts, strict=True)])[
+                order.argsort()
+            ]
+        )
 
-    network = Net(way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5)))
+    network = Net(
+        way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5))
+    )
     return network, inputs((2, 4))[0], [*inputs((40, 4)), *signs()]
 
 
@@ -125,7 +141,9 @@ def experts_that_are_chosen_two_at_a_time() -> Case:
             out.index_add_(0, rows, expert(h[None, rows].reshape(-1, D)) * shares[rows, rank, None])
         return net.leave(out)
 
-    network = Net(way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5)))
+    network = Net(
+        way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5))
+    )
     return network, inputs((2, 4))[0], [*inputs((40, 4)), *signs()]
 
 
@@ -139,7 +157,9 @@ def experts_without_a_look_at_their_number() -> Case:
             out = out.index_add(0, rows, expert(h[rows]))
         return net.leave(h + out)
 
-    network = Net(way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5)))
+    network = Net(
+        way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5))
+    )
     return network, inputs((2, 4))[0], [*inputs((40, 4)), *signs()]
 
 
@@ -208,7 +228,11 @@ def an_extra_layer_for_long_inputs() -> Case:
         h = net.unit(h) if x.shape[1] > 6 else h
         return net.leave(h.mean(1))
 
-    return Net(way, **ends(), unit=unit()), inputs((2, 5, 4))[0], inputs((2, 5, 4), (3, 7, 4), (1, 20, 4), (2, 1, 4))
+    return (
+        Net(way, **ends(), unit=unit()),
+        inputs((2, 5, 4))[0],
+        inputs((2, 5, 4), (3, 7, 4), (1, 20, 4), (2, 1, 4)),
+    )
 
 
 @case
@@ -217,17 +241,27 @@ def an_order_for_long_inputs() -> Case:
         h = torch.relu(net.enter(x))
         return net.leave((h.cumsum(-1) if x.shape[1] > 6 else h).mean(1))
 
-    return Net(way, **ends()), inputs((2, 5, 4))[0], inputs((2, 5, 4), (3, 7, 4), (1, 10, 4), (2, 1, 4))
+    return (
+        Net(way, **ends()),
+        inputs((2, 5, 4))[0],
+        inputs((2, 5, 4), (3, 7, 4), (1, 10, 4), (2, 1, 4)),
+    )
 
 
 @case
 def queries_cut_to_the_length() -> Case:
     def way(net, x):
         queries = net.queries[: x.shape[1]]
-        return net.leave(torch.relu(queries @ net.enter(x).transpose(1, 2)).sum(1) @ net.mix[: x.shape[1]])
+        return net.leave(
+            torch.relu(queries @ net.enter(x).transpose(1, 2)).sum(1) @ net.mix[: x.shape[1]]
+        )
 
     queries, mix = nn.Parameter(torch.randn(6, D)), nn.Parameter(torch.randn(6, D))
-    return Net(way, **ends(), queries=queries, mix=mix), inputs((2, 6, 4))[0], inputs((2, 6, 4), (2, 4, 4), (3, 1, 4))
+    return (
+        Net(way, **ends(), queries=queries, mix=mix),
+        inputs((2, 6, 4))[0],
+        inputs((2, 6, 4), (2, 4, 4), (3, 1, 4)),
+    )
 
 
 @case
@@ -252,7 +286,9 @@ def a_length_of_one_hides_a_mixing_reshape() -> Case:
 def noise_from_a_seed() -> Case:
     def way(net, x):
         h = torch.relu(net.enter(x))
-        return net.leave(h + torch.randn(h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype))
+        return net.leave(
+            h + torch.randn(h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype)
+        )
 
     return Net(way, **ends()), negative(), signs()
 
@@ -342,8 +378,13 @@ def results_at_every_exit() -> Case:
                 return leave(h)
         return net.leave(h)
 
-    layers, exits = (nn.ModuleList(make() for _ in range(3)) for make in (unit, lambda: nn.Linear(D, 3)))
-    others = [inputs((5, 4), shift=99.0)[0] * torch.tensor(each) for each in ([-1, 1, 1, 1], [-1, -1, 1, 1], [-1, -1, -1, 1])]
+    layers, exits = (
+        nn.ModuleList(make() for _ in range(3)) for make in (unit, lambda: nn.Linear(D, 3))
+    )
+    others = [
+        inputs((5, 4), shift=99.0)[0] * torch.tensor(each)
+        for each in ([-1, 1, 1, 1], [-1, -1, 1, 1], [-1, -1, -1, 1])
+    ]
     return Net(way, **ends(), layers=layers, exits=exits), negative(), [*signs(), *others]
 
 
@@ -352,7 +393,9 @@ def noise_from_a_seed_in_one_branch() -> Case:
     def way(net, x):
         h = torch.relu(net.enter(x))
         if x.sum() > 0:
-            h = h * torch.rand(h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype)
+            h = h * torch.rand(
+                h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype
+            )
         return net.leave(h)
 
     return Net(way, **ends()), negative(), signs()
@@ -363,7 +406,9 @@ def noise_from_a_seed_for_long_inputs() -> Case:
     def way(net, x):
         h = torch.relu(net.enter(x))
         if x.shape[1] > 6:
-            h = h * torch.rand(h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype)
+            h = h * torch.rand(
+                h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype
+            )
         return net.leave(h.mean(1))
 
     return Net(way, **ends()), inputs((2, 5, 4))[0], inputs((2, 5, 4), (3, 9, 4))

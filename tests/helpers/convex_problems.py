@@ -49,7 +49,9 @@ def seeded(seed):
 def logistic_data(users, seed=0):
     features = torch.randn(users, 3, generator=seeded(seed), dtype=torch.float64)
     features = features / features.norm(dim=1, keepdim=True)
-    labels = torch.where(features[:, 0] + 0.3 * torch.randn(users, generator=seeded(seed + 1)) > 0, 1.0, -1.0)
+    labels = torch.where(
+        features[:, 0] + 0.3 * torch.randn(users, generator=seeded(seed + 1)) > 0, 1.0, -1.0
+    )
     return features, labels.to(torch.float64)
 
 
@@ -63,7 +65,14 @@ def best_in_ball(loss, data, dimension, radius):
         return float(mean.detach()), gradient.numpy()
 
     ball = {"type": "ineq", "fun": lambda x: radius**2 - x @ x, "jac": lambda x: -2 * x}
-    found = minimize(value, np.zeros(dimension), jac=True, constraints=[ball], method="SLSQP", options={"ftol": 1e-14})
+    found = minimize(
+        value,
+        np.zeros(dimension),
+        jac=True,
+        constraints=[ball],
+        method="SLSQP",
+        options={"ftol": 1e-14},
+    )
     return found.fun, torch.tensor(found.x)
 
 
@@ -71,8 +80,15 @@ def mean_excesses(run, seeds, users=600, **options):
     """Excess population losses of E‖X − θ‖²/2 over fresh users and fresh noise, and the bound."""
     mean, excesses, bound = torch.tensor([0.4, -0.3, 0.2], dtype=torch.float64), [], None
     for seed in range(seeds):
-        data = mean + 0.2 * (2 * torch.rand(users, 3, generator=seeded(seed), dtype=torch.float64) - 1)
-        common = {"constraint": L2Ball(1.0), "lipschitz": 1.8, "generator": seeded(1000 + seed), **BUDGET}
+        data = mean + 0.2 * (
+            2 * torch.rand(users, 3, generator=seeded(seed), dtype=torch.float64) - 1
+        )
+        common = {
+            "constraint": L2Ball(1.0),
+            "lipschitz": 1.8,
+            "generator": seeded(1000 + seed),
+            **BUDGET,
+        }
         estimate = solve(run, Quadratic(3), data, **common, **options)
         excesses.append(float((estimate.theta - mean).square().sum()) / 2)
         bound = estimate.excess_loss_bound
@@ -106,4 +122,6 @@ def largest(theta, batch):
 
 def pieces(users=4, count=6, dimension=3, seed=0):
     slopes = normal(users, count, dimension, seed=seed)
-    return slopes / slopes.norm(dim=2, keepdim=True).clamp_min(1), normal(users, count, seed=seed + 1)
+    return slopes / slopes.norm(dim=2, keepdim=True).clamp_min(1), normal(
+        users, count, seed=seed + 1
+    )

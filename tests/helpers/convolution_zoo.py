@@ -20,7 +20,9 @@ def conv_net():
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU()]
     layers += [nn.Conv2d(16, 24, 3, stride=2, padding=1), nn.GroupNorm(4, 24), nn.ReLU()]
     layers += [nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(24 * 16, 40), nn.Tanh(), nn.Linear(40, 5)), torch.randn(IMAGE)
+    return nn.Sequential(*layers, nn.Linear(24 * 16, 40), nn.Tanh(), nn.Linear(40, 5)), torch.randn(
+        IMAGE
+    )
 
 
 @network
@@ -46,20 +48,47 @@ def conv_net_with_other_norms():
 
 @network
 def batch_norm():
-    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.BatchNorm2d(12), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4)), torch.randn(IMAGE)
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+    ]
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4)
+    ), torch.randn(IMAGE)
 
 
 @network
 def grouped_conv():
-    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 5, 3)]
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3, groups=2),
+        nn.ReLU(),
+        nn.Conv2d(12, 5, 3),
+    ]
     return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten()), torch.randn(IMAGE)
 
 
 @network
 def channel_shuffle():
-    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=2), nn.ChannelShuffle(2), nn.Conv2d(8, 8, 3, groups=8)]
-    layers += [nn.Conv2d(8, 12, 1, groups=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4)]
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 1, groups=2),
+        nn.ChannelShuffle(2),
+        nn.Conv2d(8, 8, 3, groups=8),
+    ]
+    layers += [
+        nn.Conv2d(8, 12, 1, groups=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+    ]
     return nn.Sequential(*layers), torch.randn(IMAGE)
 
 
@@ -69,11 +98,16 @@ class ResidualBlock(nn.Module):
     def __init__(self, channels: int, out: int, groups: int) -> None:
         super().__init__()
         stride = 1 if channels == out else 2
-        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.GroupNorm(groups, out)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.GroupNorm(groups, out),
+        )
         self.conv2, self.norm2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.GroupNorm(groups, out)
         self.skip = nn.Identity()
         if channels != out:
-            self.skip = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.GroupNorm(groups, out))
+            self.skip = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.GroupNorm(groups, out)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         change = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
@@ -85,9 +119,14 @@ class ResNet(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = (16, 32), groups: int = 4) -> None:
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, widths[0], 3, padding=1, bias=False), nn.GroupNorm(groups, widths[0])
+        self.stem, self.norm = (
+            nn.Conv2d(3, widths[0], 3, padding=1, bias=False),
+            nn.GroupNorm(groups, widths[0]),
+        )
         blocks = [
-            ResidualBlock(a, b, groups) for w, v in zip(widths[:1] + widths, widths, strict=False) for a, b in ((w, v), (v, v))
+            ResidualBlock(a, b, groups)
+            for w, v in zip(widths[:1] + widths, widths, strict=False)
+            for a, b in ((w, v), (v, v))
         ]
         self.blocks = nn.Sequential(*blocks)
         self.fc = nn.Linear(widths[-1], 5)
@@ -109,7 +148,11 @@ def unet():
         return m.out(F.relu(m.mix(torch.cat([skip, m.up(deep)], 1))))
 
     layers = {"down": nn.Conv2d(3, 8, 3, padding=1), "bottom": nn.Conv2d(8, 12, 3, padding=1)}
-    layers |= {"up": nn.ConvTranspose2d(12, 7, 2, stride=2), "mix": nn.Conv2d(15, 6, 3, padding=1), "out": nn.Conv2d(6, 2, 1)}
+    layers |= {
+        "up": nn.ConvTranspose2d(12, 7, 2, stride=2),
+        "mix": nn.Conv2d(15, 6, 3, padding=1),
+        "out": nn.Conv2d(6, 2, 1),
+    }
     return Wired(wiring, **layers), torch.randn(IMAGE)
 
 
@@ -125,7 +168,9 @@ def dense_net():
         "two": nn.Conv2d(8, 6, 3, padding=1),
         "three": nn.Conv2d(14, 4, 3, padding=1),
     }
-    return Wired(wiring, **layers, norm=nn.GroupNorm(1, 18), out=nn.Linear(18, 4)), torch.randn(IMAGE)
+    return Wired(wiring, **layers, norm=nn.GroupNorm(1, 18), out=nn.Linear(18, 4)), torch.randn(
+        IMAGE
+    )
 
 
 @network
@@ -135,7 +180,12 @@ def squeeze_and_excitation():
         gate = torch.sigmoid(m.excite(F.relu(m.squeeze(x.mean((2, 3))))))
         return m.out((x * gate[:, :, None, None]).flatten(2).amax(2))
 
-    layers = {"conv": nn.Conv2d(3, 8, 3), "squeeze": nn.Linear(8, 4), "excite": nn.Linear(4, 8), "out": nn.Linear(8, 5)}
+    layers = {
+        "conv": nn.Conv2d(3, 8, 3),
+        "squeeze": nn.Linear(8, 4),
+        "excite": nn.Linear(4, 8),
+        "out": nn.Linear(8, 5),
+    }
     return Wired(wiring, **layers), torch.randn(IMAGE)
 
 
@@ -166,7 +216,8 @@ def text_cnn():
     return Wired(wiring, **layers), torch.randint(0, 30, (BATCH, 10))
 
 
-# Recurrent --------------------------------------------------------------------------------------------------------------------
+# Recurrent
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def recurrent(layer: nn.Module) -> nn.Module:

@@ -22,16 +22,26 @@ def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
     """A protocol with a grid coarse and noise small enough to see every rounding."""
     protocol = ShuffleVectorSum(users, dimension, 1.0, 1.0, 1e-2, "tight", fraction)
     plan = dataclasses.replace(plan, honest_users=math.ceil(users * fraction - 1e-9))
-    GridSum.__init__(protocol, users, dimension, Promise(1.0, 1e-2, "tight", fraction), plan, low=-1.0, span=2.0)
+    GridSum.__init__(
+        protocol, users, dimension, Promise(1.0, 1e-2, "tight", fraction), plan, low=-1.0, span=2.0
+    )
     return protocol
 
 
 def binomial_distribution(trials, probability):
     """(first, probabilities) of all outcomes within 14 standard deviations; beyond lies less than 1e-40."""
     mean, deviation = trials * probability, math.sqrt(trials * probability * (1 - probability))
-    first, last = max(0, math.floor(mean - 14 * deviation)), min(trials, math.ceil(mean + 14 * deviation))
+    first, last = (
+        max(0, math.floor(mean - 14 * deviation)),
+        min(trials, math.ceil(mean + 14 * deviation)),
+    )
     y = np.arange(first, last)
-    logs = np.concatenate([[0.0], np.cumsum(np.log((trials - y) / (y + 1)) + math.log(probability / (1 - probability)))])
+    logs = np.concatenate(
+        [
+            [0.0],
+            np.cumsum(np.log((trials - y) / (y + 1)) + math.log(probability / (1 - probability))),
+        ]
+    )
     masses = np.exp(logs - logs.max())
     return first, masses / masses.sum()
 
@@ -52,7 +62,9 @@ def count_distribution(values, plan, reports):
     for value in values:
         place = (value + 1) * plan.granularity / 2
         first += math.floor(place)
-        distribution = np.convolve(distribution, [1 - (place - math.floor(place)), place - math.floor(place)])
+        distribution = np.convolve(
+            distribution, [1 - (place - math.floor(place)), place - math.floor(place)]
+        )
     return first, distribution
 
 

@@ -7,7 +7,15 @@ import torch
 from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, Shuffler
 
 GAUSSIAN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=6)
-SUMS = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=20, sample_rate=0.3, delta=1e-6, min_reports=10)
+SUMS = BitSums(
+    dimension=3,
+    max_norm=1.0,
+    noise_multiplier=2.0,
+    num_users=20,
+    sample_rate=0.3,
+    delta=1e-6,
+    min_reports=10,
+)
 CLIENTS = [f"the-secret-of-client-{number}" for number in range(20)]
 SERVER = "the-secret-of-the-server"
 

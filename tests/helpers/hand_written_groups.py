@@ -1,8 +1,8 @@
 """Permutation groups worked out by hand: their sizes in closed form, and random elements of some, entry by entry.
 
-A size is log2 of the number of permutations, at each of three levels: ``paper`` (hidden units; query-key dimensions per head;
-one permutation of value dimensions for all heads), ``heads`` (value dimensions per head; the order of heads) and ``residual``
-(residual streams too).
+A size is log2 of the number of permutations, at each of three levels: ``paper`` (hidden units;
+query-key dimensions per head; one permutation of value dimensions for all heads), ``heads`` (value
+dimensions per head; the order of heads) and ``residual`` (residual streams too).
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def only_residual(bits: float) -> Size:
     return Size(math.nan, math.nan, bits)
 
 
-def attention(heads: int, qk: int, value: int, *, kv_heads: int | None = None, ordered: bool = False) -> Size:
+def attention(
+    heads: int, qk: int, value: int, *, kv_heads: int | None = None, ordered: bool = False
+) -> Size:
     """One attention layer with so many free query-key and value dimensions per head; ``ordered`` heads keep their order."""
     kv_heads = kv_heads or heads
     order = 0 if ordered else symmetric(kv_heads) + kv_heads * symmetric(heads // kv_heads)
@@ -68,7 +70,8 @@ def attention(heads: int, qk: int, value: int, *, kv_heads: int | None = None, o
     return Size(kv_heads * symmetric(qk) + symmetric(value), order + dimensions, order + dimensions)
 
 
-# Of every zoo -----------------------------------------------------------------------------------------------------------------
+# Of every zoo
+# -----------------------------------------------------------------------------------------------------------------
 
 DENSE = {
     "mlp": units(64, 48),
@@ -105,7 +108,8 @@ IMAGES = {
     "conv_net_with_other_norms": units(8, 6, 10),
     "batch_norm": units(8, 12),
     "grouped_conv": everywhere(symmetric(2)) + units(4, 4, 6, 6),
-    "resnet": everywhere(2 * wreath(4, 4) + 2 * wreath(8, 4)) + Size(0, 0, wreath(4, 4) + wreath(8, 4)),
+    "resnet": everywhere(2 * wreath(4, 4) + 2 * wreath(8, 4))
+    + Size(0, 0, wreath(4, 4) + wreath(8, 4)),
     "unet": units(8, 12, 7, 6),
     "dense_net": units(5, 6, 4),
     "squeeze_and_excitation": units(8, 4),
@@ -122,7 +126,8 @@ TRANSFORMERS = {
     "torch_encoder_post_norm": TABLE * 2 + stream(32),
     "torch_encoder_pre_norm": TABLE * 2 + stream(32),
     "opacus_encoder": TABLE * 2 + stream(32),
-    # In cross-attention one packed matrix reads both streams, so its columns can only move together.
+    # In cross-attention one packed matrix reads both streams, so its columns can only move
+    # together.
     "torch_encoder_decoder": SMALL * 2 + attention(4, 4, 4) + stream(16),
     "latent_queries": only_residual(symmetric(3) + 2 * symmetric(16) + attention(4, 4, 4).residual),
     "timm_vit": SMALL * 2 + stream(16),
@@ -158,14 +163,15 @@ HUGGING_FACE = {
     "GPTNeoXForCausalLM": (attention(4, 4, 8) + units(64)) * 2 + stream(32),
     "ElectraForSequenceClassification": TABLE * 2 + stream(32, 16) + units(32),
     "AlbertForSequenceClassification": TABLE + stream(32, 16) + units(32),
-    # The first layer's relative position biases serve both layers: one order of heads for both. The output is the stream.
+    # The first layer's relative position biases serve both layers: one order of heads for both. The
+    # output is the stream.
     "T5EncoderModel": TABLE * 2 + Size(0, -symmetric(4), -symmetric(4)),
     # The encoder's stream is an output, and the shared embeddings hold the decoder's to it.
     "T5ForConditionalGeneration": TABLE * 2 + attention(4, 8, 8),
     "OPTForCausalLM": TABLE * 2 + stream(32),
     "BloomForCausalLM": (attention(4, 8, 8, ordered=True) + units(128)) * 2 + stream(32),
-    # Its fused projection is taken apart by lists of positions along the heads, so heads and their dimensions stay: the full
-    # group has attention(4, 0, 8, kv_heads=1) besides in each layer.
+    # Its fused projection is taken apart by lists of positions along the heads, so heads and their
+    # dimensions stay: the full group has attention(4, 0, 8, kv_heads=1) besides in each layer.
     "FalconForCausalLM": units(64) * 2 + stream(32),
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
@@ -173,7 +179,11 @@ HUGGING_FACE = {
     "GemmaForCausalLM": LLAMA,
     "PhiForCausalLM": (attention(4, 4, 8, kv_heads=2) + units(64)) * 2 + stream(32),
     "DeiTForImageClassification": TABLE * 2 + stream(32),
-    "SwinForImageClassification": attention(2, 4, 4) + units(32) + attention(4, 4, 4) + units(64) + stream(8, 16),
+    "SwinForImageClassification": attention(2, 4, 4)
+    + units(32)
+    + attention(4, 4, 4)
+    + units(64)
+    + stream(8, 16),
     "ConvNextForImageClassification": units(32, 48, 64, 96) + stream(8, 12, 16, 24),
 }
 
@@ -184,7 +194,8 @@ BASE = (attention(12, 64, 64) + units(3072)) * 12 + stream(768)
 VIT_B, BERT_BASE, GPT2_SMALL = BASE, BASE + units(768), BASE
 
 
-# Elements, entry by entry -----------------------------------------------------------------------------------------------------
+# Elements, entry by entry
+# -----------------------------------------------------------------------------------------------------
 
 Moves = dict[str, dict[int, torch.Tensor]]
 """Per parameter and axis, where each index comes from."""
@@ -202,7 +213,9 @@ class HandMade:
 
     def blocks(self, inner: int, outer: int) -> torch.Tensor:
         """A random element of the wreath product: an order of blocks, an order within each."""
-        return torch.cat([block * inner + self.order(inner) for block in self.order(outer).tolist()])
+        return torch.cat(
+            [block * inner + self.order(inner) for block in self.order(outer).tolist()]
+        )
 
     def heads(self, count: int, qk: int, value: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of query-key rows and of value rows: heads in one order, dimensions per head."""
@@ -217,7 +230,12 @@ class HandMade:
             self.moves[name][axis] = index
 
     def layer(
-        self, name: str, *, out: torch.Tensor | None = None, into: torch.Tensor | None = None, turned: bool = False
+        self,
+        name: str,
+        *,
+        out: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        turned: bool = False,
     ) -> None:
         """A Linear, convolution or norm; ``turned`` for weights stored as (in, out)."""
         if out is not None:
@@ -260,7 +278,9 @@ def bert_body(module: nn.Module, hand: HandMade) -> torch.Tensor:
     config = module.config
     width, heads = config.hidden_size, config.num_attention_heads
     residual = hand.order(width)
-    embeddings = [f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
+    embeddings = [
+        f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")
+    ]
     hand.axis(residual, 1, *embeddings)
     hand.layer("bert.embeddings.LayerNorm", out=residual)
     for number in range(config.num_hidden_layers):
@@ -301,7 +321,12 @@ def gpt2(module: nn.Module, hand: HandMade) -> None:
     for number in range(config.n_layer):
         name = f"transformer.h.{number}"
         qk, value = hand.heads(heads, width // heads, width // heads)
-        hand.layer(f"{name}.attn.c_attn", out=torch.cat([qk, width + qk, 2 * width + value]), into=residual, turned=True)
+        hand.layer(
+            f"{name}.attn.c_attn",
+            out=torch.cat([qk, width + qk, 2 * width + value]),
+            into=residual,
+            turned=True,
+        )
         hand.layer(f"{name}.attn.c_proj", out=residual, into=value, turned=True)
         hidden = hand.order(4 * width)
         hand.layer(f"{name}.mlp.c_fc", out=hidden, into=residual, turned=True)

@@ -13,21 +13,102 @@ from helpers.model_zoo import BATCH, Builder
 HUGGING_FACE: dict[str, Builder] = {}
 TOKENS, WIDTH = 11, 32
 
-BERT = {"vocab_size": 60, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-BERT |= {"max_position_embeddings": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GPT2 = {"vocab_size": 60, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 24, "bos_token_id": 1, "eos_token_id": 1}
+BERT = {
+    "vocab_size": 60,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+BERT |= {
+    "max_position_embeddings": 24,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2 = {
+    "vocab_size": 60,
+    "n_embd": WIDTH,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 24,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0}
-LLAMA = {"vocab_size": 60, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA |= {"intermediate_size": 64, "max_position_embeddings": 24, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-NEOX = {"vocab_size": 60, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-NEOX |= {"max_position_embeddings": 24, "rotary_pct": 0.5, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-DISTILBERT = {"vocab_size": 60, "dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": 24}
+LLAMA = {
+    "vocab_size": 60,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA |= {
+    "intermediate_size": 64,
+    "max_position_embeddings": 24,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NEOX = {
+    "vocab_size": 60,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+NEOX |= {
+    "max_position_embeddings": 24,
+    "rotary_pct": 0.5,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+DISTILBERT = {
+    "vocab_size": 60,
+    "dim": WIDTH,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 64,
+    "max_position_embeddings": 24,
+}
 DISTILBERT |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
-T5 = {"vocab_size": 60, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-OPT = {"vocab_size": 60, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "dropout": 0.0}
-OPT |= {"word_embed_proj_dim": WIDTH, "max_position_embeddings": 24, "attention_dropout": 0.0, "layerdrop": 0.0}
-BLOOM = {"vocab_size": 60, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-FALCON = {"vocab_size": 60, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.0}
+T5 = {
+    "vocab_size": 60,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
+OPT = {
+    "vocab_size": 60,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 64,
+    "dropout": 0.0,
+}
+OPT |= {
+    "word_embed_proj_dim": WIDTH,
+    "max_position_embeddings": 24,
+    "attention_dropout": 0.0,
+    "layerdrop": 0.0,
+}
+BLOOM = {
+    "vocab_size": 60,
+    "hidden_size": WIDTH,
+    "n_layer": 2,
+    "n_head": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+FALCON = {
+    "vocab_size": 60,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout": 0.0,
+}
 FALCON |= {"attention_dropout": 0.0, "ffn_hidden_size": 64, "max_position_embeddings": 24}
 SWIN = {
     "image_size": 16,
@@ -38,11 +119,38 @@ SWIN = {
     "window_size": 4,
     "drop_path_rate": 0.0,
 }
-CONVNEXT = {"image_size": 32, "hidden_sizes": [8, 12, 16, 24], "depths": [1, 1, 1, 1], "num_labels": 5}
-WAV2VEC2 = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "conv_dim": [8, 8]}
-WAV2VEC2 |= {"conv_kernel": [8, 4], "conv_stride": [4, 2], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4}
-WAV2VEC2 |= {"num_conv_pos_embedding_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0}
-WAV2VEC2 |= {"layerdrop": 0.0, "classifier_proj_size": 8, "num_labels": 3, "mask_time_prob": 0.0, "apply_spec_augment": False}
+CONVNEXT = {
+    "image_size": 32,
+    "hidden_sizes": [8, 12, 16, 24],
+    "depths": [1, 1, 1, 1],
+    "num_labels": 5,
+}
+WAV2VEC2 = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "conv_dim": [8, 8],
+}
+WAV2VEC2 |= {
+    "conv_kernel": [8, 4],
+    "conv_stride": [4, 2],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+}
+WAV2VEC2 |= {
+    "num_conv_pos_embedding_groups": 2,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+}
+WAV2VEC2 |= {
+    "layerdrop": 0.0,
+    "classifier_proj_size": 8,
+    "num_labels": 3,
+    "mask_time_prob": 0.0,
+    "apply_spec_augment": False,
+}
 
 
 def tokens(**more: Any) -> dict[str, Any]:
@@ -69,7 +177,11 @@ def sound() -> dict[str, Any]:
 
 
 def entry(
-    model: str, config: str, options: dict[str, Any], sample: Callable[[], dict[str, Any]] = tokens, name: str = ""
+    model: str,
+    config: str,
+    options: dict[str, Any],
+    sample: Callable[[], dict[str, Any]] = tokens,
+    name: str = "",
 ) -> None:
     """Adds one model class of transformers, which is imported only when it is built."""
 
@@ -85,7 +197,12 @@ entry("BertForSequenceClassification", "BertConfig", BERT)
 entry("BertForMaskedLM", "BertConfig", BERT)
 entry("RobertaForSequenceClassification", "RobertaConfig", BERT)
 entry("DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT)
-entry("ViTForImageClassification", "ViTConfig", BERT | {"image_size": 16, "patch_size": 4, "num_labels": 5}, images)
+entry(
+    "ViTForImageClassification",
+    "ViTConfig",
+    BERT | {"image_size": 16, "patch_size": 4, "num_labels": 5},
+    images,
+)
 entry("GPT2LMHeadModel", "GPT2Config", GPT2, causal)
 entry("GPT2ForSequenceClassification", "GPT2Config", GPT2, causal)
 entry("LlamaForCausalLM", "LlamaConfig", LLAMA, causal)
@@ -102,7 +219,17 @@ entry("Qwen2ForCausalLM", "Qwen2Config", LLAMA, causal)
 entry("Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 8}, causal)
 entry("GemmaForCausalLM", "GemmaConfig", LLAMA | {"head_dim": 8}, causal)
 entry("PhiForCausalLM", "PhiConfig", LLAMA | {"partial_rotary_factor": 0.5}, causal)
-entry("DeiTForImageClassification", "DeiTConfig", BERT | {"image_size": 16, "patch_size": 8, "num_labels": 5}, images)
-entry("SwinForImageClassification", "SwinConfig", SWIN | {"hidden_dropout_prob": 0.0, "num_labels": 5}, images)
+entry(
+    "DeiTForImageClassification",
+    "DeiTConfig",
+    BERT | {"image_size": 16, "patch_size": 8, "num_labels": 5},
+    images,
+)
+entry(
+    "SwinForImageClassification",
+    "SwinConfig",
+    SWIN | {"hidden_dropout_prob": 0.0, "num_labels": 5},
+    images,
+)
 entry("ConvNextForImageClassification", "ConvNextConfig", CONVNEXT, lambda: images(32))
 entry("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", WAV2VEC2, sound)

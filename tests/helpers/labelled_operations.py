@@ -22,7 +22,9 @@ class Operation(nn.Module):
     def __init__(self, function: Function, shapes: tuple[tuple[int, ...], ...]) -> None:
         super().__init__()
         self.function = function
-        self.operands = nn.ParameterList([torch.randn(shape, dtype=torch.float64) for shape in shapes])
+        self.operands = nn.ParameterList(
+            [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        )
 
     def forward(self) -> list[torch.Tensor]:
         results = self.function(*(1 * operand for operand in self.operands))
@@ -44,7 +46,9 @@ def labelled(operation: Operation) -> PermutationSpec:
     return build_spec(run, "residual")
 
 
-def entries(shape: tuple[int, ...], generator: torch.Generator, special: float | None) -> torch.Tensor:
+def entries(
+    shape: tuple[int, ...], generator: torch.Generator, special: float | None
+) -> torch.Tensor:
     """Numbers; or whole ones, of which many are equal, and some special."""
     if special is None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -55,18 +59,29 @@ def entries(shape: tuple[int, ...], generator: torch.Generator, special: float |
 SPECIAL = (None, 0.0, float("nan"), float("inf"))
 
 
-def breaks(operation: Operation, spec: PermutationSpec, specials: Sequence[float | None] = SPECIAL) -> bool:
+def breaks(
+    operation: Operation, spec: PermutationSpec, specials: Sequence[float | None] = SPECIAL
+) -> bool:
     """Whether a permutation of the operands does not come out as that of the results."""
     generator = torch.Generator().manual_seed(0)
     for special in specials:
         for _ in range(3):
             for operand in operation.operands:
                 operand.data.copy_(entries(tuple(operand.shape), generator, special))
-            expected = {f"result {number}": [result.contiguous().clone()] for number, result in enumerate(operation())}
+            expected = {
+                f"result {number}": [result.contiguous().clone()]
+                for number, result in enumerate(operation())
+            }
             plan = spec.sample(generator)
-            moving = {name: [operand.data] for name, operand in operation.named_parameters()} | expected
-            spec.move({name: tensors for name, tensors in moving.items() if name in spec.blocks}, plan)
+            moving = {
+                name: [operand.data] for name, operand in operation.named_parameters()
+            } | expected
+            spec.move(
+                {name: tensors for name, tensors in moving.items() if name in spec.blocks}, plan
+            )
             for got, (result,) in zip(operation(), expected.values(), strict=True):
-                if not torch.allclose(got.to(result), result, rtol=DOUBLE, atol=DOUBLE, equal_nan=True):
+                if not torch.allclose(
+                    got.to(result), result, rtol=DOUBLE, atol=DOUBLE, equal_nan=True
+                ):
                     return True
     return False

@@ -1,6 +1,7 @@
 """A mechanism in three pieces, which would be three new files: a frozen class, its bounds, and a scheme to train by.
 
-A report carries Laplace noise of its own, and everyone takes part in every round: T rounds of scale b cost T·Δ/b.
+A report carries Laplace noise of its own, and everyone takes part in every round: T rounds of scale
+b cost T·Δ/b.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from opacus_shuffle.engine.schemes.base import Scheme
 
 PROVED, ESTIMATE = opacus_shuffle.Guarantee.PROVED, opacus_shuffle.Guarantee.ESTIMATE
 
-# --- one: what a round is --------------------------------------------------------------------------------------------
+# --- one: what a round is
+# --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,22 +33,32 @@ class LaplaceReports(Mechanism):
     diameter: float = described("the largest l1 norm over the clipping norm", "R", default=1.0)
 
 
-# --- two: what it costs ----------------------------------------------------------------------------------------------
+# --- two: what it costs
+# ----------------------------------------------------------------------------------------------
 
 
 @register_bound(
-    LaplaceReports, "certified", guarantee=PROVED, meaning="pure differential privacy adds up, whoever sees the reports"
+    LaplaceReports,
+    "certified",
+    guarantee=PROVED,
+    meaning="pure differential privacy adds up, whoever sees the reports",
 )
 def _certified(rounds, *, delta, adjacency, orders):
-    return Answer(sum(count * each.diameter / each.noise_multiplier for each, count in rounds) * adjacency.distance)
+    return Answer(
+        sum(count * each.diameter / each.noise_multiplier for each, count in rounds)
+        * adjacency.distance
+    )
 
 
-@register_bound(LaplaceReports, "half", meaning="no guarantee at all", legend="nothing", guarantee=ESTIMATE)
+@register_bound(
+    LaplaceReports, "half", meaning="no guarantee at all", legend="nothing", guarantee=ESTIMATE
+)
 def _half(rounds, *, delta, adjacency, orders):
     return Answer(_certified(rounds, delta=delta, adjacency=adjacency, orders=orders).epsilon / 2)
 
 
-# --- three: how it is trained -----------------------------------------------------------------------------------------
+# --- three: how it is trained
+# -----------------------------------------------------------------------------------------
 
 
 class LaplaceNoise(Noise):
@@ -56,7 +68,9 @@ class LaplaceNoise(Noise):
         self.reports = reports
 
     def draw(self, optimizer, total):
-        noise = torch.distributions.Laplace(0.0, optimizer.noise_multiplier * optimizer.max_grad_norm)
+        noise = torch.distributions.Laplace(
+            0.0, optimizer.noise_multiplier * optimizer.max_grad_norm
+        )
         return noise.sample((self.reports, *total.shape)).sum(0)
 
 

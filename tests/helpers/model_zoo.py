@@ -1,7 +1,7 @@
 """Small networks of many kinds, each with an input: what permutation discovery has to see through.
 
-Weights are random everywhere (a LayerNorm of ones and zeros would hide that it was forgotten), dropout is off, sizes
-differ where they may. :func:`build` gives an entry ready for use.
+Weights are random everywhere (a LayerNorm of ones and zeros would hide that it was forgotten),
+dropout is off, sizes differ where they may. :func:`build` gives an entry ready for use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def collect(zoo: dict[str, Builder]) -> Callable[[Builder], Builder]:
 network = collect(NETWORKS)
 
 
-def build(builder: Builder, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, Any]:
+def build(
+    builder: Builder, *, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[nn.Module, Any]:
     """The network in evaluation mode with random weights, and its input; the global generator stays where it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -51,7 +53,9 @@ def randomise(module: nn.Module, seed: int) -> None:
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             fan_in = math.prod(parameter.shape[1:])
-            parameter.copy_(1.4 * noise / math.sqrt(fan_in) if parameter.dim() > 1 else 0.7 + 0.4 * noise)
+            parameter.copy_(
+                1.4 * noise / math.sqrt(fan_in) if parameter.dim() > 1 else 0.7 + 0.4 * noise
+            )
         for name, buffer in module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
@@ -59,7 +63,10 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 def cast(sample: Any, dtype: torch.dtype) -> Any:
     """The same input with floating-point numbers of another type."""
-    return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, sample)
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf,
+        sample,
+    )
 
 
 def another(sample: Any, seed: int = 1) -> Any:
@@ -80,10 +87,14 @@ def another(sample: Any, seed: int = 1) -> Any:
 
 def run(module: nn.Module, sample: Any) -> list[torch.Tensor]:
     """All floating-point tensors that the network returns."""
-    positional = () if isinstance(sample, dict) else sample if isinstance(sample, tuple) else (sample,)
+    positional = (
+        () if isinstance(sample, dict) else sample if isinstance(sample, tuple) else (sample,)
+    )
     result = module(*positional, **(sample if isinstance(sample, dict) else {}))
     result = list(result.values()) if isinstance(result, dict) else result
-    return [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return [
+        leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf) and leaf.is_floating_point()
+    ]
 
 
 def gradients(module: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
@@ -91,7 +102,9 @@ def gradients(module: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
     module.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(0)
     outputs = run(module, sample)
-    sum((torch.tanh(y) * torch.randn(y.shape, generator=generator).to(y)).sum() for y in outputs).backward()
+    sum(
+        (torch.tanh(y) * torch.randn(y.shape, generator=generator).to(y)).sum() for y in outputs
+    ).backward()
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -134,7 +147,8 @@ class Wired(nn.Module):
         return self.wiring(self, *inputs)
 
 
-# Perceptrons ------------------------------------------------------------------------------------------------------------------
+# Perceptrons
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @network
@@ -145,7 +159,13 @@ def mlp():
 
 @network
 def mlp_without_biases():
-    layers = [nn.Linear(7, 10, bias=False), nn.Tanh(), nn.Linear(10, 8, bias=False), nn.SiLU(), nn.Linear(8, 4, bias=False)]
+    layers = [
+        nn.Linear(7, 10, bias=False),
+        nn.Tanh(),
+        nn.Linear(10, 8, bias=False),
+        nn.SiLU(),
+        nn.Linear(8, 4, bias=False),
+    ]
     return nn.Sequential(*layers), torch.randn(BATCH, 7)
 
 
@@ -170,13 +190,24 @@ def gated_linear_units():
 
 @network
 def maxout():
-    layers = [nn.Linear(7, 5 * 3), nn.Unflatten(1, (5, 3)), Apply(lambda x: x.amax(-1)), nn.Linear(5, 4)]
+    layers = [
+        nn.Linear(7, 5 * 3),
+        nn.Unflatten(1, (5, 3)),
+        Apply(lambda x: x.amax(-1)),
+        nn.Linear(5, 4),
+    ]
     return nn.Sequential(*layers), torch.randn(BATCH, 7)
 
 
 @network
 def mean_over_the_major_axis():
-    layers = [nn.Linear(7, 3 * 5), nn.Tanh(), nn.Unflatten(1, (3, 5)), Apply(lambda x: x.mean(1)), nn.Linear(5, 4)]
+    layers = [
+        nn.Linear(7, 3 * 5),
+        nn.Tanh(),
+        nn.Unflatten(1, (3, 5)),
+        Apply(lambda x: x.mean(1)),
+        nn.Linear(5, 4),
+    ]
     return nn.Sequential(*layers), torch.randn(BATCH, 7)
 
 
@@ -185,7 +216,9 @@ def outer_product():
     def wiring(m, x):
         return m.out((m.one(x).sin().unsqueeze(2) * m.two(x).cos().unsqueeze(1)).flatten(1))
 
-    return Wired(wiring, one=nn.Linear(7, 5), two=nn.Linear(7, 3), out=nn.Linear(15, 4)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, one=nn.Linear(7, 5), two=nn.Linear(7, 3), out=nn.Linear(15, 4)
+    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -201,7 +234,9 @@ def symmetric_matrix():
     def wiring(m, x):
         return m.out(torch.tanh(torch.tanh(m.into(x)) @ (m.weight + m.weight.T)))
 
-    return Wired(wiring, into=nn.Linear(7, 9), weight=torch.randn(9, 9), out=nn.Linear(9, 4)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, into=nn.Linear(7, 9), weight=torch.randn(9, 9), out=nn.Linear(9, 4)
+    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -212,7 +247,9 @@ def layer_used_again_and_again():
             h = torch.tanh(m.again(h))
         return m.out(h)
 
-    return Wired(wiring, into=nn.Linear(7, 9), again=nn.Linear(9, 9), out=nn.Linear(9, 4)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, into=nn.Linear(7, 9), again=nn.Linear(9, 9), out=nn.Linear(9, 4)
+    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -222,7 +259,12 @@ def highway():
         gate = torch.sigmoid(m.gate(h))
         return m.out(gate * torch.tanh(m.change(h)) + (1 - gate) * h)
 
-    layers = {"into": nn.Linear(7, 9), "gate": nn.Linear(9, 9), "change": nn.Linear(9, 9), "out": nn.Linear(9, 4)}
+    layers = {
+        "into": nn.Linear(7, 9),
+        "gate": nn.Linear(9, 9),
+        "change": nn.Linear(9, 9),
+        "out": nn.Linear(9, 4),
+    }
     return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
 
 
@@ -252,7 +294,9 @@ def unused_parameter():
     def wiring(m, x):
         return m.out(torch.relu(m.into(x)))
 
-    return Wired(wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4), idle=nn.Linear(11, 5)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4), idle=nn.Linear(11, 5)
+    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -261,7 +305,9 @@ def hidden_layer_returned():
         h = torch.relu(m.one(x))
         return m.out(torch.relu(m.two(h))), h
 
-    return Wired(wiring, one=nn.Linear(7, 9), two=nn.Linear(9, 6), out=nn.Linear(6, 4)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, one=nn.Linear(7, 9), two=nn.Linear(9, 6), out=nn.Linear(6, 4)
+    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -271,7 +317,10 @@ def siamese():
         return m.out(torch.cat([a, b, a * b], 1))
 
     encoder = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 6))
-    return Wired(wiring, encoder=encoder, out=nn.Linear(18, 2)), (torch.randn(BATCH, 7), torch.randn(BATCH, 7))
+    return Wired(wiring, encoder=encoder, out=nn.Linear(18, 2)), (
+        torch.randn(BATCH, 7),
+        torch.randn(BATCH, 7),
+    )
 
 
 @network
@@ -295,7 +344,8 @@ def graph_convolution():
     return Wired(wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4)), torch.randn(BATCH, 6, 7)
 
 
-# Experts ----------------------------------------------------------------------------------------------------------------------
+# Experts
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @network
@@ -315,7 +365,9 @@ def mixture_of_experts():
         h = F.gelu(torch.einsum("bd,edf->bef", x, m.into))
         return torch.einsum("bef,efo,be->bo", h, m.out, routes)
 
-    return Wired(wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)
+    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -325,15 +377,24 @@ def mixture_of_the_best_experts():
         h = F.gelu(torch.einsum("bd,bkdf->bkf", x, m.into[best]))
         return torch.einsum("bkf,bkfo,bk->bo", h, m.out[best], weight)
 
-    return Wired(wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)
+    ), torch.randn(BATCH, 7)
 
 
-# What no rule should guess ----------------------------------------------------------------------------------------------------
+# What no rule should guess
+# ----------------------------------------------------------------------------------------------------
 
 
 @network
 def sorted_units():
-    layers = [nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 6), Apply(lambda x: x.sort(-1).values), nn.Linear(6, 4)]
+    layers = [
+        nn.Linear(7, 9),
+        nn.ReLU(),
+        nn.Linear(9, 6),
+        Apply(lambda x: x.sort(-1).values),
+        nn.Linear(6, 4),
+    ]
     return nn.Sequential(*layers), torch.randn(BATCH, 7)
 
 
@@ -355,9 +416,18 @@ def written_in_place():
 def neighbours_meet():
     def wiring(m, x):
         h = torch.relu(m.one(m.before(x)))
-        return m.out(torch.tanh(h[:, 1:] - h[:, :-1])) + m.rolled(h * h.roll(1, -1)) + m.even(h[:, ::2])
+        return (
+            m.out(torch.tanh(h[:, 1:] - h[:, :-1]))
+            + m.rolled(h * h.roll(1, -1))
+            + m.even(h[:, ::2])
+        )
 
-    layers = {"one": nn.Linear(7, 9), "out": nn.Linear(8, 4), "rolled": nn.Linear(9, 4), "even": nn.Linear(5, 4)}
+    layers = {
+        "one": nn.Linear(7, 9),
+        "out": nn.Linear(8, 4),
+        "rolled": nn.Linear(9, 4),
+        "even": nn.Linear(5, 4),
+    }
     return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
 
 
@@ -396,7 +466,9 @@ def units_paired_with_each_other():
         h = m.norm(m.into(x))
         return m.out((h.unsqueeze(2) * h.sin().unsqueeze(1)).flatten(1))
 
-    return Wired(wiring, into=nn.Linear(7, 4), norm=nn.GroupNorm(2, 4), out=nn.Linear(16, 4)), torch.randn(BATCH, 7)
+    return Wired(
+        wiring, into=nn.Linear(7, 4), norm=nn.GroupNorm(2, 4), out=nn.Linear(16, 4)
+    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -405,5 +477,10 @@ def bilinear():
         x = m.before(x)
         return m.out(torch.relu(m.both(torch.relu(m.one(x)), torch.relu(m.two(x)))))
 
-    layers = {"one": nn.Linear(7, 5), "two": nn.Linear(7, 6), "both": nn.Bilinear(5, 6, 8), "out": nn.Linear(8, 4)}
+    layers = {
+        "one": nn.Linear(7, 5),
+        "two": nn.Linear(7, 6),
+        "both": nn.Bilinear(5, 6, 8),
+        "out": nn.Linear(8, 4),
+    }
     return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)

@@ -8,7 +8,16 @@ from opacus_shuffle.permutation.moving.gather import gather_
 from opacus_shuffle.permutation.moving.moves import WORDS, Move
 
 DTYPES = [
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32),
+    *(
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+    ),
     *(torch.int64, torch.bool, torch.complex64, torch.complex128),
 ]
 
@@ -40,11 +49,16 @@ def expected(move):
     return bits(cube)
 
 
-def draw_move(rows, columns, inner, dtype=torch.float32, which=(True, True), index_dtype=torch.int64):
+def draw_move(
+    rows, columns, inner, dtype=torch.float32, which=(True, True), index_dtype=torch.int64
+):
     row_index, column_index = (
-        torch.randperm(n).to(index_dtype) if w else None for n, w in zip((rows, columns), which, strict=True)
+        torch.randperm(n).to(index_dtype) if w else None
+        for n, w in zip((rows, columns), which, strict=True)
     )
-    return Move(random_bits((rows, columns, inner), dtype), rows, columns, inner, row_index, column_index)
+    return Move(
+        random_bits((rows, columns, inner), dtype), rows, columns, inner, row_index, column_index
+    )
 
 
 def check(moves, **options):

@@ -1,7 +1,8 @@
 """A pytest plugin that lets Opacus's own test files run with another engine in the place of Opacus's, and without torchvision.
 
-``python -m pytest -p helpers.opacus_suite --engine=ours [--accountant=shuffled_checkin] ...``. The little of torchvision that
-those files use is made here: ``FakeData``, ``Compose``, ``ToTensor``, ``Normalize``, and two networks with batch norm.
+``python -m pytest -p helpers.opacus_suite --engine=ours [--accountant=shuffled_checkin] ...``. The
+little of torchvision that those files use is made here: ``FakeData``, ``Compose``, ``ToTensor``,
+``Normalize``, and two networks with batch norm.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from opacus_shuffle import PrivacyEngine
 
         class Engine(PrivacyEngine):
-            def __init__(self, *, accountant: str = config.getoption("--accountant"), **keywords: Any) -> None:
+            def __init__(
+                self, *, accountant: str = config.getoption("--accountant"), **keywords: Any
+            ) -> None:
                 super().__init__(accountant=accountant, **keywords)
 
         opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = Engine
@@ -43,15 +46,28 @@ class densenet121(nn.Module):
 
     def __init__(self, weights: None = None) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        )
         self.classifier: nn.Module = nn.Linear(8, 1000)
 
 
 class FakeData(Dataset):
     """Random pictures with labels, the same at every look."""
 
-    def __init__(self, size: int, image_size: tuple[int, ...], num_classes: int, transform: Callable[[Any], Any]) -> None:
-        self.size, self.image_size, self.num_classes, self.transform = size, image_size, num_classes, transform
+    def __init__(
+        self,
+        size: int,
+        image_size: tuple[int, ...],
+        num_classes: int,
+        transform: Callable[[Any], Any],
+    ) -> None:
+        self.size, self.image_size, self.num_classes, self.transform = (
+            size,
+            image_size,
+            num_classes,
+            transform,
+        )
 
     def __len__(self) -> int:
         return self.size
@@ -61,7 +77,9 @@ class FakeData(Dataset):
             raise IndexError(index)
         draws = torch.Generator().manual_seed(index)
         # What a picture keeps of normal numbers: bytes, read as numbers in [0, 1].
-        picture = (torch.randn(self.image_size, generator=draws) * 255).to(torch.uint8).float() / 255
+        picture = (torch.randn(self.image_size, generator=draws) * 255).to(
+            torch.uint8
+        ).float() / 255
         return self.transform(picture), int(torch.randint(self.num_classes, (), generator=draws))
 
 

@@ -25,7 +25,12 @@ class Heads(nn.Module):
     def __init__(self, give):
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.one, self.two, self.give = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(6, 2), give
+        self.body, self.one, self.two, self.give = (
+            nn.Linear(4, 6),
+            nn.Linear(6, 5),
+            nn.Linear(6, 2),
+            give,
+        )
 
     def forward(self, x):
         h = torch.tanh(self.body(x))

@@ -91,7 +91,12 @@ def there_and_back(draft, x):
 
 @step
 def weight_used_before(draft, x):
-    fits = [(i, turn) for i, p in enumerate(draft.weights) for turn in (0, 1) if p.dim() == 2 and p.shape[turn] == x.shape[-1]]
+    fits = [
+        (i, turn)
+        for i, p in enumerate(draft.weights)
+        for turn in (0, 1)
+        if p.dim() == 2 and p.shape[turn] == x.shape[-1]
+    ]
     i, turn = draft.choose.choice(fits or [(0, 0)])
     return when(bool(fits), lambda w, x: x @ (w[i] if turn == 0 else w[i].T))
 
@@ -124,7 +129,9 @@ def group_norm(draft, x):
 
 @step
 def elementwise(draft, x):
-    return draft.choose.choice([lambda w, x: x.sin(), lambda w, x: F.gelu(x), lambda w, x: x.masked_fill(x < 0, 0.1)])
+    return draft.choose.choice(
+        [lambda w, x: x.sin(), lambda w, x: F.gelu(x), lambda w, x: x.masked_fill(x < 0, 0.1)]
+    )
 
 
 @step
@@ -147,7 +154,12 @@ def along_an_axis(draft, x):
 @step
 def reduce(draft, x):
     dim = draft.axis(x)
-    kinds = [lambda w, x: x.mean(dim), lambda w, x: x.logsumexp(dim), lambda w, x: x.amax(dim), lambda w, x: x.select(dim, 0)]
+    kinds = [
+        lambda w, x: x.mean(dim),
+        lambda w, x: x.logsumexp(dim),
+        lambda w, x: x.amax(dim),
+        lambda w, x: x.select(dim, 0),
+    ]
     return when(x.dim() > 2, draft.choose.choice(kinds))
 
 
@@ -180,7 +192,11 @@ def piece(draft, x):
 @step
 def halves(draft, x):
     dim = draft.axis(x)
-    kinds = [lambda a, b: a * torch.sigmoid(b), lambda a, b: a + b, lambda a, b: torch.cat([b, a], dim)]
+    kinds = [
+        lambda a, b: a * torch.sigmoid(b),
+        lambda a, b: a + b,
+        lambda a, b: torch.cat([b, a], dim),
+    ]
     kind = draft.choose.choice([*kinds, lambda a, b: torch.stack([a, a * b], dim)])
     return when(x.shape[dim] % 2 == 0, lambda w, x: kind(*x.chunk(2, dim)))
 
@@ -188,14 +204,23 @@ def halves(draft, x):
 @step
 def unbind(draft, x):
     dim = draft.axis(x)
-    return when(x.dim() > 2 and x.shape[dim] < 5, lambda w, x: x.unbind(dim)[0] * x.unbind(dim)[-1].tanh())
+    return when(
+        x.dim() > 2 and x.shape[dim] < 5, lambda w, x: x.unbind(dim)[0] * x.unbind(dim)[-1].tanh()
+    )
 
 
 @step
 def pairs(draft, x):
-    kinds = [lambda w, x: x @ x.mT, lambda w, x: x.mT @ x, lambda w, x: torch.softmax(x @ x.mT, -1) @ x, lambda w, x: x.tril()]
+    kinds = [
+        lambda w, x: x @ x.mT,
+        lambda w, x: x.mT @ x,
+        lambda w, x: torch.softmax(x @ x.mT, -1) @ x,
+        lambda w, x: x.tril(),
+    ]
     kind = draft.choose.choice(kinds)
-    return when(x.dim() > 2, kind) or when(x.shape[1] <= 8, lambda w, x: x[:, :, None] * x.sin()[:, None, :])
+    return when(x.dim() > 2, kind) or when(
+        x.shape[1] <= 8, lambda w, x: x[:, :, None] * x.sin()[:, None, :]
+    )
 
 
 @step
@@ -206,7 +231,10 @@ def fused_attention(draft, x):
 @step
 def einsum(draft, x):
     pattern = draft.choose.choice(["nab,abc->nac", "nab,abc->nc", "nab,abc->nbc"])
-    return when(x.dim() == 3, (lambda i: lambda w, x: torch.einsum(pattern, x, w[i]))(draft.weight(*x.shape[1:3], 3)))
+    return when(
+        x.dim() == 3,
+        (lambda i: lambda w, x: torch.einsum(pattern, x, w[i]))(draft.weight(*x.shape[1:3], 3)),
+    )
 
 
 @step
@@ -218,7 +246,10 @@ def convolution(draft, x):
 
 @step
 def pool(draft, x):
-    return when(x.dim() == 3 and x.shape[2] > 1, lambda w, x: x - F.avg_pool1d(x, 3, 1, 1, count_include_pad=False))
+    return when(
+        x.dim() == 3 and x.shape[2] > 1,
+        lambda w, x: x - F.avg_pool1d(x, 3, 1, 1, count_include_pad=False),
+    )
 
 
 @step

@@ -42,7 +42,12 @@ class Between(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        self.first, self.middle, self.last, self.way = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3), way
+        self.first, self.middle, self.last, self.way = (
+            nn.Linear(5, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+            way,
+        )
 
     def forward(self, x):
         return self.last(self.way(self.middle, torch.tanh(self.first(x))))
@@ -60,14 +65,20 @@ MISPLACED = {
     "flipped": lambda layer, hidden: layer(hidden.flip(0)).flip(0),
     "sorted": lambda layer, hidden: in_order(layer, hidden, hidden[:, 0].argsort()),
     "at random": lambda layer, hidden: in_order(layer, hidden, torch.randperm(len(hidden))),
-    "gradients scaled by the largest": lambda layer, hidden: hooked(layer(hidden), lambda each: each / each.abs().max()),
+    "gradients scaled by the largest": lambda layer, hidden: hooked(
+        layer(hidden), lambda each: each / each.abs().max()
+    ),
     "some once more": lambda layer, hidden: where(layer, layer(hidden), hidden[:, 0] > 0),
 }
 IN_PLACE = {
     "all": lambda layer, hidden: layer(hidden),
     "twice": lambda layer, hidden: layer(torch.tanh(layer(hidden))),
-    "the first ones once more": lambda layer, hidden: where(layer, layer(hidden), torch.arange(len(hidden)) < len(hidden) // 2),
-    "gradients cut off": lambda layer, hidden: hooked(layer(hidden), lambda each: each.clamp(-1e-3, 1e-3)),
+    "the first ones once more": lambda layer, hidden: where(
+        layer, layer(hidden), torch.arange(len(hidden)) < len(hidden) // 2
+    ),
+    "gradients cut off": lambda layer, hidden: hooked(
+        layer(hidden), lambda each: each.clamp(-1e-3, 1e-3)
+    ),
     "gradients of length one": lambda layer, hidden: hooked(layer(hidden), nn.functional.normalize),
 }
 

@@ -1,7 +1,7 @@
 """The true shuffled mechanism for a few users, by enumeration of cells, with no part of the library's bounds.
 
-Cutting the line into cells and looking at the cells only is post-processing, so δ of the shuffled *cells* is at most the true
-δ. It is a finite sum.
+Cutting the line into cells and looking at the cells only is post-processing, so δ of the shuffled
+*cells* is at most the true δ. It is a finite sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ ROUNDING = 2.0**-33
 
 
 def one_round(sigma, users, rate=1.0, sampling=None, repetitions=1):
-    return [(ShuffledRound(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling), repetitions)]
+    return [
+        (
+            ShuffledRound(
+                noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling
+            ),
+            repetitions,
+        )
+    ]
 
 
 def cell_masses(cuts, mean, sigma):
@@ -41,7 +48,9 @@ def shuffled_cells(records, sigma):
     orders = Counter(itertools.permutations(records))
     total = np.zeros((cells,) * len(records))
     for order, times in orders.items():
-        total += times * functools.reduce(np.multiply.outer, [distributions[record] for record in order], np.ones(()))
+        total += times * functools.reduce(
+            np.multiply.outer, [distributions[record] for record in order], np.ones(())
+        )
     return total / sum(orders.values())
 
 
@@ -57,7 +66,11 @@ def view_cells(records, sigma, rate, sampling):
         chances = {k: rate**k * (1 - rate) ** (users - k) for k in range(users + 1)}
     return np.concatenate(
         [
-            chance * sum(shuffled_cells(chosen, sigma).ravel() for chosen in itertools.combinations(records, count))
+            chance
+            * sum(
+                shuffled_cells(chosen, sigma).ravel()
+                for chosen in itertools.combinations(records, count)
+            )
             for count, chance in chances.items()
         ]
     )
@@ -66,4 +79,6 @@ def view_cells(records, sigma, rate, sampling):
 def hockey_stick(moved, still, epsilon):
     """The larger direction of δ(ε)."""
     scale = math.exp(epsilon)
-    return max(float(np.maximum(a - scale * b, 0.0).sum()) for a, b in ((moved, still), (still, moved)))
+    return max(
+        float(np.maximum(a - scale * b, 0.0).sum()) for a, b in ((moved, still), (still, moved))
+    )

@@ -1,7 +1,7 @@
 """Short private runs, shuffled and not, that can be compared entry by entry.
 
-A run is repeatable: its weights, its batches and, if any, its noise come from seeds of its own, and so do its permutations,
-which :func:`unshuffle` draws once more to take them back.
+A run is repeatable: its weights, its batches and, if any, its noise come from seeds of its own, and
+so do its permutations, which :func:`unshuffle` draws once more to take them back.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ RECORDS, BATCH, EPOCHS = 32, 8, 2
 EXACT = 1e-12
 """What may be between a run and the same run with its units in another order, in double precision.
 
-Sums of some hundred terms of size at most 1 differ by about 1e-14 when their order does, and so do clipped gradients, whose
-norm is at most 1. :data:`OPTIMIZERS` turn a difference of gradients into one of weights at most 1 times as large (learning
-rates are at most epsilon, or 0.1 with plain gradients), 10 times with momentum; some ten steps leave it below 1e-12.
+Sums of some hundred terms of size at most 1 differ by about 1e-14 when their order does, and so do
+clipped gradients, whose norm is at most 1. :data:`OPTIMIZERS` turn a difference of gradients into
+one of weights at most 1 times as large (learning rates are at most epsilon, or 0.1 with plain
+gradients), 10 times with momentum; some ten steps leave it below 1e-12.
 """
 
 in_order = {"poisson_sampling": False}
 """The loader's own batches, in their order, so that a run can go on where it was."""
 
-# Networks ---------------------------------------------------------------------------------------------------------------------
+# Networks
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -51,9 +53,12 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
-        return self.out(nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return self.out(
+            nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        )
 
 
 class Encoder(nn.Module):
@@ -78,7 +83,10 @@ class LowRank(nn.Module):
     def __init__(self, features_in: int, features_out: int, rank: int = 4) -> None:
         super().__init__()
         self.base = nn.Linear(features_in, features_out).requires_grad_(False)
-        self.down, self.up = nn.Linear(features_in, rank, bias=False), nn.Linear(rank, features_out, bias=False)
+        self.down, self.up = (
+            nn.Linear(features_in, rank, bias=False),
+            nn.Linear(rank, features_out, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x))
@@ -103,7 +111,13 @@ def mlp() -> nn.Module:
 
 def conv() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 12), nn.Tanh(), nn.Linear(12, 3)
+        nn.Conv2d(1, 8, 3),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 12),
+        nn.Tanh(),
+        nn.Linear(12, 3),
     )
 
 
@@ -113,14 +127,34 @@ def low_rank() -> nn.Module:
 
 def bert() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
-    config |= {"max_position_embeddings": 6, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
-    return prepare_model(transformers.BertForSequenceClassification(transformers.BertConfig(**config)))
+    config = {
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
+    config |= {
+        "max_position_embeddings": 6,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": 3,
+    }
+    return prepare_model(
+        transformers.BertForSequenceClassification(transformers.BertConfig(**config))
+    )
 
 
 def gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = {"vocab_size": 20, "n_positions": 6, "n_embd": 8, "n_layer": 1, "n_head": 2, "use_cache": False}
+    config = {
+        "vocab_size": 20,
+        "n_positions": 6,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "use_cache": False,
+    }
     config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     network = prepare_model(transformers.GPT2LMHeadModel(transformers.GPT2Config(**config)))
     assert network.lm_head.weight is network.transformer.wte.weight
@@ -170,7 +204,9 @@ def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.03, eps=0.03),
     "AMSGrad": lambda p: torch.optim.AdamW(p, lr=0.03, eps=0.03, amsgrad=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.03, eps=0.03, momentum=0.9, centered=True),
@@ -189,16 +225,21 @@ STATE = {
 def in_record(**keywords: Any) -> dict[str, Any]:
     """The same keywords of ``make_private``, with those about shuffling in the record that it takes."""
     fields = {
-        name: keywords.pop(name) for name in ("batch_clip", "dimension", "unshuffled_noise_multiplier") if name in keywords
+        name: keywords.pop(name)
+        for name in ("batch_clip", "dimension", "unshuffled_noise_multiplier")
+        if name in keywords
     }
     if "shuffle_generator" in keywords:
         fields["generator"] = keywords.pop("shuffle_generator")
     if fields:
-        keywords["shuffle_weights"] = WeightShuffling(groups=keywords.get("shuffle_weights", False), **fields)
+        keywords["shuffle_weights"] = WeightShuffling(
+            groups=keywords.get("shuffle_weights", False), **fields
+        )
     return keywords
 
 
-# Runs -------------------------------------------------------------------------------------------------------------------------
+# Runs
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -220,7 +261,13 @@ class Run:
         return self.engine.shuffler
 
     def train(
-        self, epochs: int = EPOCHS, *, physical: int | None = None, accumulate: int = 1, before: Any = None, after: Any = None
+        self,
+        epochs: int = EPOCHS,
+        *,
+        physical: int | None = None,
+        accumulate: int = 1,
+        before: Any = None,
+        after: Any = None,
     ) -> Run:
         """Ordinary epochs; the last step's gradients are kept. ``before`` is called after every backward pass, ``after`` after
         every step.
@@ -230,7 +277,11 @@ class Run:
             loader = self.loader
             if physical is not None:
                 loader = stack.enter_context(
-                    BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=self.optimizer)
+                    BatchMemoryManager(
+                        data_loader=loader,
+                        max_physical_batch_size=physical,
+                        optimizer=self.optimizer,
+                    )
                 )
             for _ in range(epochs):
                 for number, (x, y) in enumerate(loader):
@@ -289,12 +340,17 @@ def prepare(
 def drawn_each(shuffler: WeightShuffler, count: int | None = None) -> list[PermutationPlan]:
     """The shuffler's first permutations (all so far), drawn once more."""
     generator = torch.Generator().manual_seed(SHUFFLE_SEED)
-    return [shuffler.spec.sample(generator) for _ in range(shuffler.shuffles if count is None else count)]
+    return [
+        shuffler.spec.sample(generator)
+        for _ in range(shuffler.shuffles if count is None else count)
+    ]
 
 
 def drawn(shuffler: WeightShuffler, count: int | None = None) -> PermutationPlan:
     """Their product."""
-    return functools.reduce(shuffler.spec.compose, drawn_each(shuffler, count), shuffler.spec.identity())
+    return functools.reduce(
+        shuffler.spec.compose, drawn_each(shuffler, count), shuffler.spec.identity()
+    )
 
 
 def unshuffle(run: Run) -> None:
@@ -316,7 +372,9 @@ def contents(run: Run) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def moved(spec: PermutationSpec, plan: PermutationPlan, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def moved(
+    spec: PermutationSpec, plan: PermutationPlan, found: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Contents or weights, as a permutation makes them."""
     found = {key: tensor.clone() for key, tensor in found.items()}
     for key, tensor in found.items():
@@ -329,7 +387,11 @@ def moved(spec: PermutationSpec, plan: PermutationPlan, found: dict[str, torch.T
 def distance(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     """The largest difference between entries."""
     assert ones.keys() == others.keys()
-    return max(float((one.double() - others[name].double()).abs().max()) for name, one in ones.items() if one.numel())
+    return max(
+        float((one.double() - others[name].double()).abs().max())
+        for name, one in ones.items()
+        if one.numel()
+    )
 
 
 def weights(network: nn.Module) -> dict[str, torch.Tensor]:
@@ -342,7 +404,9 @@ def noise_carried_along(run: Run) -> Iterator[None]:
     """While inside, the run's noise is that of the run without shuffling, moved to where the units are."""
 
     def moved(generate: Any) -> Any:
-        def noise_there(std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False) -> torch.Tensor:
+        def noise_there(
+            std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False
+        ) -> torch.Tensor:
             made = generate(std, reference, generator, secure_mode)
             for name, tensor in run.shuffler.spec.tensors(run.network).items():
                 if getattr(tensor, "summed_grad", None) is reference:

@@ -16,7 +16,9 @@ every_accountant = pytest.mark.parametrize("name", ACCOUNTANTS)
 class Toy:
     """A short private run, whose released steps are counted by the weights that they change."""
 
-    def __init__(self, name="subsampled_shuffle", *, records=24, batch_size=6, loader=None, **options):
+    def __init__(
+        self, name="subsampled_shuffle", *, records=24, batch_size=6, loader=None, **options
+    ):
         self.toy = make_toy(records=records, batch_size=batch_size, **(loader or {}))
         self.engine = PrivacyEngine(accountant=name)
         self.criterion = nn.CrossEntropyLoss()
@@ -47,11 +49,18 @@ class Toy:
 
     def refused(self, match, step=None):
         """The step is refused, nothing is released or accounted, and the next batch trains as usual."""
-        steps, accounted, before = self.steps, self.accounted, [p.detach().clone() for p in self.optimizer.params]
+        steps, accounted, before = (
+            self.steps,
+            self.accounted,
+            [p.detach().clone() for p in self.optimizer.params],
+        )
         with pytest.raises(ValueError, match=match):
             (step or self.optimizer.step)()
         assert (self.steps, self.accounted) == (steps, accounted)
-        assert all(torch.equal(one, other) for one, other in zip(before, self.optimizer.params, strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(before, self.optimizer.params, strict=True)
+        )
         self.optimizer.zero_grad()
         self.train([next(iter(self.loader))])
         assert (self.steps, self.accounted) == (steps + 1, accounted + 1)

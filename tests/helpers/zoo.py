@@ -22,23 +22,46 @@ from opacus_shuffle.permutation import PermutationPlan, PermutationSpec, find_pe
 ZOO = NETWORKS | CONVOLUTIONS | TRANSFORMERS | HUGGING_FACE
 LEVELS = ("paper", "heads", "residual")
 
-VARIED = ["mlp", "maxout", "mixture_of_experts", "conv_net", "grouped_conv", "timm_vit", "llama_by_hand", "einsum_attention"]
+VARIED = [
+    "mlp",
+    "maxout",
+    "mixture_of_experts",
+    "conv_net",
+    "grouped_conv",
+    "timm_vit",
+    "llama_by_hand",
+    "einsum_attention",
+]
 """Of every kind of nesting and packing one."""
 
 AT_EVERY_LEVEL = {"mlp", "conv_net", "timm_vit", "llama_by_hand"}
 """The default tests take these at all levels."""
 
-SLOW = {"lstm", "torch_encoder_decoder", "interleaved", "cosine_attention", "queries_and_keys_with_a_shared_norm"}
+SLOW = {
+    "lstm",
+    "torch_encoder_decoder",
+    "interleaved",
+    "cosine_attention",
+    "queries_and_keys_with_a_shared_norm",
+}
 AT_ONE_LEVEL = {*VARIED, *NETWORKS, *CONVOLUTIONS, *TRANSFORMERS} - SLOW
 """The default tests take these at level "residual"; Hugging Face's are the zoo's."""
 
-# Roundings: sums of up to 400 terms, 20 one after the other, lose at most 8000 units of 1.1e-16 in double precision. In single
-# precision, as roundings have either sign, expect sqrt(8000) units of 6e-8, and twice that between two evaluations.
+# Roundings: sums of up to 400 terms, 20 one after the other, lose at most 8000 units of 1.1e-16 in
+# double precision. In single precision, as roundings have either sign, expect sqrt(8000) units of
+# 6e-8, and twice that between two evaluations.
 DOUBLE, SINGLE = 1e-12, 1e-5
 GRADIENT = 10 * DOUBLE  # backward is as long again, and derivatives of norms and softmax amplify
 
 ROUNDS_TO_SINGLE = {
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM", "BloomForCausalLM"),
+    *(
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "GemmaForCausalLM",
+        "BloomForCausalLM",
+    ),
 }
 """Networks that convert to single precision inside, whatever their parameters are."""
 
@@ -122,10 +145,19 @@ def draw(spec: PermutationSpec, seed: int) -> PermutationPlan:
 
 def same(one: nn.Module, other: nn.Module) -> bool:
     """Whether all parameters and buffers are equal, bit by bit."""
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 def distance(ones, others):
     """Largest difference relative to the largest entry, over all tensors."""
     scale = max(float(one.detach().abs().max()) for one in ones)
-    return max(float((one - other).detach().abs().max()) for one, other in zip(ones, others, strict=True)) / scale
+    return (
+        max(
+            float((one - other).detach().abs().max())
+            for one, other in zip(ones, others, strict=True)
+        )
+        / scale
+    )

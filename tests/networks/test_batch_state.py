@@ -74,7 +74,10 @@ def recurrent_state_with_its_graph(network, hidden):
 
 
 def number(network, hidden):
-    before, network.scale = network.scale, 0.9 * network.scale + 0.1 * hidden.detach().abs().mean().item()
+    before, network.scale = (
+        network.scale,
+        0.9 * network.scale + 0.1 * hidden.detach().abs().mean().item(),
+    )
     return hidden / before
 
 
@@ -154,7 +157,16 @@ CARRYING = {
     "queue": [queue_of_rows],
     "named.states.hidden": [in_dictionaries],
     "state": [
-        *(recurrent_state, yes_or_no, long_queue, sparse, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
+        *(
+            recurrent_state,
+            yes_or_no,
+            long_queue,
+            sparse,
+            recurrent_state_with_its_graph,
+            array,
+            gradients_scale,
+            a_single_row,
+        ),
         into_a_layer_that_gives_zero,
     ],
     "scale": [number],
@@ -214,22 +226,32 @@ def _seeded():
 
 def check(network, rows=None):
     rows = torch.randn(6, 5) if rows is None else rows
-    seen = per_sample_check(network.train(), lambda records: ((rows[torch.arange(records) % 6],), {}))
+    seen = per_sample_check(
+        network.train(), lambda records: ((rows[torch.arange(records) % 6],), {})
+    )
     check_batch_state(network, seen.changed, seen.call, seen.records)
 
 
 @pytest.mark.parametrize(("name", "function"), CASES)
-def test_what_carries_records_into_the_next_batch_is_refused_by_its_name_and_left_as_it_was(name, function):
+def test_what_carries_records_into_the_next_batch_is_refused_by_its_name_and_left_as_it_was(
+    name, function
+):
     network = nn.Sequential(Keeping(function))
     before, random_state = copy.deepcopy(network), torch.get_rng_state()
     rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match=rf"^module carries records of one batch into later ones by (0\.)?{name}: a step"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^module carries records of one batch into later ones by (0\.)?{name}: a step",
+    ):
         check(network, rows)
     assert torch.equal(random_state, torch.get_rng_state())
     keeping = network[0]
     assert (keeping.bank, keeping.queue, keeping.named) == ([], deque(), {"states": {}})
     assert (keeping.scale, keeping.state) == (1.0, None)
-    assert all(torch.equal(tensor, before.state_dict()[key]) for key, tensor in network.state_dict().items())
+    assert all(
+        torch.equal(tensor, before.state_dict()[key])
+        for key, tensor in network.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
@@ -260,7 +282,9 @@ class Flagged(nn.Module):
         return self.last(hidden)
 
 
-@pytest.mark.parametrize("rows", [torch.linspace(-1, 1.2, 30).view(6, 5), -torch.ones(6, 5), torch.ones(6, 5)])
+@pytest.mark.parametrize(
+    "rows", [torch.linspace(-1, 1.2, 30).view(6, 5), -torch.ones(6, 5), torch.ones(6, 5)]
+)
 @pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
 def test_a_flag_of_records_is_refused_whatever_the_records_at_hand_are(flag, rows):
     with pytest.raises(ValueError, match="carries records of one batch into later ones by seen: "):
@@ -269,7 +293,11 @@ def test_a_flag_of_records_is_refused_whatever_the_records_at_hand_are(flag, row
 
 def counted_beside_a_decision(network, hidden):
     network.count += 1
-    return hidden.clamp(max=0.5) * network.count if bool((hidden > 0.5).any()) else hidden * network.count
+    return (
+        hidden.clamp(max=0.5) * network.count
+        if bool((hidden > 0.5).any())
+        else hidden * network.count
+    )
 
 
 def noted_if_large(network, hidden):
@@ -291,7 +319,10 @@ class Loss(Keeping):
 
 
 def private(network, accountant="subsampled_shuffle"):
-    toy = make_toy() | {"module": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1)}
+    toy = make_toy() | {
+        "module": network,
+        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
+    }
     engine = PrivacyEngine(accountant=accountant)
     return engine, engine.make_private(noise_multiplier=1.0, **toy)
 

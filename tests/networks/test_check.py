@@ -17,18 +17,28 @@ from opacus_shuffle.networks.check import per_sample_check
 
 
 def private(module, accountant="subsampled_shuffle", mode="hooks", **changes):
-    toy = make_toy() | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)} | changes
+    toy = (
+        make_toy()
+        | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+        | changes
+    )
     engine = PrivacyEngine(accountant=accountant)
     made = engine.make_private(**toy, noise_multiplier=1.0, grad_sample_mode=mode)
     return engine, (made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
 
 
 @pytest.mark.parametrize("way", MISPLACED)
-@pytest.mark.parametrize(("accountant", "mode"), [("subsampled_shuffle", "hooks"), ("rdp", "functorch"), ("rdp", "ghost")])
+@pytest.mark.parametrize(
+    ("accountant", "mode"),
+    [("subsampled_shuffle", "hooks"), ("rdp", "functorch"), ("rdp", "ghost")],
+)
 def test_a_layer_that_sees_records_in_another_order_is_refused(way, accountant, mode):
     torch.manual_seed(0)
     network = Between(MISPLACED[way])
-    with pytest.raises(ValueError, match=r"records in another order than the batch's to .*middle \(Linear\), .* collate_fn"):
+    with pytest.raises(
+        ValueError,
+        match=r"records in another order than the batch's to .*middle \(Linear\), .* collate_fn",
+    ):
         private(network, accountant, mode)
     assert not hasattr(network, "autograd_grad_sample_hooks")
 
@@ -47,7 +57,8 @@ def test_layers_that_see_every_record_at_its_place_are_trained(way):
 @pytest.mark.parametrize("way", ["gradients cut off", "gradients of length one"])
 def test_gradients_that_do_not_shrink_with_the_loss_are_refused_with_ghost_clipping(way):
     with pytest.raises(
-        ValueError, match=r"changes gradients on their way to .*middle \(Linear\).*'ghost' clips by: use 'hooks'"
+        ValueError,
+        match=r"changes gradients on their way to .*middle \(Linear\).*'ghost' clips by: use 'hooks'",
     ):
         private(Between(IN_PLACE[way]), "subsampled_shuffle", "ghost")
 
@@ -61,7 +72,9 @@ class Sentences(nn.Module):
         self.differ_from, self.is_sorted = differ_from, is_sorted
 
     def forward(self, x):
-        lengths = 1 + torch.arange(len(x)) % 3 if len(x) >= self.differ_from else torch.full((len(x),), 3)
+        lengths = (
+            1 + torch.arange(len(x)) % 3 if len(x) >= self.differ_from else torch.full((len(x),), 3)
+        )
         if self.is_sorted:
             lengths = lengths.sort(descending=True).values
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.is_sorted)
@@ -120,7 +133,11 @@ def test_layers_that_see_all_are_trained():
 class Text(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.cell, self.head = nn.Embedding(9, 4, padding_idx=0), DPLSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+        self.words, self.cell, self.head = (
+            nn.Embedding(9, 4, padding_idx=0),
+            DPLSTM(4, 6, batch_first=True),
+            nn.Linear(6, 3),
+        )
         self.norm, self.drop = nn.LayerNorm(6), nn.Dropout()
 
     def forward(self, x):
@@ -128,7 +145,9 @@ class Text(nn.Module):
 
 
 def test_padded_texts_are_trained():
-    data = DataLoader(TensorDataset(torch.randint(0, 3, (24, 6)), torch.randint(3, (24,))), batch_size=6)
+    data = DataLoader(
+        TensorDataset(torch.randint(0, 3, (24, 6)), torch.randint(3, (24,))), batch_size=6
+    )
     assert_trains(Text(), "ghost", data_loader=data)
 
 
@@ -145,4 +164,6 @@ def test_outputs_are_compared_where_opacus_s_hooks_fail(mixes):
     seen = per_sample_check(WrittenTo(None), lambda records: ((torch.randn(records, 5),), {}))
     assert not seen.seen
     assert "inplace" in str(seen.failure)
-    assert seen.problem.startswith("module mixes records in the module itself (WrittenTo): ") == mixes
+    assert (
+        seen.problem.startswith("module mixes records in the module itself (WrittenTo): ") == mixes
+    )

@@ -31,36 +31,52 @@ class Layer(nn.Module):
 def private(module, accountant="subsampled_shuffle", engine=None, **options):
     toy = make_toy()
     toy |= {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1), **options}
-    return (engine or PrivacyEngine(accountant=accountant)).make_private(noise_multiplier=1.0, **toy)
+    return (engine or PrivacyEngine(accountant=accountant)).make_private(
+        noise_multiplier=1.0, **toy
+    )
 
 
 def assert_trains(module, loss, **options):
     """An epoch is accounted step by step, and moves every parameter."""
-    engine, before = PrivacyEngine(accountant="subsampled_shuffle"), [each.detach().clone() for each in module.parameters()]
+    engine, before = (
+        PrivacyEngine(accountant="subsampled_shuffle"),
+        [each.detach().clone() for each in module.parameters()],
+    )
     model, optimizer, loader = private(module, engine=engine, **options)
     for x, y in loader:
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
     assert len(engine.accountant) == 4
-    assert not any(torch.equal(each, start) for each, start in zip(module.parameters(), before, strict=True))
+    assert not any(
+        torch.equal(each, start) for each, start in zip(module.parameters(), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "accountant"),
-    [*((each, "subsampled_shuffle") for each in MIXING), ("centred", "rdp"), ("gradients alone", "rdp")],
+    [
+        *((each, "subsampled_shuffle") for each in MIXING),
+        ("centred", "rdp"),
+        ("gradients alone", "rdp"),
+    ],
 )
 def test_records_that_mix_are_refused(function, accountant):
     torch.manual_seed(0)
     network = Inside(MIXING[function])
     where = r"mixes records in the module itself \(Inside\): "
-    with pytest.raises(ValueError, match="or scales one's gradient by others" if function == "gradients alone" else where):
+    with pytest.raises(
+        ValueError,
+        match="or scales one's gradient by others" if function == "gradients alone" else where,
+    ):
         private(network, accountant)
     assert not hasattr(network, "autograd_grad_sample_hooks")
 
 
 def test_the_innermost_module_is_named():
-    network = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.Tanh(), Layer(MIXING["centred"])), nn.Linear(4, 3))
+    network = nn.Sequential(
+        nn.Linear(5, 4), nn.Sequential(nn.Tanh(), Layer(MIXING["centred"])), nn.Linear(4, 3)
+    )
     with pytest.raises(ValueError, match=r"mixes records in 1\.1 \(Layer\): "):
         private(network)
 
@@ -114,13 +130,19 @@ class Counted(nn.Module):
 def test_looking_leaves_no_trace():
     network = Counted()
     network.body(torch.randn(2, 5)).sum().backward()
-    before = copy.deepcopy(network.state_dict()), [each.grad.clone() for each in network.parameters()]
+    before = (
+        copy.deepcopy(network.state_dict()),
+        [each.grad.clone() for each in network.parameters()],
+    )
     state = torch.get_rng_state()
     assert not per_sample_check(network, lambda records: ((torch.ones(records, 5),), {})).problem
     assert torch.equal(torch.get_rng_state(), state)
     assert network.last is None
     assert all(torch.equal(value, before[0][name]) for name, value in network.state_dict().items())
-    assert all(torch.equal(each.grad, other) for each, other in zip(network.parameters(), before[1], strict=True))
+    assert all(
+        torch.equal(each.grad, other)
+        for each, other in zip(network.parameters(), before[1], strict=True)
+    )
 
 
 def test_a_run_with_opacus_s_own_accountant_is_opacus_s_bit_for_bit():
@@ -129,13 +151,18 @@ def test_a_run_with_opacus_s_own_accountant_is_opacus_s_bit_for_bit():
         torch.manual_seed(0)
         network = Counted()
         model, optimizer, loader = private(
-            network, engine=engine, noise_generator=torch.Generator().manual_seed(0), poisson_sampling=False
+            network,
+            engine=engine,
+            noise_generator=torch.Generator().manual_seed(0),
+            poisson_sampling=False,
         )
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        found.append([*(each.detach() for each in network.parameters()), network.seen, torch.get_rng_state()])
+        found.append(
+            [*(each.detach() for each in network.parameters()), network.seen, torch.get_rng_state()]
+        )
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -152,11 +179,15 @@ class OneHot(nn.Module):
 
 @pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
-def test_a_network_that_the_loader_s_records_do_not_run_through_is_looked_at_in_training(accountant, wrap):
+def test_a_network_that_the_loader_s_records_do_not_run_through_is_looked_at_in_training(
+    accountant, wrap
+):
     words = {"poisson_sampling": False} if accountant == "rdp" else {}
     data = DataLoader(TensorDataset(torch.randn(24, 5)), batch_size=6)
     network = OneHot(nn.Tanh())
-    model, optimizer, loader = private(network, accountant, data_loader=data, wrap_model=wrap, **words)
+    model, optimizer, loader = private(
+        network, accountant, data_loader=data, wrap_model=wrap, **words
+    )
     for (x,) in loader:
         (model if wrap else network)(x, torch.ones(())).sum().backward()
         optimizer.step()
@@ -165,7 +196,9 @@ def test_a_network_that_the_loader_s_records_do_not_run_through_is_looked_at_in_
     if wrap:
         assert pickle.loads(pickle.dumps(network.table)) is not None
     mixing = OneHot(MIXING["centred"])
-    model, optimizer, loader = private(mixing, accountant, data_loader=data, wrap_model=wrap, **words)
+    model, optimizer, loader = private(
+        mixing, accountant, data_loader=data, wrap_model=wrap, **words
+    )
     (x,) = next(iter(loader))
     for _ in range(2):
         with pytest.raises(ValueError, match="module mixes records in"):
@@ -183,9 +216,15 @@ class Places(nn.Module):
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
-def test_position_ids_of_one_row_are_refused_with_their_remedy_without_shuffled_weights(accountant, mode):
-    data = DataLoader(TensorDataset(torch.randint(9, (24, 5)), torch.randint(2, (24,))), batch_size=6)
-    with pytest.raises(ValueError, match=r"a batch of one whatever the batch is, places, .*prepare_model\(model\)"):
+def test_position_ids_of_one_row_are_refused_with_their_remedy_without_shuffled_weights(
+    accountant, mode
+):
+    data = DataLoader(
+        TensorDataset(torch.randint(9, (24, 5)), torch.randint(2, (24,))), batch_size=6
+    )
+    with pytest.raises(
+        ValueError, match=r"a batch of one whatever the batch is, places, .*prepare_model\(model\)"
+    ):
         private(Places(), accountant, data_loader=data, grad_sample_mode=mode)
     network = Places()
     network.places.requires_grad_(False)

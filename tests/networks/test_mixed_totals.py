@@ -38,8 +38,12 @@ MIXED = {
     "contrastive": contrastive,
     "a root of the mean": lambda h, y: F.mse_loss(h, torch.zeros_like(h)).sqrt(),
     "perplexity": lambda h, y: F.cross_entropy(h, y).exp(),
-    "balance of a batch": lambda h, y: F.cross_entropy(h, y) + torch.softmax(h, 1).mean(0).square().sum(),
-    "a little balance of a batch": lambda h, y: F.cross_entropy(h, y) + 1e-2 * torch.softmax(h, 1).mean(0).square().sum(),
+    "balance of a batch": lambda h, y: (
+        F.cross_entropy(h, y) + torch.softmax(h, 1).mean(0).square().sum()
+    ),
+    "a little balance of a batch": lambda h, y: (
+        F.cross_entropy(h, y) + 1e-2 * torch.softmax(h, 1).mean(0).square().sum()
+    ),
     "weights of classes": lambda h, y: F.cross_entropy(h, y, weight=torch.tensor([1.0, 5.0, 0.2])),
     "centred": lambda h, y: (h - h.mean(0)).square().mean(),
     "decorrelated": lambda h, y: (h.T @ h - torch.eye(3)).square().sum(),
@@ -57,7 +61,9 @@ SUMS = {
     "accuracy beside it": lambda h, y: (F.cross_entropy(h, y), (h.argmax(1) == y).float().std()),
     "a statistic beside it": lambda h, y: (F.cross_entropy(h, y), h.detach().std()),
     "tokens end to end": lambda h, y: h.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1),
-    "some not counted": lambda h, y: F.cross_entropy(h, torch.where(torch.arange(len(y)) == 2, -100, y)),
+    "some not counted": lambda h, y: F.cross_entropy(
+        h, torch.where(torch.arange(len(y)) == 2, -100, y)
+    ),
     "large": lambda h, y: 1e6 + F.cross_entropy(h, y),
     "not finite": lambda h, y: F.cross_entropy(h, y) * torch.inf,
 }
@@ -105,13 +111,19 @@ def test_no_sum_over_records_is_refused_whatever_its_terms_and_numbers_are(facto
     terms = [torch.Tensor.sin, torch.Tensor.exp, torch.Tensor.square]
 
     def total(h, y):
-        return sum(factor * term(h).sum() for factor, term in zip(factors, terms, strict=True)) + h.sum() * 0
+        return (
+            sum(factor * term(h).sum() for factor, term in zip(factors, terms, strict=True))
+            + h.sum() * 0
+        )
 
     assert not refuse(Loss(total)).problem
 
 
 def private(network, accountant="subsampled_shuffle"):
-    toy = make_toy() | {"module": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1)}
+    toy = make_toy() | {
+        "module": network,
+        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
+    }
     engine = PrivacyEngine(accountant=accountant)
     return engine, engine.make_private(noise_multiplier=1.0, **toy)
 

@@ -69,14 +69,18 @@ class RelativeText(nn.Module):
 
 
 def texts(records=RECORDS, length=LENGTH):
-    return torch.randint(1, VOCABULARY, (records, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        1, VOCABULARY, (records, length), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def lookups(model, *args):
     """What each embedding of the model is asked for."""
     seen = {}
     handles = [
-        module.register_forward_hook(lambda _, inputs, __, name=name: seen.update({name: tuple(inputs[0].shape)}))
+        module.register_forward_hook(
+            lambda _, inputs, __, name=name: seen.update({name: tuple(inputs[0].shape)})
+        )
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding)
     ]
@@ -88,7 +92,9 @@ def lookups(model, *args):
 
 def problem(model, records):
     """What the check says of a model on the first so many records, beginning anew where there are too few."""
-    seen = per_sample_check(model, lambda number: ((records[torch.arange(number) % len(records)],), {}))
+    seen = per_sample_check(
+        model, lambda number: ((records[torch.arange(number) % len(records)],), {})
+    )
     assert seen.seen
     return seen.problem
 
@@ -96,15 +102,56 @@ def problem(model, records):
 def hugging_face(name, **changes):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    bert = {"vocab_size": VOCABULARY, "max_position_embeddings": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-    bert |= {"hidden_size": 16, "intermediate_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    distil = {"vocab_size": VOCABULARY, "max_position_embeddings": 12, "n_layers": 2, "n_heads": 2, "dim": 16, "hidden_dim": 24}
-    gpt2 = {"vocab_size": VOCABULARY, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
-    gpt2 |= {"bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    t5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    bert = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    bert |= {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    distil = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 12,
+        "n_layers": 2,
+        "n_heads": 2,
+        "dim": 16,
+        "hidden_dim": 24,
+    }
+    gpt2 = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 12,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "pad_token_id": 0,
+    }
+    gpt2 |= {
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+    t5 = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
     configuration = {
         "Bert": (transformers.BertConfig, bert),
-        "Albert": (transformers.AlbertConfig, {**bert, "embedding_size": 8, "classifier_dropout_prob": 0.0}),
+        "Albert": (
+            transformers.AlbertConfig,
+            {**bert, "embedding_size": 8, "classifier_dropout_prob": 0.0},
+        ),
         "Electra": (transformers.ElectraConfig, {**bert, "embedding_size": 8}),
         "Roberta": (transformers.RobertaConfig, bert),
         "DistilBert": (
@@ -142,7 +189,11 @@ def worst_relative_error(model, private, tokens):
     return worst
 
 
-CLASSIFIERS = ["BertForSequenceClassification", "DistilBertForSequenceClassification", "GPT2ForSequenceClassification"]
+CLASSIFIERS = [
+    "BertForSequenceClassification",
+    "DistilBertForSequenceClassification",
+    "GPT2ForSequenceClassification",
+]
 OTHERS = ["AlbertForSequenceClassification", "ElectraForSequenceClassification"]
 PLACES = {
     "Bert": "bert.embeddings.position_embeddings",
@@ -166,7 +217,9 @@ def test_per_sample_gradients_are_those_of_a_loop_over_records(name, force_funct
 def test_the_defect_is_named_and_prepare_model_mends_it_without_changing_an_output(name):
     model, tokens = hugging_face(name), texts()
     before, place = model(tokens).logits, PLACES[name[:4]]
-    assert re.search(rf"is, {place}, .*call opacus_shuffle.prepare_model\(model\)", problem(model, tokens))
+    assert re.search(
+        rf"is, {place}, .*call opacus_shuffle.prepare_model\(model\)", problem(model, tokens)
+    )
     assert prepare_model(model) is model
     assert not problem(model, tokens)
     assert lookups(model, tokens)[place] == tokens.shape
@@ -184,7 +237,9 @@ def test_embedded_inputs_count_as_records_too():
 @pytest.mark.parametrize("name", [*CLASSIFIERS, "ElectraForSequenceClassification"])
 def test_the_stock_engine_takes_two_steps(name, mode):
     model = prepare_model(hugging_face(name))
-    data = TensorDataset(texts(8), torch.randint(0, 2, (8,), generator=torch.Generator().manual_seed(1)))
+    data = TensorDataset(
+        texts(8), torch.randint(0, 2, (8,), generator=torch.Generator().manual_seed(1))
+    )
     before = [p.clone() for p in model.parameters()]
     private, optimizer, *criterion, _ = opacus.PrivacyEngine().make_private(
         module=model,
@@ -201,7 +256,10 @@ def test_the_stock_engine_takes_two_steps(name, mode):
         optimizer.zero_grad()
         loss(private(tokens).logits, labels).backward()
         optimizer.step()
-    assert all(not torch.equal(p, q) and p.isfinite().all() for p, q in zip(model.parameters(), before, strict=True))
+    assert all(
+        not torch.equal(p, q) and p.isfinite().all()
+        for p, q in zip(model.parameters(), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])
@@ -259,7 +317,11 @@ def test_preparing_twice_is_preparing_once_for_wholes_and_parts():
     assert lookups(model.embed, texts())["places"] == (RECORDS, LENGTH)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
+)
 def test_copies_work_on_their_own(duplicate):
     model = prepare_model(Text())
     other = duplicate(model)
@@ -274,13 +336,17 @@ def test_a_layer_that_is_copied_while_its_model_runs_expands_nothing():
     model, found = prepare_model(Text()), []
     row = torch.zeros(1, 3, dtype=torch.long)
     for call in (lambda: model.embed.places(row), lambda: copy.deepcopy(model.embed.places)(row)):
-        handle = model.head.register_forward_pre_hook(lambda *_, call=call: found.append(len(call())))
+        handle = model.head.register_forward_pre_hook(
+            lambda *_, call=call: found.append(len(call()))
+        )
         model(texts())
         handle.remove()
     assert found == [RECORDS, 1]
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("error"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("error"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
 def test_a_call_that_failed_leaves_no_batch_size_behind(failure):
     model = prepare_model(Text())
     with pytest.raises(type(failure)):
@@ -321,7 +387,9 @@ def test_t5_and_its_generation_are_unchanged(length):
 def test_generation_by_gpt2_is_unchanged():
     model = hugging_face("GPT2LMHeadModel").eval()
     written = model.generate(texts(), max_new_tokens=4, do_sample=False)
-    assert torch.equal(prepare_model(model).generate(texts(), max_new_tokens=4, do_sample=False), written)
+    assert torch.equal(
+        prepare_model(model).generate(texts(), max_new_tokens=4, do_sample=False), written
+    )
 
 
 def test_several_choices_per_record_are_not_taken_for_records():

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from opacus_shuffle.networks.sample_input import first_records, from_batch, guess, normalise, run_quietly
+from opacus_shuffle.networks.sample_input import (
+    first_records,
+    from_batch,
+    guess,
+    normalise,
+    run_quietly,
+)
 
 
 class TwoInputs(nn.Module):
@@ -24,7 +30,12 @@ class TwoInputs(nn.Module):
 
 
 def small_cnn(side: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * side * side, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1),
+        nn.BatchNorm2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * side * side, 3),
+    )
 
 
 def test_a_tensor_a_sequence_and_a_mapping_become_arguments():
@@ -53,7 +64,10 @@ def test_anything_else_is_refused_with_what_is_accepted(value):
         (nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 2)), (2, 8)),
         (nn.LSTM(6, 4, batch_first=True), (2, 3, 6)),
         (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4)), (2, 6)),
-        (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1), (2, 3, 8)),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1),
+            (2, 3, 8),
+        ),
         (nn.Linear(3, 2).double(), (2, 3)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
@@ -108,24 +122,51 @@ def test_a_quiet_run_takes_back_buffers_even_if_it_fails():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("module", [TwoInputs(), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(2)), nn.MultiheadAttention(4, 2)])
+@pytest.mark.parametrize(
+    "module",
+    [TwoInputs(), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(2)), nn.MultiheadAttention(4, 2)],
+)
 def test_no_guess_asks_for_a_sample_input(module):
-    with pytest.raises(ValueError, match=r"sample_input must be given: .*pass a tensor, a tuple of arguments or a mapping"):
+    with pytest.raises(
+        ValueError,
+        match=r"sample_input must be given: .*pass a tensor, a tuple of arguments or a mapping",
+    ):
         guess(module)
 
 
 def hugging_face_models():
     transformers = pytest.importorskip("transformers")
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
-    bart = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 1), ("attention_heads", 2))}
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 50,
+    }
+    bart = {
+        f"{side}_{key}": n
+        for side in ("encoder", "decoder")
+        for key, n in (("layers", 1), ("attention_heads", 2))
+    }
     bart |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "vocab_size": 50}
     t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
-    gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "bos_token_id": 49, "eos_token_id": 49}
+    gpt2 = {
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "vocab_size": 50,
+        "bos_token_id": 49,
+        "eos_token_id": 49,
+    }
     return [
         transformers.BertForSequenceClassification(transformers.BertConfig(**small)),
-        transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**small, max_position_embeddings=20)),
+        transformers.RobertaForSequenceClassification(
+            transformers.RobertaConfig(**small, max_position_embeddings=20)
+        ),
         transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2)),
-        transformers.T5ForConditionalGeneration(transformers.T5Config(**t5, decoder_start_token_id=0)),
+        transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**t5, decoder_start_token_id=0)
+        ),
         transformers.BartForSequenceClassification(transformers.BartConfig(**bart)),
     ]
 
@@ -139,7 +180,11 @@ def test_hugging_face_models_are_run_on_two_texts_without_special_tokens():
         assert ("decoder_input_ids" in kwargs) == model.config.is_encoder_decoder
         special = [model.config.to_dict().get(f"{name}_token_id") for name in ("pad", "bos", "eos")]
         # Sequence classification by BART reads the state at the end token, so its texts end in one.
-        tokens = kwargs["input_ids"][:, :-1] if type(model).__name__.startswith("Bart") else kwargs["input_ids"]
+        tokens = (
+            kwargs["input_ids"][:, :-1]
+            if type(model).__name__.startswith("Bart")
+            else kwargs["input_ids"]
+        )
         assert not any((tokens == token).any() for token in special if token is not None)
 
 
@@ -193,7 +238,8 @@ def test_of_a_mapping_only_what_forward_accepts_is_kept():
     [
         (
             {"image": torch.zeros(2, 3)},
-            r"mappings with image, none of which TwoInputs.forward accepts \(it takes left, right, scale",
+            r"mappings with image, none of which TwoInputs.forward accepts \(it takes left, right, "
+            r"scale",
         ),
         ((torch.zeros(2, 3),), "batches of 1 entries, TwoInputs.forward requires 2"),
         ((), "got an empty tuple"),
@@ -219,7 +265,8 @@ class Noisy(Dataset):
         return 5
 
     def __getitem__(self, index):
-        return torch.tensor([index + 0 * random.random() + 0 * np.random.rand()]) + 0 * torch.rand(1), index  # noqa: NPY002
+        noise = random.random() + np.random.rand() + torch.rand(1)  # noqa: NPY002
+        return index + 0 * noise, index
 
 
 def test_the_first_records_are_collated_and_no_random_state_moves():
@@ -246,7 +293,9 @@ def test_a_data_set_without_records_or_index_is_refused():
         def __iter__(self):
             yield torch.zeros(1)
 
-    with pytest.raises(ValueError, match=r"data_loader.dataset must have a length and an index, got Stream"):
+    with pytest.raises(
+        ValueError, match=r"data_loader.dataset must have a length and an index, got Stream"
+    ):
         first_records(DataLoader(Stream()))
     with pytest.raises(ValueError, match=r"data_loader.dataset must not be empty"):
         first_records(DataLoader(TensorDataset(torch.zeros(0, 3))))

@@ -92,17 +92,26 @@ def test_buffers_that_stay_and_passes_in_evaluation_are_nothing_to_warn_of():
             poisson_sampling=False,
         )
     for hooks in (network._forward_pre_hooks, network._forward_hooks):
-        assert sum(isinstance(getattr(each, "__self__", None), StateWatch) for each in hooks.values()) == 1
+        assert (
+            sum(isinstance(getattr(each, "__self__", None), StateWatch) for each in hooks.values())
+            == 1
+        )
     with pytest.warns(PrivacyAssumptionWarning, match=r"1\.mean") as told:
         again[0](torch.randn(3, 5))
     assert len(told) == 1
 
 
-@pytest.mark.parametrize(("how", "name"), [("attribute", "centre"), ("list", "bank"), ("dictionary", "table")])
-def test_an_attribute_that_a_training_pass_changes_is_named_once_and_does_not_leave_with_the_weights(how, name):
+@pytest.mark.parametrize(
+    ("how", "name"), [("attribute", "centre"), ("list", "bank"), ("dictionary", "table")]
+)
+def test_an_attribute_that_a_training_pass_changes_is_named_once_and_does_not_leave_with_the_weights(
+    how, name
+):
     _, network, (model, optimizer, loader) = private(how)
     network[0].width = torch.ones(())
-    with pytest.warns(PrivacyAssumptionWarning, match=rf"'1\.{name}' of the network changes") as told:
+    with pytest.warns(
+        PrivacyAssumptionWarning, match=rf"'1\.{name}' of the network changes"
+    ) as told:
         run_epoch(model, optimizer, loader)
     assert sum(isinstance(each.message, PrivacyAssumptionWarning) for each in told) == 1
     with warnings.catch_warnings():

@@ -31,7 +31,9 @@ def test_axes_without_a_name_stay_and_named_ones_move(name):
         for key, origin in entry_moves(spec, module, draw(spec, seed)).items():
             for axis, old in enumerate(torch.unravel_index(origin, origin.shape)):
                 size = origin.shape[axis]
-                here = torch.arange(size).view([size if i == axis else 1 for i in range(origin.dim())])
+                here = torch.arange(size).view(
+                    [size if i == axis else 1 for i in range(origin.dim())]
+                )
                 ever[key, axis] += not torch.equal(old, here.expand_as(old))
     for (key, axis), times in ever.items():
         assert bool(names[key][axis] if key in names else ()) == (times > 0), (key, axis)
@@ -65,7 +67,9 @@ def test_tensors_stay_the_same_objects_in_the_same_memory():
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=1e-2
+    ),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-4, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4, centered=False, momentum=0.5),
@@ -89,8 +93,17 @@ def test_training_a_shuffled_network_and_undoing_it_is_training(name, optimizer)
             method.step()
         if plan is not None:
             spec.apply_(network, spec.invert(plan), method)
-        state = [value for p in network.parameters() for value in method.state[p].values() if torch.is_tensor(value)]
-        return list(network.parameters()), [p.grad for p in network.parameters()], [*state, torch.ones(1)]
+        state = [
+            value
+            for p in network.parameters()
+            for value in method.state[p].values()
+            if torch.is_tensor(value)
+        ]
+        return (
+            list(network.parameters()),
+            [p.grad for p in network.parameters()],
+            [*state, torch.ones(1)],
+        )
 
     for plain, undone in zip(train(), train(draw(spec, 5)), strict=True):
         assert distance(plain, undone) <= DOUBLE

@@ -7,7 +7,13 @@ import torch
 from helpers.bad_calls import require_named_refusals
 from torch import nn
 
-from opacus_shuffle import PermutationSpec, ShuffleGradSampleModule, WeightShuffling, find_permutations, prepare_model
+from opacus_shuffle import (
+    PermutationSpec,
+    ShuffleGradSampleModule,
+    WeightShuffling,
+    find_permutations,
+    prepare_model,
+)
 from opacus_shuffle.permutation import ModuleAxes, register_permutation
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -20,7 +26,9 @@ def network():
 
 
 def test_bad_arguments_of_finding_and_preparing_are_named():
-    require_named_refusals(find_permutations, {"module": network(), "sample_input": SAMPLE, "groups": "residual"})
+    require_named_refusals(
+        find_permutations, {"module": network(), "sample_input": SAMPLE, "groups": "residual"}
+    )
     require_named_refusals(prepare_model, {"model": network()})
 
 
@@ -28,7 +36,9 @@ def test_bad_arguments_of_specifications_are_named():
     module = network()
     spec = find_permutations(module, SAMPLE)
     double = ("does not run in double precision",)  # the sample's own fault
-    require_named_refusals(spec.check, {"module": module, "sample_input": SAMPLE}, sample_input=double)
+    require_named_refusals(
+        spec.check, {"module": module, "sample_input": SAMPLE}, sample_input=double
+    )
     require_named_refusals(spec.shuffle_ratio, {"module": module})
     for method in (spec.moved_fraction, spec.smallest_orbit, spec.largest_orbit):
         require_named_refusals(method, {"name": "0.weight"}, name=None)  # other tensors do not move
@@ -36,13 +46,21 @@ def test_bad_arguments_of_specifications_are_named():
     require_named_refusals(PermutationSpec.from_dict, {"data": data})
     for part in data:
         said = {part: None if part == "level" else ("data is no",)}  # a level may have any name
-        require_named_refusals(lambda **given: PermutationSpec.from_dict({**data, **given}), {part: data[part]}, **said)
+        require_named_refusals(
+            lambda **given: PermutationSpec.from_dict({**data, **given}), {part: data[part]}, **said
+        )
 
 
 def test_bad_arguments_of_axes_declared_by_hand_are_named():
     require_named_refusals(register_permutation, {"kind": nn.Bilinear})
     require_named_refusals(register_permutation(nn.Bilinear), {"handler": lambda module: None})
-    axes = {"parameters": {"w": "a _"}, "inputs": "...", "outputs": "...", "sizes": {"a": 3}, "fixed": ("a",)}
+    axes = {
+        "parameters": {"w": "a _"},
+        "inputs": "...",
+        "outputs": "...",
+        "sizes": {"a": 3},
+        "fixed": ("a",),
+    }
     require_named_refusals(ModuleAxes, axes, inputs=None, outputs=None)
 
 

@@ -19,7 +19,10 @@ BY_DEFAULT = [name for name in [*CHANGING][::2] if name != "as_many_steps_as_a_n
 """The zoo's tests take the others."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.zoo] * (name not in BY_DEFAULT)) for name in CHANGING])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.zoo] * (name not in BY_DEFAULT)) for name in CHANGING],
+)
 def test_outputs_stay_on_inputs_that_go_another_way(name):
     assert outputs_stay(CHANGING[name])
 
@@ -43,7 +46,9 @@ def test_what_is_never_reached_stays_with_every_axis_of_its_sizes_and_is_listed(
 
 def test_samples_that_reach_it_let_it_move():
     module, sample = on_its_sample("a_token_for_masked_places")
-    reached = find_permutations(module, sample, more_samples=[{"x": sample, "mask": sample[..., 0] > 0}])
+    reached = find_permutations(
+        module, sample, more_samples=[{"x": sample, "mask": sample[..., 0] > 0}]
+    )
     assert not reached.unreached
     assert "token" in reached.blocks
 
@@ -68,7 +73,9 @@ def test_a_decision_that_cannot_be_taken_otherwise_is_refused_by_its_line_unless
         return net.leave(h) if x.sum() < 0 else net.leave(h[:, :3])
 
     module, x = build(lambda: (Net(way, **ends()), negative()))
-    with pytest.raises(ValueError, match=r"decides by values at test_changing_paths.py:\d+ .*more_samples"):
+    with pytest.raises(
+        ValueError, match=r"decides by values at test_changing_paths.py:\d+ .*more_samples"
+    ):
         find_permutations(module, x)
     assert find_permutations(module, x, more_samples=[2 * x]).blocks
 
@@ -88,14 +95,19 @@ def test_a_way_that_the_network_itself_refuses_needs_no_sample():
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 7), "x"])
 def test_an_error_says_which_of_more_samples_is_wrong(wrong):
     module, x = on_its_sample("one_of_two_layers")
-    with pytest.raises(ValueError, match=r"^more_samples\[1\] (must be a tensor|does not run through)"):
+    with pytest.raises(
+        ValueError, match=r"^more_samples\[1\] (must be a tensor|does not run through)"
+    ):
         find_permutations(module, x, more_samples=[2 * x, wrong])
 
 
 def test_where_what_was_not_reached_lets_nothing_move_the_error_says_what_to_do():
     network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     network[1].spare = nn.Linear(6, 4)
-    with pytest.raises(ValueError, match=r"1\.spare\.weight: not reached; .*1\.spare\.bias\. .*pass more_samples .*or delete"):
+    with pytest.raises(
+        ValueError,
+        match=r"1\.spare\.weight: not reached; .*1\.spare\.bias\. .*pass more_samples .*or delete",
+    ):
         find_permutations(network, torch.randn(5, 4))
     del network[1].spare
     assert round(2 ** find_permutations(network, torch.randn(5, 4)).log2_size()) == 720
@@ -140,7 +152,8 @@ def test_what_stays_is_listed_with_what_has_fixed_it_and_where():
 
     spec = find_permutations(*build(lambda: (Net(way, **ends(), unit=unit()), negative())))
     assert re.fullmatch(
-        r"axis 0: test_changing_paths.py:\d+ \(cumsum\); axis 1: .*py:\d+ \(addmm\) of enter", spec.causes["enter.weight"]
+        r"axis 0: test_changing_paths.py:\d+ \(cumsum\); axis 1: .*py:\d+ \(addmm\) of enter",
+        spec.causes["enter.weight"],
     )
     assert spec.causes["leave.bias"] == "axis 0: an output of the network"
     assert set(spec.causes) == set(spec.unmoved)
@@ -160,12 +173,21 @@ def test_what_a_network_writes_into_its_attributes_is_taken_back():
 
     def builder():
         network = Net(way, **ends())
-        network.stats, network.counts, network.last, network.total = {"seen": {"calls": 0}}, Counter(), deque(), torch.zeros(3)
+        network.stats, network.counts, network.last, network.total = (
+            {"seen": {"calls": 0}},
+            Counter(),
+            deque(),
+            torch.zeros(3),
+        )
         return network, negative()
 
     module, x = build(builder)
     find_permutations(module, x)
-    assert (module.stats, module.counts, list(module.last)) == ({"seen": {"calls": 0}}, Counter(), [])
+    assert (module.stats, module.counts, list(module.last)) == (
+        {"seen": {"calls": 0}},
+        Counter(),
+        [],
+    )
     assert not module.total.any()
     assert not hasattr(module, "made")
     assert not hasattr(module, "part")
@@ -186,7 +208,12 @@ class Positions:
 
 def test_what_a_network_writes_into_its_helpers_is_taken_back():
     def builder():
-        network = Net(lambda net, x: net.leave((torch.relu(net.enter(x)) * net.positions.up_to(x.shape[1])).sum(1)), **ends())
+        network = Net(
+            lambda net, x: net.leave(
+                (torch.relu(net.enter(x)) * net.positions.up_to(x.shape[1])).sum(1)
+            ),
+            **ends(),
+        )
         network.positions = Positions()
         return network, torch.ones(2, 5, 4)
 
@@ -218,6 +245,12 @@ def test_an_order_among_those_that_are_chosen_is_met():
 
 
 def test_layers_of_pytorch_alone_are_not_said_to_be_at_their_caller_s_line():
-    pooled = [torch.nn.Linear(4, 6), torch.nn.MaxPool1d(2), torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2)]
+    pooled = [
+        torch.nn.Linear(4, 6),
+        torch.nn.MaxPool1d(2),
+        torch.nn.Linear(3, 5),
+        torch.nn.ReLU(),
+        torch.nn.Linear(5, 2),
+    ]
     causes = find_permutations(torch.nn.Sequential(*pooled), torch.randn(7, 4)).causes
     assert re.fullmatch(r"axis 0: functional.py:\d+ \(max_pool.*\) of 1", causes["0.bias"])

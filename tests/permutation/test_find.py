@@ -37,7 +37,8 @@ from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
 
-# Functions stay as they are ---------------------------------------------------------------------------------------------------
+# Functions stay as they are
+# ---------------------------------------------------------------------------------------------------
 
 
 @every_network_and_level
@@ -48,7 +49,10 @@ def test_shuffling_again_and_again_changes_no_output(name, level):
     moved = False
     for seed in range(2):
         spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(seed)))
-        moved |= any(not torch.equal(old, new) for old, new in zip(module.parameters(), shuffled.parameters(), strict=True))
+        moved |= any(
+            not torch.equal(old, new)
+            for old, new in zip(module.parameters(), shuffled.parameters(), strict=True)
+        )
         with torch.no_grad():
             for x in (sample, another(sample)):
                 assert distance(run(module, x), run(shuffled, x)) <= tolerance
@@ -59,7 +63,11 @@ def test_shuffling_again_and_again_changes_no_output(name, level):
 def test_in_single_precision_outputs_stay_within_its_rounding(name):
     module, sample = entry(name)
     spec = found(name)
-    plain, shuffled, sample = copy.deepcopy(module).float(), copy.deepcopy(module).float(), cast(sample, torch.float32)
+    plain, shuffled, sample = (
+        copy.deepcopy(module).float(),
+        copy.deepcopy(module).float(),
+        cast(sample, torch.float32),
+    )
     spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(5)))
     with torch.no_grad():
         assert distance(run(plain, sample), run(shuffled, sample)) <= SINGLE
@@ -71,7 +79,11 @@ def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name, leve
     shuffled, spec = copy.deepcopy(module), found(name, level)
     gradients(shuffled, sample)
     spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(7)))
-    moved = {key: parameter.grad.clone() for key, parameter in shuffled.named_parameters() if parameter.grad is not None}
+    moved = {
+        key: parameter.grad.clone()
+        for key, parameter in shuffled.named_parameters()
+        if parameter.grad is not None
+    }
     fresh = gradients(shuffled, sample)
     assert moved.keys() == fresh.keys()
     tolerance = 10 * SINGLE if name in ROUNDS_TO_SINGLE else GRADIENT
@@ -93,7 +105,10 @@ def test_in_training_mode_outputs_stay_too(name):
     assert distance(run(module, sample), run(shuffled, sample)) <= DOUBLE
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(25, marks=pytest.mark.zoo), pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples",
+    [10, pytest.param(25, marks=pytest.mark.zoo), pytest.param(500, marks=pytest.mark.slow)],
+)
 def test_random_networks_keep_their_outputs(examples):
     @settings(deadline=None, max_examples=examples)
     @given(seed=st.integers(0, 2**32))
@@ -115,7 +130,8 @@ def test_random_networks_keep_their_outputs(examples):
     keep_their_outputs()
 
 
-# How large the group is -------------------------------------------------------------------------------------------------------
+# How large the group is
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,7 +158,10 @@ def test_each_level_contains_the_one_before(name):
 def test_elements_made_by_hand_change_no_output_and_move_what_is_found(name):
     module, sample = entry(name)
     spec, tied = found(name), copy.deepcopy(module)
-    ever = {key: torch.zeros(parameter.shape, dtype=torch.bool) for key, parameter in module.named_parameters()}
+    ever = {
+        key: torch.zeros(parameter.shape, dtype=torch.bool)
+        for key, parameter in module.named_parameters()
+    }
     for seed in range(12):
         by_hand.apply(by_hand.random_element(name, module, seed), tied)
         numbered = copy.deepcopy(module)
@@ -155,10 +174,13 @@ def test_elements_made_by_hand_change_no_output_and_move_what_is_found(name):
     with torch.no_grad():
         assert distance(run(module, sample), run(tied, sample)) <= DOUBLE
     for key, moved in ever.items():
-        assert spec.moved_fraction(key) == pytest.approx(float(moved.double().mean()), abs=1e-12), key
+        assert spec.moved_fraction(key) == pytest.approx(float(moved.double().mean()), abs=1e-12), (
+            key
+        )
 
 
-# What it depends on, and what is left behind ----------------------------------------------------------------------------------
+# What it depends on, and what is left behind
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", tiered(name for name in ZOO if name not in HUGGING_FACE))
@@ -167,9 +189,12 @@ def test_only_shapes_of_the_input_matter(name):
     assert find_permutations(module, another(sample, seed=4)) == found(name)
 
 
-@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.zoo) for size in (2, 4, 5))])
 @pytest.mark.parametrize(
-    "name", ["conv_net", "timm_vit", "ensemble", "llama_by_hand", "einsum_attention", "gated_linear_units"]
+    "size", [1, *(pytest.param(size, marks=pytest.mark.zoo) for size in (2, 4, 5))]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["conv_net", "timm_vit", "ensemble", "llama_by_hand", "einsum_attention", "gated_linear_units"],
 )
 def test_the_size_of_the_batch_does_not_matter(name, size):
     module, sample = entry(name)
@@ -179,13 +204,19 @@ def test_the_size_of_the_batch_does_not_matter(name, size):
 
 def test_inputs_may_be_a_tensor_a_tuple_or_keywords():
     module, x = build(NETWORKS["mlp"])
-    assert find_permutations(module, x) == find_permutations(module, (x,)) == find_permutations(module, {"input": x})
+    assert (
+        find_permutations(module, x)
+        == find_permutations(module, (x,))
+        == find_permutations(module, {"input": x})
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_type_of_numbers_does_not_matter(dtype):
     module, sample = entry("timm_vit")
-    assert find_permutations(copy.deepcopy(module).to(dtype), cast(sample, dtype)) == found("timm_vit")
+    assert find_permutations(copy.deepcopy(module).to(dtype), cast(sample, dtype)) == found(
+        "timm_vit"
+    )
 
 
 def test_a_wrapped_network_has_the_same_permutations():
@@ -202,7 +233,10 @@ def test_a_wrapped_network_has_the_same_permutations():
     "name",
     [
         *("batch_norm", "resnet", "opacus_encoder", "gru"),
-        *(pytest.param(name, marks=pytest.mark.zoo) for name in ("lstm", "BertForSequenceClassification")),
+        *(
+            pytest.param(name, marks=pytest.mark.zoo)
+            for name in ("lstm", "BertForSequenceClassification")
+        ),
     ],
 )
 def test_the_network_and_all_random_states_are_left_as_they_were(name):
@@ -214,30 +248,46 @@ def test_the_network_and_all_random_states_are_left_as_they_were(name):
 
     def state():
         grads = {key: parameter.grad for key, parameter in module.named_parameters()}
-        hooks = [[len(getattr(each, kind)) for kind in vars(each) if kind.endswith("_hooks")] for each in module.modules()]
+        hooks = [
+            [len(getattr(each, kind)) for kind in vars(each) if kind.endswith("_hooks")]
+            for each in module.modules()
+        ]
         return {
             "values": {
-                key: (id(value), value.data_ptr(), value.clone()) for key, value in module.state_dict(keep_vars=True).items()
+                key: (id(value), value.data_ptr(), value.clone())
+                for key, value in module.state_dict(keep_vars=True).items()
             },
-            "grads": {key: grad if grad is None else (id(grad), grad.clone()) for key, grad in grads.items()},
+            "grads": {
+                key: grad if grad is None else (id(grad), grad.clone())
+                for key, grad in grads.items()
+            },
             "flags": [(each.training, list(vars(each))) for each in module.modules()],
             "needs": [parameter.requires_grad for parameter in module.parameters()],
             "hooks": hooks,
             "random": (torch.get_rng_state(), repr(np.random.get_state()), random.getstate()),  # noqa: NPY002
-            "modes": (torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled(), torch.get_default_dtype()),
+            "modes": (
+                torch.is_grad_enabled(),
+                torch.backends.mha.get_fastpath_enabled(),
+                torch.get_default_dtype(),
+            ),
         }
 
     before, kept = state(), copy.deepcopy(sample)
     find_permutations(module, sample)
     after = state()
     assert repr(before) == repr(after)
-    for one, other in zip(torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True):
+    for one, other in zip(
+        torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True
+    ):
         assert torch.equal(one, other) if torch.is_tensor(one) else one == other
-    for one, other in zip(torch.utils._pytree.tree_leaves(kept), torch.utils._pytree.tree_leaves(sample), strict=True):
+    for one, other in zip(
+        torch.utils._pytree.tree_leaves(kept), torch.utils._pytree.tree_leaves(sample), strict=True
+    ):
         assert torch.equal(one, other) if torch.is_tensor(one) else one == other
 
 
-# Refusals ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("opacus_shuffle_tests::leaky_cumsum", mutates_args=())
@@ -252,7 +302,9 @@ def test_a_network_without_hidden_axes_is_refused_with_what_was_looked_at():
 
 def test_operations_without_a_rule_are_named_when_nothing_is_found():
     with pytest.raises(ValueError, match="leaky_cumsum"):
-        find_permutations(nn.Sequential(nn.Linear(5, 8), Apply(leaky_cumsum), nn.Linear(8, 3)), torch.randn(2, 5))
+        find_permutations(
+            nn.Sequential(nn.Linear(5, 8), Apply(leaky_cumsum), nn.Linear(8, 3)), torch.randn(2, 5)
+        )
 
 
 @pytest.mark.parametrize("groups", ["all", "", None, 3])
@@ -262,7 +314,15 @@ def test_other_levels_are_refused(groups):
 
 
 @pytest.mark.parametrize(
-    "sample", [torch.randn(2, 11), (), "text", (torch.randn(2, 12), torch.randn(2)), {"wrong": torch.randn(2, 12)}, 3.0]
+    "sample",
+    [
+        torch.randn(2, 11),
+        (),
+        "text",
+        (torch.randn(2, 12), torch.randn(2)),
+        {"wrong": torch.randn(2, 12)},
+        3.0,
+    ],
 )
 def test_inputs_that_do_not_fit_are_refused(sample):
     with pytest.raises(ValueError, match="sample_input"):

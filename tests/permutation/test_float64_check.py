@@ -32,7 +32,12 @@ def free(name: str, size: int) -> Callable[[dict], None]:
     """What was fixed along a tensor's first axis, of this size, moves."""
 
     def edit(data: dict) -> None:
-        numbers = {number for block in data["blocks"][name] for term in block["terms"] for number, _ in term["grid"]}
+        numbers = {
+            number
+            for block in data["blocks"][name]
+            for term in block["terms"]
+            for number, _ in term["grid"]
+        }
         for number in numbers:
             factor = data["factors"][number]
             if not factor["free"] and factor["size"] == size:
@@ -45,9 +50,13 @@ def alone(*names: str) -> Callable[[dict], None]:
     """The rows of these tensors move by a permutation of their own."""
 
     def edit(data: dict) -> None:
-        data["factors"].append({"name": "alone", "size": data["shapes"][names[0]][0], "inside": (), "free": True})
+        data["factors"].append(
+            {"name": "alone", "size": data["shapes"][names[0]][0], "inside": (), "free": True}
+        )
         for name in names:
-            data["blocks"][name][0]["terms"] = [{"offset": 0, "grid": [(len(data["factors"]) - 1, 1)]}]
+            data["blocks"][name][0]["terms"] = [
+                {"offset": 0, "grid": [(len(data["factors"]) - 1, 1)]}
+            ]
 
     return edit
 
@@ -57,7 +66,9 @@ def without_groups(*names: str) -> Callable[[dict], None]:
 
     def edit(data: dict) -> None:
         channels = data["shapes"][names[0]][0]
-        data["factors"].append({"name": "all channels", "size": channels, "inside": (), "free": True})
+        data["factors"].append(
+            {"name": "all channels", "size": channels, "inside": (), "free": True}
+        )
         for name in names:
             block = next(each for each in data["blocks"][name] if each["size"] == channels)
             block["terms"] = [{"offset": 0, "grid": [(len(data["factors"]) - 1, 1)]}]
@@ -67,7 +78,10 @@ def without_groups(*names: str) -> Callable[[dict], None]:
 
 MLM = "cls.predictions.transform"
 MISTAKES = {
-    "bias of the queries forgotten": ("opacus_encoder", forget("encoder.layers.0.self_attn.qlinear.bias")),
+    "bias of the queries forgotten": (
+        "opacus_encoder",
+        forget("encoder.layers.0.self_attn.qlinear.bias"),
+    ),
     "position embeddings forgotten": ("opacus_encoder", forget("positions")),
     "scale of a norm forgotten": ("opacus_encoder", forget("encoder.layers.1.norm1.weight")),
     "shift of a norm forgotten": ("opacus_encoder", forget("norm.bias")),
@@ -76,19 +90,34 @@ MISTAKES = {
     "position buffer forgotten": ("sinusoidal_positions", forget("positions")),
     "running mean forgotten": ("batch_norm", forget("1.running_mean")),
     "running variance forgotten": ("batch_norm", forget("4.running_var")),
-    "groups of a norm ignored": ("conv_net", without_groups("0.weight", "0.bias", "1.weight", "1.bias", "3.weight")),
+    "groups of a norm ignored": (
+        "conv_net",
+        without_groups("0.weight", "0.bias", "1.weight", "1.bias", "3.weight"),
+    ),
     "rotated dimensions freed": ("llama_by_hand", free("blocks.0.attention.q.weight", 2)),
     "heads told apart by slopes freed": ("alibi", free("blocks.0.attention.q.weight", 4)),
     "rows of a tied head moved alone": (
         "BertForMaskedLM",
-        alone(f"{MLM}.dense.weight", f"{MLM}.dense.bias", f"{MLM}.LayerNorm.weight", f"{MLM}.LayerNorm.bias"),
+        alone(
+            f"{MLM}.dense.weight",
+            f"{MLM}.dense.bias",
+            f"{MLM}.LayerNorm.weight",
+            f"{MLM}.LayerNorm.bias",
+        ),
     ),
-    "a stream that splits": ("resnet", alone("blocks.0.conv2.weight", "blocks.0.norm2.weight", "blocks.0.norm2.bias")),
+    "a stream that splits": (
+        "resnet",
+        alone("blocks.0.conv2.weight", "blocks.0.norm2.weight", "blocks.0.norm2.bias"),
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "mistake", [pytest.param(name, marks=[pytest.mark.zoo] * (number % 2)) for number, name in enumerate(MISTAKES)]
+    "mistake",
+    [
+        pytest.param(name, marks=[pytest.mark.zoo] * (number % 2))
+        for number, name in enumerate(MISTAKES)
+    ],
 )
 def test_the_check_finds_the_mistake_and_says_where(mistake):
     name, edit = MISTAKES[mistake]
@@ -105,7 +134,8 @@ def test_the_check_finds_the_mistake_and_says_where(mistake):
 
 
 @pytest.mark.parametrize(
-    "forgotten", ["norm.weight", "norm.bias", "encoder.layers.0.norm1.weight", "encoder.layers.0.linear1.bias"]
+    "forgotten",
+    ["norm.weight", "norm.bias", "encoder.layers.0.norm1.weight", "encoder.layers.0.linear1.bias"],
 )
 def test_the_check_is_not_blind_at_initialisation(forgotten):
     """Norms start at 1 and 0, so that forgetting one changes nothing yet."""
@@ -142,11 +172,14 @@ def test_forgetting_any_tensor_of_an_element_made_by_hand_shows(name):
         for key in present:
             wrong = copy.deepcopy(module)
             by_hand.apply({each: axes for each, axes in moves.items() if each != key}, wrong)
-            if not key.endswith("key.bias"):  # a shift of all scores of a query, which softmax does not see
+            if not key.endswith(
+                "key.bias"
+            ):  # a shift of all scores of a query, which softmax does not see
                 assert distance(right, run(wrong, sample)) >= 1e6 * DOUBLE, key
 
 
-# What hides a mistake, and what does not --------------------------------------------------------------------------------------
+# What hides a mistake, and what does not
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("huge", [torch.finfo(torch.float32).min, -1e9, 1e12])
@@ -179,13 +212,17 @@ def test_a_forgotten_running_statistic_shows_at_initialisation(buffer):
 def test_dropout_does_not_hide_a_mistake_of_the_training_path():
     class Trained(nn.Module):
         def forward(self, x):
-            return torch.from_numpy(x.detach().numpy() * range(6)).to(x.dtype) if self.training else x
+            return (
+                torch.from_numpy(x.detach().numpy() * range(6)).to(x.dtype) if self.training else x
+            )
 
     with pytest.raises(ValueError, match=r"Tensor\.numpy"):
         find_permutations(mlp(Trained(), nn.Dropout(0.1)), X)
 
 
-@pytest.mark.parametrize("noise", [lambda h: functional.dropout(h, 0.3, True), lambda h: h + torch.randn_like(h)])
+@pytest.mark.parametrize(
+    "noise", [lambda h: functional.dropout(h, 0.3, True), lambda h: h + torch.randn_like(h)]
+)
 def test_noise_in_evaluation_mode_is_no_reason_to_refuse(noise):
     class Noisy(nn.Module):
         def forward(self, x):
@@ -239,16 +276,28 @@ class FusedDropout(nn.Module):
 
 def test_fused_dropout_is_noise_too():
     network = nn.Sequential(nn.Linear(4, 6), FusedDropout(), nn.Linear(6, 3))
-    assert find_permutations(network, torch.randn(5, 4)).log2_size() == pytest.approx(9.49, abs=0.01)
+    assert find_permutations(network, torch.randn(5, 4)).log2_size() == pytest.approx(
+        9.49, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
     "hide",
     [
-        lambda scores, mask: torch.where(mask, scores, torch.full((), torch.finfo(scores.dtype).min)),
-        lambda scores, mask: scores + torch.zeros(scores.shape).masked_fill_(~mask, torch.finfo(scores.dtype).min),
-        lambda scores, mask: torch.empty(scores.shape).copy_(scores).masked_fill_(~mask, torch.finfo(scores.dtype).min),
-        lambda scores, mask: torch.ones(scores.shape).index_add_(0, torch.arange(len(scores)), scores * mask),
+        lambda scores, mask: torch.where(
+            mask, scores, torch.full((), torch.finfo(scores.dtype).min)
+        ),
+        lambda scores, mask: (
+            scores + torch.zeros(scores.shape).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        ),
+        lambda scores, mask: (
+            torch.empty(scores.shape)
+            .copy_(scores)
+            .masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        ),
+        lambda scores, mask: torch.ones(scores.shape).index_add_(
+            0, torch.arange(len(scores)), scores * mask
+        ),
     ],
     ids=["full", "zeros", "empty", "ones"],
 )

@@ -1,6 +1,7 @@
 """A GPU has kernels of its own for dropout, attention and recurrent cells: the same permutations are found through them.
 
-No GPU is needed: tensors that only say that they lie on one choose its kernels, and where these have to compute, stand-ins do.
+No GPU is needed: tensors that only say that they lie on one choose its kernels, and where these
+have to compute, stand-ins do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def between(middle):
     def way(net, x):
         return net.leave(middle(net, net.enter(x)))
 
-    return lambda **parts: (Net(way, enter=nn.Linear(4, 8), leave=nn.Linear(8, 3), **parts), torch.randn(5, 4))
+    return lambda **parts: (
+        Net(way, enter=nn.Linear(4, 8), leave=nn.Linear(8, 3), **parts),
+        torch.randn(5, 4),
+    )
 
 
 def recurrent(kind, **options):
@@ -42,7 +46,12 @@ def recurrent(kind, **options):
 
 def attention(_, h):
     query = h.unsqueeze(1).expand(5, 3, 8).reshape(5, 3, 2, 4).transpose(1, 2)
-    return F.scaled_dot_product_attention(query, query, query, dropout_p=0.2).transpose(1, 2).reshape(5, 3, 8).sum(1)
+    return (
+        F.scaled_dot_product_attention(query, query, query, dropout_p=0.2)
+        .transpose(1, 2)
+        .reshape(5, 3, 8)
+        .sum(1)
+    )
 
 
 ON_A_GPU = {
@@ -51,9 +60,17 @@ ON_A_GPU = {
     "layer_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.LayerNorm(8)),
     "rms_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.RMSNorm(8)),
     "group_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.GroupNorm(2, 8)),
-    "batch_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.BatchNorm1d(8, track_running_stats=False)),
-    "convolution": lambda: (nn.Sequential(nn.Conv1d(3, 6, 2, bias=False), nn.ReLU(), nn.Conv1d(6, 2, 1)), torch.randn(2, 3, 5)),
-    "bag": lambda: (nn.Sequential(nn.EmbeddingBag(9, 6), nn.Linear(6, 2)), torch.randint(9, (2, 4))),
+    "batch_norm": lambda: between(lambda net, h: net.norm(h))(
+        norm=nn.BatchNorm1d(8, track_running_stats=False)
+    ),
+    "convolution": lambda: (
+        nn.Sequential(nn.Conv1d(3, 6, 2, bias=False), nn.ReLU(), nn.Conv1d(6, 2, 1)),
+        torch.randn(2, 3, 5),
+    ),
+    "bag": lambda: (
+        nn.Sequential(nn.EmbeddingBag(9, 6), nn.Linear(6, 2)),
+        torch.randint(9, (2, 4)),
+    ),
     "rrelu": lambda: between(lambda _, h: F.rrelu(h, training=True))(),
     "attention": lambda: between(attention)(),
 }
@@ -85,28 +102,44 @@ def test_kernels_that_a_gpu_chooses_leave_the_same_permutations(name):
     with FakeTensorMode(), torch.no_grad():
         for part in network.modules():
             for key, tensor in part._parameters.items():
-                part._parameters[key] = None if tensor is None else nn.Parameter(as_on_a_gpu(tensor))
+                part._parameters[key] = (
+                    None if tensor is None else nn.Parameter(as_on_a_gpu(tensor))
+                )
         there = labelled(network, tree_map_only(torch.Tensor, as_on_a_gpu, sample))
     assert there.log2_size() == pytest.approx(here.log2_size())
     assert there.shapes == here.shapes
-    assert [there.largest_orbit(each) for each in there.shapes] == [here.largest_orbit(each) for each in here.shapes]
+    assert [there.largest_orbit(each) for each in there.shapes] == [
+        here.largest_orbit(each) for each in here.shapes
+    ]
 
 
 def test_dropout_by_the_kernel_of_gpus_leaves_attention_its_permutations(monkeypatch):
     def encoder(dropout):
         layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=dropout, batch_first=True)
-        return lambda: (nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3)), torch.randn(2, 5, 4))
+        return lambda: (
+            nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3)),
+            torch.randn(2, 5, 4),
+        )
 
     plain = find_permutations(*build(encoder(0.0)))
     functions = vars(F)["_VF"]
-    monkeypatch.setattr(functions, "dropout", lambda x, p, training: torch.native_dropout(x, p, training)[0], raising=False)
+    monkeypatch.setattr(
+        functions,
+        "dropout",
+        lambda x, p, training: torch.native_dropout(x, p, training)[0],
+        raising=False,
+    )
     assert find_permutations(*build(encoder(0.1))).log2_size() == pytest.approx(plain.log2_size())
 
 
 def test_attention_that_asks_for_a_fused_kernel_is_looked_into_all_the_same():
     def fused(_, h):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return attention(_, h) if _.training else F.scaled_dot_product_attention(*[h[:, None, None]] * 3)[:, 0, 0]
+            return (
+                attention(_, h)
+                if _.training
+                else F.scaled_dot_product_attention(*[h[:, None, None]] * 3)[:, 0, 0]
+            )
 
     found = find_permutations(*build(lambda: between(fused)()))
     assert not found.unknown

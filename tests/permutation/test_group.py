@@ -23,7 +23,8 @@ from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
 
-# Draws ------------------------------------------------------------------------------------------------------------------------
+# Draws
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def two_heads(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,10 @@ def two_heads(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_queries(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    q, k, v = (layer(x).view(*x.shape[:2], h, -1).transpose(1, 2) for layer, h in ((m.q, 4), (m.k, 2), (m.v, 2)))
+    q, k, v = (
+        layer(x).view(*x.shape[:2], h, -1).transpose(1, 2)
+        for layer, h in ((m.q, 4), (m.k, 2), (m.v, 2))
+    )
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     return m.out((torch.softmax(q @ k.transpose(-2, -1), -1) @ v).transpose(1, 2).flatten(2))
 
@@ -44,29 +48,60 @@ def one_step(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 SENTENCE, IMAGE, VECTOR = (2, 3, 5), (2, 1, 4, 4), (2, 5)
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, int]] = {
-    "three units": (lambda: nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2)), VECTOR, "paper", 6),
+    "three units": (
+        lambda: nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2)),
+        VECTOR,
+        "paper",
+        6,
+    ),
     "two layers": (
-        lambda: nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)),
+        lambda: nn.Sequential(
+            nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)
+        ),
         VECTOR,
         "residual",
         6 * 2,
     ),
     "two groups of three channels": (
-        lambda: nn.Sequential(nn.Conv2d(1, 6, 1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 6, 1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2)
+        ),
         IMAGE,
         "heads",
         6**2 * 2,
     ),
     "three units of two pieces": (
-        lambda: nn.Sequential(nn.Linear(5, 6), nn.Unflatten(1, (3, 2)), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(3, 2)),
+        lambda: nn.Sequential(
+            nn.Linear(5, 6),
+            nn.Unflatten(1, (3, 2)),
+            nn.AdaptiveMaxPool1d(1),
+            nn.Flatten(),
+            nn.Linear(3, 2),
+        ),
         VECTOR,
         "residual",
         6,
     ),
-    "two heads": (lambda: Wired(two_heads, qkv=nn.Linear(5, 12), out=nn.Linear(4, 2)), SENTENCE, "heads", 2**4 * 2),
-    "two heads as the paper": (lambda: Wired(two_heads, qkv=nn.Linear(5, 12), out=nn.Linear(4, 2)), SENTENCE, "paper", 2**3),
+    "two heads": (
+        lambda: Wired(two_heads, qkv=nn.Linear(5, 12), out=nn.Linear(4, 2)),
+        SENTENCE,
+        "heads",
+        2**4 * 2,
+    ),
+    "two heads as the paper": (
+        lambda: Wired(two_heads, qkv=nn.Linear(5, 12), out=nn.Linear(4, 2)),
+        SENTENCE,
+        "paper",
+        2**3,
+    ),
     "four heads on two": (
-        lambda: Wired(grouped_queries, q=nn.Linear(5, 4), k=nn.Linear(5, 2), v=nn.Linear(5, 4), out=nn.Linear(8, 2)),
+        lambda: Wired(
+            grouped_queries,
+            q=nn.Linear(5, 4),
+            k=nn.Linear(5, 2),
+            v=nn.Linear(5, 4),
+            out=nn.Linear(8, 2),
+        ),
         SENTENCE,
         "heads",
         2 * 2**2 * 2**2,
@@ -87,7 +122,9 @@ def test_every_element_of_a_small_group_is_drawn_equally_often(name):
     module = make().double()
     spec = find_permutations(module, torch.randn(shape).double(), groups=level)
     assert 2 ** spec.log2_size() == pytest.approx(order)
-    numbers = [torch.arange(p.numel(), dtype=torch.float64).view(p.shape) for p in module.parameters()]
+    numbers = [
+        torch.arange(p.numel(), dtype=torch.float64).view(p.shape) for p in module.parameters()
+    ]
     generator, times = torch.Generator().manual_seed(11), 40
     drawn: Counter[tuple[float, ...]] = Counter()
     with torch.no_grad():
@@ -114,7 +151,8 @@ def test_one_generator_state_gives_one_permutation():
     assert draw(spec, 3) == draw(spec, 3) != draw(spec, 4)
 
 
-# Laws -------------------------------------------------------------------------------------------------------------------------
+# Laws
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 seeds = st.integers(0, 2**32)

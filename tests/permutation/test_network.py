@@ -28,7 +28,11 @@ from opacus_shuffle.permutation import find_permutations
 def test_whatever_a_network_returns_stays_in_place(give):
     spec = find_permutations(Heads(give), X)
     assert moving(spec) == {"body.weight", "body.bias", "one.weight", "two.weight"}
-    assert not any(name == "one.weight" and axis == 0 for axes in spec.perm_to_axes.values() for name, axis in axes)
+    assert not any(
+        name == "one.weight" and axis == 0
+        for axes in spec.perm_to_axes.values()
+        for name, axis in axes
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,9 @@ def test_whatever_a_network_returns_stays_in_place(give):
     ids=["zero up to rounding", "always class 0", "other things"],
 )
 def test_harmless_results_are_no_reason_to_refuse(give):
-    assert find_permutations(Heads(give), X).log2_size() >= math.log2(720)  # nobody reads the other head, which may move
+    assert find_permutations(Heads(give), X).log2_size() >= math.log2(
+        720
+    )  # nobody reads the other head, which may move
 
 
 def test_a_result_in_an_inherited_slot_stays_in_place():
@@ -56,7 +62,10 @@ def test_a_result_in_an_inherited_slot_stays_in_place():
         result.hidden, result.value = one, two
         return result
 
-    assert not any(("one.weight", 0) in axes for axes in find_permutations(Heads(give), X).perm_to_axes.values())
+    assert not any(
+        ("one.weight", 0) in axes
+        for axes in find_permutations(Heads(give), X).perm_to_axes.values()
+    )
 
 
 def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
@@ -65,7 +74,10 @@ def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
     network = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(3, 40, (2, 6))
     call = {"input_ids": tokens, "use_cache": True}
-    sizes = [find_permutations(network, {**call, "return_dict": flag}).log2_size() for flag in (True, False)]
+    sizes = [
+        find_permutations(network, {**call, "return_dict": flag}).log2_size()
+        for flag in (True, False)
+    ]
     assert sizes[0] == sizes[1]
 
 
@@ -111,7 +123,11 @@ def test_memory_shared_by_tensors_that_move_is_refused_by_name():
 
 def test_memory_shared_by_tensors_that_stay_is_nobodys_business():
     network, table = mlp(), torch.randn(5, 8)
-    for name, value in {"cos": table[:, ::2], "sin": table[:, 1::2], "mask": torch.ones(1, 5).expand(3, 5)}.items():
+    for name, value in {
+        "cos": table[:, ::2],
+        "sin": table[:, 1::2],
+        "mask": torch.ones(1, 5).expand(3, 5),
+    }.items():
         network.register_buffer(name, value)
     assert round(2 ** find_permutations(network, X).log2_size()) == 720
 

@@ -11,8 +11,12 @@ from opacus_shuffle.permutation import find_permutations
 
 
 def test_the_smallest_orbit_is_one_where_some_entry_stays():
-    spec = find_permutations(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 8))
-    assert {name: spec.smallest_orbit(name) for name in spec.shapes} == dict.fromkeys(spec.shapes, 6)
+    spec = find_permutations(
+        nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 8)
+    )
+    assert {name: spec.smallest_orbit(name) for name in spec.shapes} == dict.fromkeys(
+        spec.shapes, 6
+    )
     assert spec.smallest_orbit("no such tensor") == 1
 
 
@@ -32,7 +36,9 @@ def test_orbits_are_those_of_sampled_permutations_where_one_factor_moves_both_ax
     network = Residual()
     spec = find_permutations(network, torch.zeros(2, 4))
     generator = torch.Generator().manual_seed(0)
-    reached = {name: [{place} for place in range(math.prod(shape))] for name, shape in spec.shapes.items()}
+    reached = {
+        name: [{place} for place in range(math.prod(shape))] for name, shape in spec.shapes.items()
+    }
     for _ in range(200):
         other = Residual()
         with torch.no_grad():

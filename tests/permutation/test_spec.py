@@ -21,18 +21,28 @@ from opacus_shuffle.permutation import PermutationSpec
 
 
 @pytest.mark.parametrize(
-    ("name", "level"), [marked(name, level, level=level) for name in [*VARIED, "lstm", "nano_gpt"] for level in LEVELS]
+    ("name", "level"),
+    [
+        marked(name, level, level=level)
+        for name in [*VARIED, "lstm", "nano_gpt"]
+        for level in LEVELS
+    ],
 )
 def test_json_keeps_everything(name, level):
     module, spec = entry(name)[0], found(name, level)
     again = PermutationSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
     assert again == spec
-    assert (again.log2_size(), again.shuffle_ratio(module)) == (spec.log2_size(), spec.shuffle_ratio(module))
+    assert (again.log2_size(), again.shuffle_ratio(module)) == (
+        spec.log2_size(),
+        spec.shuffle_ratio(module),
+    )
     assert again.perm_to_axes == spec.perm_to_axes
     assert draw(again, 1) == draw(spec, 1)
 
 
-@pytest.mark.parametrize("data", [{}, [], None, {"factors": 3}, {"factors": [], "blocks": {"w": [{}]}}])
+@pytest.mark.parametrize(
+    "data", [{}, [], None, {"factors": 3}, {"factors": [], "blocks": {"w": [{}]}}]
+)
 def test_other_data_are_no_specification(data):
     with pytest.raises(ValueError, match="PermutationSpec"):
         PermutationSpec.from_dict(data)
@@ -43,7 +53,10 @@ def test_the_two_tables_say_the_same_and_the_description_names_every_group(name)
     spec = found(name)
     forth = {(group, key, axis) for group, axes in spec.perm_to_axes.items() for key, axis in axes}
     back = {
-        (group, key, axis) for key, axes in spec.axes_to_perm.items() for axis, groups in enumerate(axes) for group in groups
+        (group, key, axis)
+        for key, axes in spec.axes_to_perm.items()
+        for axis, groups in enumerate(axes)
+        for group in groups
     }
     assert forth == back
     assert all(group in spec.describe() for group in spec.perm_to_axes)
@@ -52,13 +65,25 @@ def test_the_two_tables_say_the_same_and_the_description_names_every_group(name)
 @some_networks
 def test_what_counts_as_movable_moves_and_nothing_else(name):
     module, spec = entry(name)[0], found(name)
-    ever = {key: torch.zeros(parameter.shape, dtype=torch.bool) for key, parameter in module.named_parameters()}
-    for seed in range(30):  # an entry that one swap moves stays put in all 30 draws with chance 1e-9
+    ever = {
+        key: torch.zeros(parameter.shape, dtype=torch.bool)
+        for key, parameter in module.named_parameters()
+    }
+    for seed in range(
+        30
+    ):  # an entry that one swap moves stays put in all 30 draws with chance 1e-9
         moves = entry_moves(spec, module, spec.sample(torch.Generator().manual_seed(seed)))
         for key, origin in moves.items():
             ever[key] |= origin != torch.arange(origin.numel()).view(origin.shape)
-    assert all(torch.equal(origin.flatten().sort().values, torch.arange(origin.numel())) for origin in moves.values())
+    assert all(
+        torch.equal(origin.flatten().sort().values, torch.arange(origin.numel()))
+        for origin in moves.values()
+    )
     for key, moved in ever.items():
-        assert spec.moved_fraction(key) == pytest.approx(float(moved.double().mean()), abs=1e-12), key
+        assert spec.moved_fraction(key) == pytest.approx(float(moved.double().mean()), abs=1e-12), (
+            key
+        )
     total = sum(moved.numel() for moved in ever.values())
-    assert spec.shuffle_ratio(module) == pytest.approx(sum(int(moved.sum()) for moved in ever.values()) / total, abs=1e-12)
+    assert spec.shuffle_ratio(module) == pytest.approx(
+        sum(int(moved.sum()) for moved in ever.values()) / total, abs=1e-12
+    )

@@ -20,7 +20,9 @@ def test_bad_arguments_of_protocols_are_named():
     require_named_refusals(ShuffleVectorSum, {**sizes, **PROMISE, **rounds})
     noise = {"noise_multiplier": 1.0, "delta": 1e-5, "honest_fraction": 1.0, "rounds": 2}
     require_named_refusals(ShuffleVectorSum.with_noise_multiplier, {**sizes, **noise})
-    require_named_refusals(ShuffleScalarSum, {"num_users": 100, "max_value": 1.0, **PROMISE, "honest_fraction": 0.9})
+    require_named_refusals(
+        ShuffleScalarSum, {"num_users": 100, "max_value": 1.0, **PROMISE, "honest_fraction": 0.9}
+    )
     require_named_refusals(noise_variance, {"dimension": 3, "max_norm": 1.0, **PROMISE})
 
 
@@ -37,7 +39,9 @@ def test_bad_arguments_of_sums_of_numbers_are_named():
     protocol = ShuffleScalarSum(num_users=20, max_value=1.0, epsilon=5.0, delta=1e-5)
     require_named_refusals(protocol.randomize, {"x": 0.5, "generator": GENERATOR})
     users = ("X must hold", "num_users")
-    require_named_refusals(protocol.simulate, {"x": torch.zeros(20), "generator": GENERATOR}, x=users)
+    require_named_refusals(
+        protocol.simulate, {"x": torch.zeros(20), "generator": GENERATOR}, x=users
+    )
 
 
 def test_bad_arguments_of_messages_are_named():

@@ -26,7 +26,8 @@ from opacus_shuffle.protocols.calibration import (
 from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
-# ---- SCO Theorem A.6, Lemma 3.1 ---------------------------------------------------------------------------------------------
+# ---- SCO Theorem A.6, Lemma 3.1
+# ---------------------------------------------------------------------------------------------
 
 vectors = st.fixed_dictionaries(
     {
@@ -69,7 +70,9 @@ def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
 def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
     n, epsilon, delta = (given_numbers[name] for name in ("num_users", "epsilon", "delta"))
     top = given_numbers["max_norm"]
-    plan = published_scalar_plan(num_users=n, max_value=top, epsilon=epsilon, delta=delta, honest_fraction=1.0)
+    plan = published_scalar_plan(
+        num_users=n, max_value=top, epsilon=epsilon, delta=delta, honest_fraction=1.0
+    )
     g = plan.granularity
     printed = math.ceil(top * math.sqrt(n) - 1e-9)
     # The grid is finer than printed only where the proof's "alpha small" needs it.
@@ -91,7 +94,8 @@ def test_every_step_of_the_papers_proof_holds_for_the_plans(given_numbers, fract
     common = {"num_users": n, "epsilon": epsilon, "honest_fraction": fraction}
     vector = published_vector_plan(dimension=d, max_norm=norm, delta=delta, **common)
     scalar = published_scalar_plan(max_value=norm, delta=delta, **common)
-    # What each coordinate must have when a share of the users is honest, and what all of them add up to.
+    # What each coordinate must have when a share of the users is honest, and what all of them add
+    # up to.
     small = epsilon / (18 * math.sqrt(-math.log(share)))
     for plan, each_epsilon, each_delta in ((vector, small, share), (scalar, epsilon, delta)):
         g, m, p = plan.granularity, plan.noise.trials, plan.bit_probability
@@ -105,24 +109,37 @@ def test_every_step_of_the_papers_proof_holds_for_the_plans(given_numbers, fract
     for move in (np.eye(min(d, 50))[0], np.ones(min(d, 50)), rng.standard_normal(min(d, 50))):
         shares = np.zeros(d)
         shares[: len(move)] = np.abs(move) / np.linalg.norm(move)  # a_j/2Δ₂
-        # Lemma 3.1's loss of each coordinate; a coordinate at rest adds its 2/g as the paper counts it.
+        # Lemma 3.1's loss of each coordinate; a coordinate at rest adds its 2/g as the paper counts
+        # it.
         losses = small * (2 / vector.granularity + shares)
-        total = float(losses @ np.expm1(losses)) + 2 * math.sqrt(-math.log(share) * float(losses @ losses))
+        total = float(losses @ np.expm1(losses)) + 2 * math.sqrt(
+            -math.log(share) * float(losses @ losses)
+        )
         assert total <= epsilon
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 1 / 3])
 @pytest.mark.parametrize(
-    ("n", "d", "epsilon", "delta"), [(1, 1, 1.0, 0.4), (7, 2, 0.9, 0.1), (20, 3, 0.5, 1e-3), (1, 1, 15.0, 0.49)]
+    ("n", "d", "epsilon", "delta"),
+    [(1, 1, 1.0, 0.4), (7, 2, 0.9, 0.1), (20, 3, 0.5, 1e-3), (1, 1, 15.0, 0.49)],
 )
 def test_the_papers_noise_gives_lemma_a1s_divergence(n, d, epsilon, delta, fraction):
     if fraction < 1:
         epsilon = min(epsilon, 1.0)
-    plan = published_vector_plan(num_users=n, dimension=d, max_norm=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction)
+    plan = published_vector_plan(
+        num_users=n,
+        dimension=d,
+        max_norm=1.0,
+        epsilon=epsilon,
+        delta=delta,
+        honest_fraction=fraction,
+    )
     share = delta / (d + 1)
     small = epsilon / (18 * math.sqrt(-math.log(share)))
     assert hockey_stick(plan.noise, shift=plan.granularity, epsilon=small) <= share
-    scalar = published_scalar_plan(num_users=n, max_value=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction)
+    scalar = published_scalar_plan(
+        num_users=n, max_value=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction
+    )
     assert hockey_stick(scalar.noise, shift=scalar.granularity, epsilon=epsilon) <= delta
 
 
@@ -142,7 +159,8 @@ def test_a_third_of_three_million_users_is_a_million():
     assert honest_users(1, 1 / 3) == 1
 
 
-# ---- tight ------------------------------------------------------------------------------------------------------------------
+# ---- tight
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
@@ -154,7 +172,8 @@ def test_the_tight_vector_plan_is_within_its_overhead_and_its_mu(n, d, epsilon, 
     honest = math.ceil(fraction * n - 1e-9)
     assert plan.noise.trials == plan.noise_bits * honest
     assert plan.bit_probability == 0.5
-    # Variance of the honest users' noise, in units of the range: never below a Gaussian's of that mu, nor far above.
+    # Variance of the honest users' noise, in units of the range: never below a Gaussian's of that
+    # mu, nor far above.
     limit = 1 / mu**2
     assert plan.noise.variance / plan.granularity**2 >= limit * (1 - 1e-12)
     assert plan.variance(n) / plan.granularity**2 <= (1 + OVERHEAD) * limit * n / honest
@@ -172,8 +191,12 @@ def test_a_plan_for_a_tiny_mu_asks_for_few_bounds():
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
-@pytest.mark.parametrize(("n", "epsilon", "delta"), [(1, 1.0, 0.1), (20, 0.5, 1e-3), (1000, 3.0, 1e-8), (50, 15.0, 0.3)])
-def test_the_tight_scalar_plan_meets_delta_and_would_not_with_one_step_more(n, epsilon, delta, fraction):
+@pytest.mark.parametrize(
+    ("n", "epsilon", "delta"), [(1, 1.0, 0.1), (20, 0.5, 1e-3), (1000, 3.0, 1e-8), (50, 15.0, 0.3)]
+)
+def test_the_tight_scalar_plan_meets_delta_and_would_not_with_one_step_more(
+    n, epsilon, delta, fraction
+):
     plan = tight_scalar_plan(num_users=n, epsilon=epsilon, delta=delta, honest_fraction=fraction)
     m, g = plan.noise_bits * math.ceil(fraction * n - 1e-9), plan.granularity
     y = np.arange(-1, m + g + 3)
@@ -193,7 +216,8 @@ def test_rounds_of_the_tight_mu_together_are_a_gaussian_that_is_private_enough(r
     assert gaussian.log_delta(mu=mu * math.sqrt(rounds), epsilon=1.0) <= math.log(1e-5)
 
 
-# ---- SCO Algorithm 5's split ------------------------------------------------------------------------------------------------
+# ---- SCO Algorithm 5's split
+# ------------------------------------------------------------------------------------------------
 
 
 def optimal_composition(epsilon_each, delta_each, rounds, epsilon):
@@ -215,7 +239,9 @@ def test_rounds_of_the_papers_budget_stay_within_the_whole(epsilon, delta, round
     assert each <= epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))) * (1 + 1e-12)
     # Advanced composition with the δ that is left.
     slack = delta - rounds * each_delta
-    assert min(rounds * each, rounds * each**2 / 2 + each * math.sqrt(2 * rounds * math.log(1 / slack))) <= epsilon * (1 + 1e-9)
+    assert min(
+        rounds * each, rounds * each**2 / 2 + each * math.sqrt(2 * rounds * math.log(1 / slack))
+    ) <= epsilon * (1 + 1e-9)
     # And the worst mechanisms that have this budget, exactly.
     assert optimal_composition(each, each_delta, rounds, epsilon) <= delta * (1 + 1e-9)
 
@@ -223,22 +249,30 @@ def test_rounds_of_the_papers_budget_stay_within_the_whole(epsilon, delta, round
 def test_the_printed_split_stands_where_it_is_enough():
     for epsilon, delta, rounds in ((1.0, 1e-6, 50), (0.3, 1e-8, 1000), (1.0, 1e-5, 2)):
         each, _ = Promise(epsilon, delta, rounds=rounds).published_round
-        assert each == pytest.approx(epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))), rel=1e-12)
+        assert each == pytest.approx(
+            epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))), rel=1e-12
+        )
     assert Promise(1.0, 1e-6).published_round == (1.0, 1e-6)
 
 
-# ---- planning ---------------------------------------------------------------------------------------------------------------
+# ---- planning
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("calibration", CALIBRATIONS)
-@pytest.mark.parametrize(("d", "norm", "epsilon", "delta"), [(10, 1.0, 1.0, 1e-6), (200, 3.0, 4.0, 1e-5)])
+@pytest.mark.parametrize(
+    ("d", "norm", "epsilon", "delta"), [(10, 1.0, 1.0, 1e-6), (200, 3.0, 4.0, 1e-5)]
+)
 def test_the_planned_variance_is_the_protocols_limit(calibration, d, norm, epsilon, delta):
-    planned = noise_variance(dimension=d, max_norm=norm, epsilon=epsilon, delta=delta, calibration=calibration)
+    planned = noise_variance(
+        dimension=d, max_norm=norm, epsilon=epsilon, delta=delta, calibration=calibration
+    )
     found = ShuffleVectorSum(10_000, d, norm, epsilon, delta, calibration).variance
     assert planned * (1 - 1e-9) <= found <= planned * (1 + OVERHEAD)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals
+# ---------------------------------------------------------------------------------------------------------------
 
 GOOD = {"epsilon": 1.0, "delta": 1e-3, "honest_fraction": 1.0, "calibration": "tight"}
 
@@ -280,7 +314,10 @@ def test_bad_privacy_is_refused_with_its_name_and_value(name, value):
 
 
 def test_the_paper_s_range_of_epsilon_binds_its_own_constants_only():
-    with pytest.raises(ValueError, match=r"epsilon with calibration='published' must not exceed 15 .*got 15.01.*'tight'"):
+    with pytest.raises(
+        ValueError,
+        match=r"epsilon with calibration='published' must not exceed 15 .*got 15.01.*'tight'",
+    ):
         ShuffleVectorSum(100, 3, 1.0, 15.01, 1e-3, "published")
     loud, quiet = (ShuffleVectorSum(100, 3, 1.0, epsilon, 1e-3) for epsilon in (100.0, 15.0))
     lower, upper = loud.exact_epsilon()
@@ -301,5 +338,7 @@ def test_plans_beyond_2_to_the_50_bits_are_refused():
     with pytest.raises(ValueError, match="grid would have"):
         ShuffleVectorSum(10, 3, 1e13, 1.0, 1e-6, "published")
     for users, multiplier, told in ((4000, 1e8, "1e.08"), (4000, 1e9, "1e.09"), (2**53, 2.0, "2")):
-        with pytest.raises(ValueError, match=f"bits .* num_users={users} and a noise multiplier of {told}:"):
+        with pytest.raises(
+            ValueError, match=f"bits .* num_users={users} and a noise multiplier of {told}:"
+        ):
             ShuffleVectorSum.with_noise_multiplier(users, 3, 1.0, multiplier, delta=1e-6)

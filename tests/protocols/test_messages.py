@@ -23,7 +23,9 @@ def stream(seed):
 
 def unpacked(messages):
     """The bits as 0 and 1, shape (d, bits)."""
-    return np.unpackbits(messages.bits, axis=1, count=messages.num_reports * messages.bits_per_report)
+    return np.unpackbits(
+        messages.bits, axis=1, count=messages.num_reports * messages.bits_per_report
+    )
 
 
 def report(ones, bits=10, granularity=3):
@@ -54,7 +56,15 @@ def test_large_reports_hold_their_ones_and_then_zeros():
 @given(bits=st.integers(1, 20), users=st.integers(1, 6), seed=st.integers(0, 2**32), data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_shuffling_keeps_every_coordinates_ones_and_adds_no_bits(bits, users, seed, data):
-    ones = np.array(data.draw(st.lists(st.lists(st.integers(0, bits), min_size=3, max_size=3), min_size=users, max_size=users)))
+    ones = np.array(
+        data.draw(
+            st.lists(
+                st.lists(st.integers(0, bits), min_size=3, max_size=3),
+                min_size=users,
+                max_size=users,
+            )
+        )
+    )
     result = shuffled([report(each, bits) for each in ones], stream(seed))
     assert result.num_reports == users
     assert (result.bits_per_report, result.granularity) == (bits, 3)
@@ -92,10 +102,12 @@ def test_coordinates_are_permuted_independently_of_each_other():
 
 
 def test_the_distribution_of_the_shuffled_bits_depends_on_the_sums_only():
-    # Whoever sent the ones: every position of a coordinate with 3 ones among 8 bits is 1 equally often.
+    # Whoever sent the ones: every position of a coordinate with 3 ones among 8 bits is 1 equally
+    # often.
     for seed, split in ((1, [3, 0]), (2, [1, 2])):
         generator = stream(seed)
         reports = [report([ones, 1], bits=4) for ones in split]
         totals = sum(unpacked(shuffled(reports, generator)).astype(np.int64) for _ in range(12_000))
-        # A frequency's standard error is below 0.5/√12000; the second coordinate has 2 ones among 8.
+        # A frequency's standard error is below 0.5/√12000; the second coordinate has 2 ones among
+        # 8.
         assert np.abs(totals - np.array([[4500], [3000]])).max() <= 5 * 0.5 * 12_000**0.5

@@ -21,7 +21,9 @@ EVERY_SUM = 500 * (PROTOCOL.granularity + PROTOCOL.noise_bits)
 
 
 @given(
-    bits=st.integers(1, 20), offsets=st.lists(st.floats(-1, 1, exclude_max=True), min_size=4, max_size=4), reports=st.just(450)
+    bits=st.integers(1, 20),
+    offsets=st.lists(st.floats(-1, 1, exclude_max=True), min_size=4, max_size=4),
+    reports=st.just(450),
 )
 def test_a_sum_within_half_the_modulus_is_found_again(bits, offsets, reports):
     modulus = min(1 << bits, EVERY_SUM // 2)

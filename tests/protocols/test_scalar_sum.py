@@ -9,7 +9,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers.count_distributions import assert_of_distribution, binomial_distribution, count_distribution, rounded
+from helpers.count_distributions import (
+    assert_of_distribution,
+    binomial_distribution,
+    count_distribution,
+    rounded,
+)
 
 from opacus_shuffle.accountants.bounds.registry import Guarantee
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
@@ -38,11 +43,20 @@ CASES = [
 
 @pytest.mark.parametrize("calibration", ["tight", "published"])
 @pytest.mark.parametrize(("users", "epsilon", "delta", "fraction"), CASES)
-def test_no_two_values_are_told_apart_better_than_promised(calibration, users, epsilon, delta, fraction):
+def test_no_two_values_are_told_apart_better_than_promised(
+    calibration, users, epsilon, delta, fraction
+):
     protocol = ShuffleScalarSum(users, 1.0, epsilon, delta, calibration, fraction)
     g = protocol.granularity
     values = np.random.default_rng(3).uniform(0, 1, (6, 2)).tolist()
-    for pair in [(0.0, 1.0), (1.0, 0.0), (0.0, 0.5), (0.31, 0.31 + 0.2 / g), (1e-9, 1 - 1e-9), *values]:
+    for pair in [
+        (0.0, 1.0),
+        (1.0, 0.0),
+        (0.0, 0.5),
+        (0.31, 0.31 + 0.2 / g),
+        (1e-9, 1 - 1e-9),
+        *values,
+    ]:
         assert exact_delta(protocol, [value * g for value in pair], epsilon) <= delta * (1 + 1e-11)
     if calibration == "tight":
         assert exact_delta(protocol, (0, g + 1), epsilon) > delta
@@ -50,7 +64,8 @@ def test_no_two_values_are_told_apart_better_than_promised(calibration, users, e
         assert 0 <= lower <= upper <= epsilon
 
 
-# ---- distributions ----------------------------------------------------------------------------------------------------------
+# ---- distributions
+# ----------------------------------------------------------------------------------------------------------
 
 PLAN = GridPlan(7, 5, 0.4, 3)
 VALUES = np.array([0.1, 1.37, 2.0])
@@ -74,7 +89,9 @@ def assert_counts_of(answers, reports):
     """χ² of the counts behind the answers for the first values, which the helper takes from −1 to 1."""
     counts = np.asarray(answers) * 7 / 2 + reports * 5 * 0.4
     np.testing.assert_allclose(counts, counts.round(), atol=1e-9)
-    assert_of_distribution(counts.round().astype(np.int64), *count_distribution(VALUES[:reports] - 1, PLAN, reports))
+    assert_of_distribution(
+        counts.round().astype(np.int64), *count_distribution(VALUES[:reports] - 1, PLAN, reports)
+    )
 
 
 @pytest.mark.parametrize("shape", FORMS)
@@ -96,14 +113,20 @@ def test_messages_have_the_exact_distribution_for_those_who_sent(reports):
     assert_counts_of(answers, reports)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals
+# ---------------------------------------------------------------------------------------------------------------
 
 HELD = ShuffleScalarSum(50, 1.0, 1.0, 1e-2, "tight")
 
 
 def test_the_statement_is_about_one_round():
     statement = HELD.statement()
-    assert (statement.epsilon, statement.delta, statement.rounds, statement.guarantee) == (1.0, 1e-2, 1, Guarantee.PROVED)
+    assert (statement.epsilon, statement.delta, statement.rounds, statement.guarantee) == (
+        1.0,
+        1e-2,
+        1,
+        Guarantee.PROVED,
+    )
     assert statement.bits_per_user == HELD.granularity + HELD.noise_bits
 
 
@@ -129,7 +152,19 @@ def test_numbers_out_of_range_by_rounding_are_taken_back():
 
 
 @pytest.mark.parametrize(
-    "x", ["0.5", None, [0.1, 0.2], [], True, torch.tensor(True), 0.5j, torch.tensor(0.5j), np.array(["a"])], ids=repr
+    "x",
+    [
+        "0.5",
+        None,
+        [0.1, 0.2],
+        [],
+        True,
+        torch.tensor(True),
+        0.5j,
+        torch.tensor(0.5j),
+        np.array(["a"]),
+    ],
+    ids=repr,
 )
 def test_what_is_not_one_number_is_refused(x):
     with warnings.catch_warnings():
@@ -181,5 +216,7 @@ def test_what_is_not_one_number_per_user_is_refused(x):
 )
 def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
     with pytest.raises(ValueError, match=name) as raised:
-        ShuffleScalarSum(**{"num_users": 9, "max_value": 1.0, "epsilon": 1.0, "delta": 0.1, name: value})
+        ShuffleScalarSum(
+            **{"num_users": 9, "max_value": 1.0, "epsilon": 1.0, "delta": 0.1, name: value}
+        )
     assert repr(value) in str(raised.value)

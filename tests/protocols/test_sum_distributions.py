@@ -13,7 +13,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers.count_distributions import PLAN, assert_of_distribution, count_distribution, small_protocol
+from helpers.count_distributions import (
+    PLAN,
+    assert_of_distribution,
+    count_distribution,
+    small_protocol,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +37,9 @@ def assert_mean_and_variance(counts, first, distribution):
 
 
 WIDE = 2000
-USERS = np.array([0.9, -0.55, 0.02, -1.0]) / math.sqrt(WIDE)  # every coordinate of user i, norms up to 1
+USERS = np.array([0.9, -0.55, 0.02, -1.0]) / math.sqrt(
+    WIDE
+)  # every coordinate of user i, norms up to 1
 
 
 def answers_as_counts(protocol, answer, reports):
@@ -98,10 +105,15 @@ def test_an_expanded_row_has_the_distribution_of_its_copies(users, value):
     generator = torch.Generator().manual_seed(22)
     row = torch.full((1, WIDE), value, dtype=torch.float64).expand(users, WIDE)
     broadcast = np.broadcast_to(row[0].numpy(), (users, WIDE))
-    counts = [answers_as_counts(protocol, protocol.simulate(row, generator), users) for _ in range(8)]
+    counts = [
+        answers_as_counts(protocol, protocol.simulate(row, generator), users) for _ in range(8)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's about arrays that are not writable
-        counts += [answers_as_counts(protocol, protocol.simulate(broadcast, generator), users) for _ in range(4)]
+        counts += [
+            answers_as_counts(protocol, protocol.simulate(broadcast, generator), users)
+            for _ in range(4)
+        ]
     assert_of_distribution(counts, *count_distribution([value] * users, PLAN, users))
 
 
@@ -112,8 +124,12 @@ def test_sparse_rows_with_zeros_have_the_exact_distribution():
     dense[1, ::2] = USERS[1]
     for sparse in (dense.to_sparse(), dense.to_sparse_coo()):
         generator = torch.Generator().manual_seed(23)
-        counts = np.array([answers_as_counts(protocol, protocol.simulate(sparse, generator), 4) for _ in range(8)])
-        assert_of_distribution(counts[:, ::2], *count_distribution([USERS[0], USERS[1], 0, 0], PLAN, 4))
+        counts = np.array(
+            [answers_as_counts(protocol, protocol.simulate(sparse, generator), 4) for _ in range(8)]
+        )
+        assert_of_distribution(
+            counts[:, ::2], *count_distribution([USERS[0], USERS[1], 0, 0], PLAN, 4)
+        )
         assert_of_distribution(counts[:, 1::2], *count_distribution([USERS[0], 0, 0, 0], PLAN, 4))
 
 
@@ -134,7 +150,8 @@ def test_messages_have_the_exact_distribution_and_are_unbiased_for_those_who_sen
     counts, answers = [], []
     for _ in range(8):
         sent = [
-            protocol.randomize(torch.full((WIDE,), float(value), dtype=torch.float64), generator) for value in USERS[:reports]
+            protocol.randomize(torch.full((WIDE,), float(value), dtype=torch.float64), generator)
+            for value in USERS[:reports]
         ]
         shuffled = protocol.shuffle(sent, generator)
         assert shuffled.num_reports == reports
@@ -158,7 +175,11 @@ def test_coordinates_and_rounds_are_independent_of_each_other():
     draws = torch.stack([protocol.simulate(rows, generator) for _ in range(40)])
     draws = (draws - draws.mean()) / draws.std()
     # Products of independent standardised numbers: mean 0, standard error about 1/√count.
-    for products in (draws[:, 1:] * draws[:, :-1], draws[1:] * draws[:-1], draws[:, 16:] * draws[:, :-16]):
+    for products in (
+        draws[:, 1:] * draws[:, :-1],
+        draws[1:] * draws[:-1],
+        draws[:, 16:] * draws[:, :-16],
+    ):
         assert abs(products.mean()) <= 5 / math.sqrt(products.numel())
 
 
@@ -207,7 +228,8 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
         draws = AllBeginnings(later)
         result = round_at_random(place.clone(), draws)
         assert set(result.unique().tolist()) <= {whole, whole + 1}
-        # So many decide for above whatever the rest is, and one asks for it: P(above) is (coarse + rest)/2^16.
+        # So many decide for above whatever the rest is, and one asks for it: P(above) is (coarse +
+        # rest)/2^16.
         assert draws.asked == [1]
         assert int((result == whole + 1).sum()) == coarse + (later >= 1 - rest)
 
@@ -226,13 +248,21 @@ def test_whole_numbers_and_the_ends_of_the_range_are_not_rounded():
 def test_the_real_protocols_answers_are_unbiased_with_its_variance():
     protocol = ShuffleVectorSum(200, 300, 2.0, 1.0, 1e-3, "tight")
     generator = torch.Generator().manual_seed(3)
-    rows = 2 * torch.nn.functional.normalize(torch.randn(200, 300, generator=generator, dtype=torch.float64), dim=1)
-    errors = torch.stack([protocol.simulate(rows, generator) - rows.sum(0) for _ in range(60)]).flatten()
+    rows = 2 * torch.nn.functional.normalize(
+        torch.randn(200, 300, generator=generator, dtype=torch.float64), dim=1
+    )
+    errors = torch.stack(
+        [protocol.simulate(rows, generator) - rows.sum(0) for _ in range(60)]
+    ).flatten()
     count = len(errors)
     assert abs(errors.mean()) <= 5 * math.sqrt(protocol.variance / count)
     # At most as announced, and no less than the noise alone.
     noise = (4.0 / protocol.granularity) ** 2 * 200 * protocol.noise_bits / 4
-    assert noise * (1 - 5 * math.sqrt(2 / count)) <= errors.var() <= protocol.variance * (1 + 5 * math.sqrt(2 / count))
+    assert (
+        noise * (1 - 5 * math.sqrt(2 / count))
+        <= errors.var()
+        <= protocol.variance * (1 + 5 * math.sqrt(2 / count))
+    )
     assert protocol.mean_squared_error == pytest.approx(300 * protocol.variance)
 
 

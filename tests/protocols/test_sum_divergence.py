@@ -1,7 +1,7 @@
 """No two neighbours are told apart better than promised: exact distributions of all messages, listed and convolved.
 
-Every coordinate's distribution is built from scratch (neighbouring binomial probabilities, the user's random rounding);
-outcomes that a window leaves out count in full towards δ.
+Every coordinate's distribution is built from scratch (neighbouring binomial probabilities, the
+user's random rounding); outcomes that a window leaves out count in full towards δ.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 def views(protocol, x, other, *, rest=(), reports=None):
     """Per coordinate in which x and the other vector differ: the two distributions of the count, noise of ``reports`` users."""
-    reports = math.ceil(protocol.honest_fraction * protocol.num_users - 1e-9) if reports is None else reports
+    reports = (
+        math.ceil(protocol.honest_fraction * protocol.num_users - 1e-9)
+        if reports is None
+        else reports
+    )
     _, noise = binomial_distribution(reports * protocol.noise_bits, protocol.bit_probability)
     pairs = []
     for j, (one, two) in enumerate(zip(x, other, strict=True)):
         if one == two:
             continue
-        ends = [(value + protocol.max_norm) * protocol.granularity / (2 * protocol.max_norm) for value in (one, two)]
+        ends = [
+            (value + protocol.max_norm) * protocol.granularity / (2 * protocol.max_norm)
+            for value in (one, two)
+        ]
         masses = noise
         for row in rest:
             place = (row[j] + protocol.max_norm) * protocol.granularity / (2 * protocol.max_norm)
@@ -68,12 +75,19 @@ def one_way(pairs, epsilon, budget):
     above_p = np.append(np.cumsum(p[order][::-1])[::-1], 0)
     above_q = np.append(np.cumsum(q[order][::-1])[::-1], 0)
     index = np.searchsorted(ratio[order], cut)
-    return float(np.maximum(left * above_p[index] - math.exp(epsilon) * right * above_q[index], 0).sum()) + left_out
+    return (
+        float(
+            np.maximum(left * above_p[index] - math.exp(epsilon) * right * above_q[index], 0).sum()
+        )
+        + left_out
+    )
 
 
 def exact_delta(pairs, epsilon, budget=1e-9):
     """The larger of both directions; nothing is left out that is not counted."""
-    return max(one_way(pairs, epsilon, budget), one_way([(q, p) for p, q in pairs], epsilon, budget))
+    return max(
+        one_way(pairs, epsilon, budget), one_way([(q, p) for p, q in pairs], epsilon, budget)
+    )
 
 
 def test_the_enumeration_agrees_with_a_sum_over_every_pair_of_outcomes():
@@ -82,7 +96,9 @@ def test_the_enumeration_agrees_with_a_sum_over_every_pair_of_outcomes():
     pairs = views(protocol, [0.6, -0.3], [-0.4, 0.55])
     (p, q), (r, s) = pairs
     for epsilon in (0.0, 0.5, 2.0):
-        direct = np.maximum(np.multiply.outer(p, r) - math.exp(epsilon) * np.multiply.outer(q, s), 0).sum()
+        direct = np.maximum(
+            np.multiply.outer(p, r) - math.exp(epsilon) * np.multiply.outer(q, s), 0
+        ).sum()
         assert direct <= one_way(pairs, epsilon, 1e-12) <= direct + 1e-11
         assert composed_delta(pairs, epsilon, 1e-4, 1) == pytest.approx(direct, rel=1e-3, abs=1e-9)
 
@@ -127,45 +143,71 @@ CASES = [
 
 
 @pytest.mark.parametrize(("users", "dimension", "epsilon", "delta", "fraction"), CASES)
-def test_no_two_neighbours_are_told_apart_better_than_promised_when_tight(users, dimension, epsilon, delta, fraction):
+def test_no_two_neighbours_are_told_apart_better_than_promised_when_tight(
+    users, dimension, epsilon, delta, fraction
+):
     protocol = ShuffleVectorSum(users, dimension, 1.0, epsilon, delta, "tight", fraction)
     rng = np.random.default_rng(users)
     pairs = neighbours(dimension, rng)
     if dimension == 3:
         pairs = pairs[:5] + pairs[-2:]
-    worst = [exact_delta(views(protocol, x, other), epsilon, budget=delta * 1e-5) for x, other in pairs]
+    worst = [
+        exact_delta(views(protocol, x, other), epsilon, budget=delta * 1e-5) for x, other in pairs
+    ]
     assert max(worst) <= delta
-    # Moving from end to end of one coordinate nearly takes it all: 5 % in variance, and what a lattice leaves.
+    # Moving from end to end of one coordinate nearly takes it all: 5 % in variance, and what a
+    # lattice leaves.
     assert worst[0] >= 0.75 * delta
 
 
 @pytest.mark.parametrize(("users", "dimension", "epsilon", "delta", "fraction"), CASES)
-def test_the_tight_noise_would_not_do_for_six_per_cent_more(users, dimension, epsilon, delta, fraction):
+def test_the_tight_noise_would_not_do_for_six_per_cent_more(
+    users, dimension, epsilon, delta, fraction
+):
     protocol = ShuffleVectorSum(users, dimension, 1.0, epsilon, delta, "tight", fraction)
     _, noise = binomial_distribution(math.ceil(fraction * users - 1e-9) * protocol.noise_bits, 0.5)
-    # OVERHEAD is 5 % of the variance, 2.5 % of the steps; the rest is for the binomial's lighter tails and whole steps.
+    # OVERHEAD is 5 % of the variance, 2.5 % of the steps; the rest is for the binomial's lighter
+    # tails and whole steps.
     more = math.ceil(1.06 * protocol.granularity)
     size = len(noise) + more + 1
-    assert exact_delta([(rounded(noise, 0, 0, size), rounded(noise, more, 0, size))], epsilon, budget=1e-12) > delta
+    assert (
+        exact_delta(
+            [(rounded(noise, 0, 0, size), rounded(noise, more, 0, size))], epsilon, budget=1e-12
+        )
+        > delta
+    )
 
 
 @pytest.mark.parametrize(
     ("users", "dimension", "epsilon", "delta", "fraction"),
-    [(3, 1, 1.0, 0.1, 1.0), (2, 2, 8.0, 0.2, 1.0), (6, 2, 2.0, 0.4, 0.5), (1, 1, 15.0, 0.49, 1.0), (9, 3, 15.0, 0.3, 1.0)],
+    [
+        (3, 1, 1.0, 0.1, 1.0),
+        (2, 2, 8.0, 0.2, 1.0),
+        (6, 2, 2.0, 0.4, 0.5),
+        (1, 1, 15.0, 0.49, 1.0),
+        (9, 3, 15.0, 0.3, 1.0),
+    ],
 )
-def test_no_two_neighbours_are_told_apart_better_than_promised_by_the_paper(users, dimension, epsilon, delta, fraction):
+def test_no_two_neighbours_are_told_apart_better_than_promised_by_the_paper(
+    users, dimension, epsilon, delta, fraction
+):
     protocol = ShuffleVectorSum(users, dimension, 0.5, epsilon, delta, "published", fraction)
     for x, other in neighbours(dimension, np.random.default_rng(users))[:6]:
         pairs = views(protocol, 0.5 * x, 0.5 * other)
         if dimension == 3:
-            pairs = pairs[:2]  # with noise as large as this, two coordinates are as many outcomes as memory holds
+            pairs = pairs[
+                :2
+            ]  # with noise as large as this, two coordinates are as many outcomes as memory holds
         assert exact_delta(pairs, epsilon, budget=1e-6) <= delta * 1e-2 + 6e-6
 
 
 @pytest.mark.parametrize("reports", [4, 7, 10])
 def test_who_stays_is_protected_whoever_drops_out(reports):
     protocol = ShuffleVectorSum(10, 2, 1.0, 1.0, 1e-2, "tight", 0.4)
-    found = [exact_delta(views(protocol, x, y, reports=reports), 1.0, 1e-7) for x, y in neighbours(2, np.random.default_rng(1))]
+    found = [
+        exact_delta(views(protocol, x, y, reports=reports), 1.0, 1e-7)
+        for x, y in neighbours(2, np.random.default_rng(1))
+    ]
     assert max(found) <= 1e-2
     assert reports > 4 or max(found) >= 0.75e-2
 
@@ -221,9 +263,15 @@ def test_rounds_with_the_same_users_stay_within_delta_together(calibration, roun
     epsilon, delta = 1.0, 1e-3
     protocol = ShuffleVectorSum(8, 2, 1.0, epsilon, delta, rounds=rounds, calibration=calibration)
     if calibration == "published":
-        # Noise this large has too many outcomes to list: the proved upper value at a far smaller ε instead.
-        assert binomial_sums.compute_epsilon([(protocol.sum_round, rounds)], delta=delta) <= 0.1 * epsilon
-        assert protocol.round_epsilon == pytest.approx(epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))))
+        # Noise this large has too many outcomes to list: the proved upper value at a far smaller ε
+        # instead.
+        assert (
+            binomial_sums.compute_epsilon([(protocol.sum_round, rounds)], delta=delta)
+            <= 0.1 * epsilon
+        )
+        assert protocol.round_epsilon == pytest.approx(
+            epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta)))
+        )
         assert protocol.round_delta == delta / (rounds + 1)
         return
     step = 1e-3 / rounds
@@ -236,7 +284,11 @@ def test_rounds_with_the_same_users_stay_within_delta_together(calibration, roun
     lower, upper = protocol.exact_epsilon()
     pairs = views(protocol, [1.0, 0.0], [-1.0, 0.0])
     assert 0.9 < lower <= upper <= epsilon
-    assert composed_delta(pairs, upper, step, rounds) <= delta <= composed_delta(pairs, lower, step, rounds)
+    assert (
+        composed_delta(pairs, upper, step, rounds)
+        <= delta
+        <= composed_delta(pairs, lower, step, rounds)
+    )
 
 
 @pytest.mark.parametrize("calibration", ["tight", "published"])
@@ -254,7 +306,9 @@ def test_exact_epsilon_brackets_the_enumerated_value(calibration):
 @pytest.mark.zoo
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.01])
 def test_no_statement_claims_less_than_one_pair_of_data_sets_shows(rate):
-    protocol = ShuffleVectorSum(1000, 10, 1.0, 1.0, 1e-6, rounds=10, calibration="tight", sample_rate=rate)
+    protocol = ShuffleVectorSum(
+        1000, 10, 1.0, 1.0, 1e-6, rounds=10, calibration="tight", sample_rate=rate
+    )
     shown = binomial_sums.lower_epsilon([(protocol.sum_round, 10)], delta=1e-6, sample_rate=rate)
     assert shown > 0.9
     assert protocol.exact_epsilon()[1] >= shown

@@ -8,7 +8,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.count_distributions import PLAN, assert_of_distribution, count_distribution, small_protocol
+from helpers.count_distributions import (
+    PLAN,
+    assert_of_distribution,
+    count_distribution,
+    small_protocol,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +42,10 @@ class AllBeginnings:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(
-    share=st.one_of(st.floats(-1, 1), st.sampled_from([-1.0, 1.0, 0.0, 1e-30, -1e-9, 1 / 234, -3 / 234, 2 / 1024])),
+    share=st.one_of(
+        st.floats(-1, 1),
+        st.sampled_from([-1.0, 1.0, 0.0, 1e-30, -1e-9, 1 / 234, -3 / 234, 2 / 1024]),
+    ),
     granularity=st.sampled_from([1, 2, 7, 234, 1023, FINEST]),
     later=st.sampled_from([0, 1, 2**52, 2**53 - 1]),
 )
@@ -47,7 +55,9 @@ def test_every_draw_is_decided_as_by_whole_numbers(dtype, share, granularity, la
     source = AllBeginnings(later)
     rows, scales = value.expand(1, 1024).contiguous(), torch.full((1,), steps, dtype=torch.float64)
     found = sum_of_roundings(rows, scales, granularity=granularity, source=source)
-    units = float(value) * (1024 * steps)  # and what follows is exact, but for what double precision makes of a fraction
+    units = float(value) * (
+        1024 * steps
+    )  # and what follows is exact, but for what double precision makes of a fraction
     up = later * 2.0**-53 >= 1 - (units - math.floor(units))
     exact = [(math.floor(units) + 512 * granularity + begin + up) // 1024 for begin in range(1024)]
     assert found.tolist() == exact
@@ -62,7 +72,10 @@ def test_scaled_pieces_have_the_exact_distribution(granularity, dtype):
     protocol = small_protocol(WIDE, plan=plan)
     factors = torch.tensor([0.25, 1.0, 2.0**-10, 0.9], dtype=torch.float64)
     given = (torch.tensor(USERS) / factors).to(dtype)
-    pieces = [given[:, None, None].expand(4, *shape).contiguous() for shape in ((3, 5), (85, 1), (1900, 1))]
+    pieces = [
+        given[:, None, None].expand(4, *shape).contiguous()
+        for shape in ((3, 5), (85, 1), (1900, 1))
+    ]
     if dtype == torch.float16:
         pieces[1] = pieces[1].double()  # parameters need not be of one type
     values = (given.double() * factors).tolist()
@@ -79,7 +92,9 @@ def test_scaled_pieces_have_the_exact_distribution(granularity, dtype):
 def test_scales_that_single_precision_does_not_hold_are_worked_out_in_double():
     source = stream_of(torch.Generator().manual_seed(1))
     rows = torch.tensor([[1e-38] * 4000, [1e38] * 4000])
-    found = sum_of_roundings(rows, torch.tensor([2e37, -2e-38], dtype=torch.float64), granularity=8, source=source)
+    found = sum_of_roundings(
+        rows, torch.tensor([2e37, -2e-38], dtype=torch.float64), granularity=8, source=source
+    )
     # 4 + 0.2 and 4 - 2: between 6 and 7, on average 6.2 within five standard errors
     assert abs(float(found.double().mean()) - 6.2) <= 5 * math.sqrt(0.16 / 4000) + 1e-6
     assert set(found.tolist()) == {6, 7}
@@ -98,5 +113,7 @@ def test_zeros_have_the_distribution_of_zeros_that_are_rounded(granularity):
     plan = dataclasses.replace(PLAN, granularity=granularity)
     protocol = small_protocol(WIDE, plan=plan)
     generator = torch.Generator().manual_seed(4)
-    counts = [protocol.encode_zeros(4, generator) + protocol.draw_noise(4, generator) for _ in range(8)]
+    counts = [
+        protocol.encode_zeros(4, generator) + protocol.draw_noise(4, generator) for _ in range(8)
+    ]
     assert_of_distribution(torch.stack(counts).numpy(), *count_distribution([0.0] * 4, plan, 4))

@@ -21,16 +21,40 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
 def test_the_statement_says_what_a_user_sends_and_gets():
-    protocol = ShuffleVectorSum(90, 4, 1.0, 1.0, 1e-5, rounds=6, calibration="tight", honest_fraction=0.5)
+    protocol = ShuffleVectorSum(
+        90, 4, 1.0, 1.0, 1e-5, rounds=6, calibration="tight", honest_fraction=0.5
+    )
     statement = protocol.statement()
-    assert (statement.epsilon, statement.delta, statement.rounds, statement.rounds_per_user) == (1.0, 1e-5, 6, 6)
+    assert (statement.epsilon, statement.delta, statement.rounds, statement.rounds_per_user) == (
+        1.0,
+        1e-5,
+        6,
+        6,
+    )
     assert statement.bits_per_user == 6 * 4 * (protocol.granularity + protocol.noise_bits)
-    assert (statement.num_users, statement.honest_fraction, statement.calibration) == (90, 0.5, "tight")
+    assert (statement.num_users, statement.honest_fraction, statement.calibration) == (
+        90,
+        0.5,
+        "tight",
+    )
     assert isinstance(statement, PrivacyBound)
-    assert (statement.adjacency, statement.guarantee, statement.bound) == ("replace", Guarantee.PROVED, "certified")
+    assert (statement.adjacency, statement.guarantee, statement.bound) == (
+        "replace",
+        Guarantee.PROVED,
+        "certified",
+    )
     assert statement.to_dict()["trusted"] == "the shuffler"
     text = str(statement)
-    for part in ("epsilon = 1", "1e-05", "replaced", "90 users", "shuffler", "at least 0.5", "6", "tight"):
+    for part in (
+        "epsilon = 1",
+        "1e-05",
+        "replaced",
+        "90 users",
+        "shuffler",
+        "at least 0.5",
+        "6",
+        "tight",
+    ):
         assert part in text
 
 
@@ -102,7 +126,18 @@ def test_rows_that_do_not_fit_are_refused(given_rows, message):
         [True, False, False],
         torch.tensor([0.1j, 0, 0]),
     ],
-    ids=["short", "matrix", "long", "nan", "inf", "string", "None", "bool tensor", "bools", "complex"],
+    ids=[
+        "short",
+        "matrix",
+        "long",
+        "nan",
+        "inf",
+        "string",
+        "None",
+        "bool tensor",
+        "bools",
+        "complex",
+    ],
 )
 def test_a_vector_that_does_not_fit_is_refused(x):
     with warnings.catch_warnings():
@@ -115,7 +150,9 @@ class ElsewhereGenerator(torch.Generator):
     device = torch.device("cuda")
 
 
-@pytest.mark.parametrize("generator", [3, "seed", np.random.default_rng(0), True, ElsewhereGenerator()])
+@pytest.mark.parametrize(
+    "generator", [3, "seed", np.random.default_rng(0), True, ElsewhereGenerator()]
+)
 def test_other_generators_are_refused(generator):
     x = torch.zeros(3)
     sent = [HELD.randomize(x)] * 50
@@ -140,7 +177,12 @@ OTHER = ShuffleVectorSum(60, 3, 1.0, 1.0, 1e-2, "tight")
     [
         (lambda: HELD.shuffle([*MINE[:-1], OTHER.randomize(X)]), "another protocol"),
         (lambda: HELD.analyze(OTHER.shuffle([OTHER.randomize(X)] * 60)), "another protocol"),
-        (lambda: HELD.shuffle([ShuffleVectorSum(50, 2, 1.0, 1.0, 1e-2, "tight").randomize(X[:2])] * 50), "another protocol"),
+        (
+            lambda: HELD.shuffle(
+                [ShuffleVectorSum(50, 2, 1.0, 1.0, 1e-2, "tight").randomize(X[:2])] * 50
+            ),
+            "another protocol",
+        ),
         (lambda: HELD.shuffle(MINE[:49]), r"50 users.*got 49"),
         (lambda: HELD.shuffle([*MINE, MINE[0]]), r"50 users.*got 51"),
         (lambda: HELD.shuffle([]), "at least one"),
@@ -193,13 +235,23 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
     ],
 )
 def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
-    good = {"num_users": 9, "dimension": 2, "max_norm": 1.0, "epsilon": 1.0, "delta": 0.1, "calibration": "tight", "rounds": 2}
+    good = {
+        "num_users": 9,
+        "dimension": 2,
+        "max_norm": 1.0,
+        "epsilon": 1.0,
+        "delta": 0.1,
+        "calibration": "tight",
+        "rounds": 2,
+    }
     with pytest.raises(ValueError, match=name) as raised:
         ShuffleVectorSum(**{**good, name: value})
     assert repr(value) in str(raised.value)
 
 
-@pytest.mark.parametrize("way", [{"calibration": "published"}, {"calibration": "tight", "honest_fraction": 0.5}])
+@pytest.mark.parametrize(
+    "way", [{"calibration": "published"}, {"calibration": "tight", "honest_fraction": 0.5}]
+)
 def test_what_sampling_gains_is_for_the_tight_calibration_and_honest_users(way):
     with pytest.raises(ValueError, match=r"sample_rate=0.5.*tight.*honest_fraction=1"):
         ShuffleVectorSum(9, 2, 1.0, 1.0, 0.1, rounds=2, sample_rate=0.5, **way)
@@ -210,10 +262,14 @@ def test_entries_that_a_sparse_row_holds_twice_count_together_towards_its_norm(l
     copies, value = 64, 1 / 8  # a row of norm 8, none of whose entries shows it
     if layout == "csr":
         rows = torch.tensor([0] + [copies] * 50)
-        X = torch.sparse_csr_tensor(rows, torch.zeros(copies).long(), torch.full((copies,), value), size=(50, 3))
+        X = torch.sparse_csr_tensor(
+            rows, torch.zeros(copies).long(), torch.full((copies,), value), size=(50, 3)
+        )
     else:
         where = torch.zeros(2, copies, dtype=torch.long)
-        X = torch.sparse_coo_tensor(where, torch.full((copies,), value), size=(50, 3), is_coalesced=True)
+        X = torch.sparse_coo_tensor(
+            where, torch.full((copies,), value), size=(50, 3), is_coalesced=True
+        )
     with pytest.raises(ValueError, match="norm 8"):
         HELD.simulate(X)
 
@@ -226,9 +282,13 @@ def test_units_in_which_squares_vanish_or_overflow_are_refused(max_norm):
 
 @pytest.mark.parametrize("rounds", [1, 5])
 def test_one_rounds_own_epsilon_is_that_of_everyone_in_it(rounds):
-    protocol = ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-3, rounds=rounds, calibration="tight", sample_rate=0.1)
+    protocol = ShuffleVectorSum(
+        50, 3, 1.0, 1.0, 1e-3, rounds=rounds, calibration="tight", sample_rate=0.1
+    )
     one = [(protocol.sum_round, 1)]
-    assert protocol.round_epsilon >= binomial_sums.lower_epsilon(one, delta=protocol.round_delta) > 1
+    assert (
+        protocol.round_epsilon >= binomial_sums.lower_epsilon(one, delta=protocol.round_delta) > 1
+    )
 
 
 def test_probabilities_beyond_known_tails_are_refused():
@@ -253,29 +313,52 @@ def test_an_infinite_epsilon_is_refused_and_not_answered():
         HELD.exact_epsilon(1e-300)
 
 
-@pytest.mark.parametrize("users", [pytest.param(1, marks=pytest.mark.slow), 50, pytest.param(4000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("noise_multiplier", "share"), [(0.1, 0.1), (0.5, 0.02), (1.1, 0.3), (8.0, 0.1), (300.0, 0.05)])
-def test_a_protocol_made_for_a_noise_multiplier_has_it_or_a_little_more(noise_multiplier, users, share):
-    protocol = ShuffleVectorSum.with_noise_multiplier(users, 26_010, 2.0, noise_multiplier, delta=1e-6, rounding_share=share)
+@pytest.mark.parametrize(
+    "users",
+    [pytest.param(1, marks=pytest.mark.slow), 50, pytest.param(4000, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    ("noise_multiplier", "share"), [(0.1, 0.1), (0.5, 0.02), (1.1, 0.3), (8.0, 0.1), (300.0, 0.05)]
+)
+def test_a_protocol_made_for_a_noise_multiplier_has_it_or_a_little_more(
+    noise_multiplier, users, share
+):
+    protocol = ShuffleVectorSum.with_noise_multiplier(
+        users, 26_010, 2.0, noise_multiplier, delta=1e-6, rounding_share=share
+    )
     most = noise_multiplier * math.sqrt(1 + share)
     assert noise_multiplier <= protocol.noise_multiplier <= most
     assert protocol.mu <= 2 / noise_multiplier
     assert protocol.lost <= 1e-12
-    # What the sum's noise and rounding have is never less than the Gaussian's, and more by their share at most.
+    # What the sum's noise and rounding have is never less than the Gaussian's, and more by their
+    # share at most.
     deviation = protocol.variance**0.5 / 2.0
     assert protocol.noise_multiplier <= deviation <= most * (1 + 1e-9)
     assert protocol.calibration == "tight"
     assert (
-        protocol.epsilon == protocol.exact_epsilon()[1] == gaussian.compute_epsilon(mu=protocol.mu, delta=1e-6 - protocol.lost)
+        protocol.epsilon
+        == protocol.exact_epsilon()[1]
+        == gaussian.compute_epsilon(mu=protocol.mu, delta=1e-6 - protocol.lost)
     )
 
 
-@pytest.mark.parametrize(("epsilon", "rounds", "fraction"), [(1.0, 1, 1.0), (4.0, 100, 1.0), (2.0, 7, 0.5)])
-def test_the_noise_multiplier_that_a_budget_buys_keeps_it_with_no_more_noise(epsilon, rounds, fraction):
+@pytest.mark.parametrize(
+    ("epsilon", "rounds", "fraction"), [(1.0, 1, 1.0), (4.0, 100, 1.0), (2.0, 7, 0.5)]
+)
+def test_the_noise_multiplier_that_a_budget_buys_keeps_it_with_no_more_noise(
+    epsilon, rounds, fraction
+):
     bought = ShuffleVectorSum(200, 30, 1.0, epsilon, 1e-6, honest_fraction=fraction, rounds=rounds)
     multiplier = 2 / Promise(epsilon, 1e-6, rounds=rounds).round_mu
     asked = ShuffleVectorSum.with_noise_multiplier(
-        200, 30, 1.0, multiplier, delta=1e-6, honest_fraction=fraction, rounds=rounds, rounding_share=OVERHEAD
+        200,
+        30,
+        1.0,
+        multiplier,
+        delta=1e-6,
+        honest_fraction=fraction,
+        rounds=rounds,
+        rounding_share=OVERHEAD,
     )
     assert asked.variance <= (1 + OVERHEAD) * bought.variance
     assert asked.rounds == rounds
@@ -291,7 +374,9 @@ def test_secret_check_in_takes_few_bits(share, most_bits):
     assert protocol.granularity % 2 == 0
     assert protocol.bits_per_user <= most_bits * 26_010
     noise = protocol.noise_bits * protocol.bit_probability * (1 - protocol.bit_probability)
-    spread = protocol.num_users * (0.1 / 4 + noise) * (2 / protocol.granularity) ** 2  # 0.1 of them round
+    spread = (
+        protocol.num_users * (0.1 / 4 + noise) * (2 / protocol.granularity) ** 2
+    )  # 0.1 of them round
     assert protocol.noise_multiplier <= math.sqrt(spread) <= 1.55 * math.sqrt(1 + share)
 
 
@@ -312,7 +397,9 @@ def test_many_users_have_noise_bits_that_are_seldom_one_and_a_coarser_grid():
     many = ShuffleVectorSum.with_noise_multiplier(10**6, 10**6, 1.0, 1.1, **sizes)
     assert many.noise_bits == 1
     assert many.bit_probability < 0.1
-    fair = 2 * math.sqrt(10**6 / 4) / many.noise_multiplier  # the grid's steps with one fair bit each
+    fair = (
+        2 * math.sqrt(10**6 / 4) / many.noise_multiplier
+    )  # the grid's steps with one fair bit each
     assert many.granularity < fair / 2
 
 
@@ -324,7 +411,9 @@ def test_many_users_have_noise_bits_that_are_seldom_one_and_a_coarser_grid():
     epsilon=st.floats(0, 8),
     tail=st.floats(1e-12, 1e-3),
 )
-def test_the_covering_gaussian_covers_noise_bits_of_any_probability_in_both_directions(trials, steps, shift, epsilon, tail):
+def test_the_covering_gaussian_covers_noise_bits_of_any_probability_in_both_directions(
+    trials, steps, shift, epsilon, tail
+):
     noise = BinomialNoise(trials=trials, probability=steps / 8192)
     bound = gaussian_bound(noise, shift=shift, tail=tail)
     assume(math.isfinite(bound.slope))

@@ -22,14 +22,27 @@ def exact_delta(epsilon, local_epsilon, users, probability=None):
     """δ(ε) of the pair of Theorem 3.2, both ways round, by enumeration of (C, A, D) in 50 digits."""
     with mpmath.workdps(50):
         ratio = mpmath.exp(mpmath.mpf(epsilon))
-        p = mpmath.exp(-mpmath.mpf(local_epsilon)) if probability is None else mpmath.mpf(probability)
+        p = (
+            mpmath.exp(-mpmath.mpf(local_epsilon))
+            if probability is None
+            else mpmath.mpf(probability)
+        )
         coin = 1 / (1 + mpmath.exp(-mpmath.mpf(local_epsilon)))
         first, second = {}, {}
         for c in range(users):
             for a in range(c + 1):
-                mass = mpmath.binomial(users - 1, c) * p**c * (1 - p) ** (users - 1 - c) * mpmath.binomial(c, a) / 2**c
+                mass = (
+                    mpmath.binomial(users - 1, c)
+                    * p**c
+                    * (1 - p) ** (users - 1 - c)
+                    * mpmath.binomial(c, a)
+                    / 2**c
+                )
                 for d, chance in ((1, coin), (0, 1 - coin)):
-                    for distribution, view in ((first, (a + d, c - a + 1 - d)), (second, (a + 1 - d, c - a + d))):
+                    for distribution, view in (
+                        (first, (a + d, c - a + 1 - d)),
+                        (second, (a + 1 - d, c - a + d)),
+                    ):
                         distribution[view] = distribution.get(view, 0) + mass * chance
         views = first.keys() | second.keys()
         there = sum(max(first.get(v, 0) - ratio * second.get(v, 0), 0) for v in views)
@@ -45,7 +58,11 @@ def direct_delta(epsilon, local_epsilon, users):
     for c in range(low, high + 1):
         a = np.arange(c + 2)
         with_one, without = binom.pmf(a - 1, c, 0.5), binom.pmf(a, c, 0.5)
-        gap = coin * with_one + (1 - coin) * without - math.exp(epsilon) * ((1 - coin) * with_one + coin * without)
+        gap = (
+            coin * with_one
+            + (1 - coin) * without
+            - math.exp(epsilon) * ((1 - coin) * with_one + coin * without)
+        )
         total += binom.pmf(c, users - 1, p) * np.maximum(gap, 0).sum()
     return total
 
@@ -59,7 +76,9 @@ def test_numeric_epsilon_is_just_above_the_enumerated_pair(local_epsilon, users,
         assert exact_delta(epsilon * (1 - 1e-5) - 1e-9, local_epsilon, users) > delta
 
 
-@pytest.mark.parametrize(("local_epsilon", "users", "delta"), [(1.0, 300, 1e-6), (3.0, 2000, 1e-5), (5.0, 20_000, 1e-4)])
+@pytest.mark.parametrize(
+    ("local_epsilon", "users", "delta"), [(1.0, 300, 1e-6), (3.0, 2000, 1e-5), (5.0, 20_000, 1e-4)]
+)
 def test_numeric_epsilon_agrees_with_direct_summation(local_epsilon, users, delta):
     epsilon = clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)
     assert direct_delta(epsilon, local_epsilon, users) <= delta * (1 + 1e-9)
@@ -86,11 +105,15 @@ def test_the_public_figures_come_out():
 @pytest.mark.zoo
 @settings(deadline=None, max_examples=40)
 @given(st.floats(0.05, 8), st.integers(2, 10**6), st.floats(1e-12, 0.05), st.floats(1.05, 3))
-def test_epsilon_falls_with_users_and_delta_and_grows_with_local_epsilon(local_epsilon, users, delta, factor):
+def test_epsilon_falls_with_users_and_delta_and_grows_with_local_epsilon(
+    local_epsilon, users, delta, factor
+):
     def epsilon(e, n, d):
         return clones.compute_epsilon(local_epsilon=e, num_users=n, delta=d)
 
-    here = epsilon(local_epsilon, users, delta) * (1 + 1e-3) + 1e-12  # each is up to a bin's width too high
+    here = (
+        epsilon(local_epsilon, users, delta) * (1 + 1e-3) + 1e-12
+    )  # each is up to a bin's width too high
     assert epsilon(local_epsilon, math.ceil(users * factor), delta) <= here
     assert epsilon(local_epsilon, users, min(delta * factor, 0.5)) <= here
     assert epsilon(local_epsilon / factor, users, delta) <= here
@@ -101,10 +124,17 @@ def test_one_user_has_nobody_to_hide_among():
 
 
 @pytest.mark.parametrize("local_epsilon", [5e-324, 1e-12, 1e-3, 30.0, 499.0, 501.0, 1e300])
-@pytest.mark.parametrize("delta", [5e-324, *(pytest.param(delta, marks=pytest.mark.zoo) for delta in (1e-299, 0.999)), 1e-12])
+@pytest.mark.parametrize(
+    "delta",
+    [5e-324, *(pytest.param(delta, marks=pytest.mark.zoo) for delta in (1e-299, 0.999)), 1e-12],
+)
 @pytest.mark.parametrize("users", [2, 10**7, 2**53])
 def test_extreme_arguments_give_a_finite_epsilon_within_the_local_one(local_epsilon, delta, users):
-    assert 0 <= clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta) <= local_epsilon
+    assert (
+        0
+        <= clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)
+        <= local_epsilon
+    )
 
 
 @pytest.mark.parametrize("conversion", ["proved", "theorem_3_8"])
@@ -115,9 +145,13 @@ def test_no_local_delta_is_pure_local_privacy(conversion):
 
 @settings(deadline=None, max_examples=25)
 @given(st.floats(0.2, 4), st.integers(3, 10), st.floats(1e-6, 0.05), st.floats(1e-9, 1e-2))
-def test_approximate_epsilon_leaves_room_for_what_is_lost_and_no_more(local_epsilon, users, delta, part):
+def test_approximate_epsilon_leaves_room_for_what_is_lost_and_no_more(
+    local_epsilon, users, delta, part
+):
     local_delta = delta * part
-    epsilon = clones.compute_epsilon(local_epsilon=local_epsilon, local_delta=local_delta, num_users=users, delta=delta)
+    epsilon = clones.compute_epsilon(
+        local_epsilon=local_epsilon, local_delta=local_delta, num_users=users, delta=delta
+    )
     own = local_delta / (1 + math.exp(local_epsilon))
     lost = own + (users - 1) * math.exp(-local_epsilon) * (local_delta + own)
 
@@ -135,7 +169,11 @@ def test_approximate_epsilon_leaves_room_for_what_is_lost_and_no_more(local_epsi
 def test_the_proved_conversion_is_never_worse_than_theorem_3_8(local_epsilon, users, local_delta):
     ours, theirs = (
         clones.compute_epsilon(
-            local_epsilon=local_epsilon, local_delta=local_delta, num_users=users, delta=1e-5, conversion=conversion
+            local_epsilon=local_epsilon,
+            local_delta=local_delta,
+            num_users=users,
+            delta=1e-5,
+            conversion=conversion,
         )
         for conversion in ("proved", "theorem_3_8")
     )
@@ -152,8 +190,12 @@ def test_the_proved_conversion_is_never_worse_than_theorem_3_8(local_epsilon, us
         (2.0, 1e-5, "proved", 1.357, 0.5565),
     ],
 )
-def test_gaussian_epsilon_is_at_most_the_noted_one_which_is_not_fully_optimised(sigma, delta, conversion, theory, ours):
-    epsilon = clones.gaussian_epsilon(noise_multiplier=sigma, num_users=60_000, delta=delta, conversion=conversion)
+def test_gaussian_epsilon_is_at_most_the_noted_one_which_is_not_fully_optimised(
+    sigma, delta, conversion, theory, ours
+):
+    epsilon = clones.gaussian_epsilon(
+        noise_multiplier=sigma, num_users=60_000, delta=delta, conversion=conversion
+    )
     assert epsilon == pytest.approx(ours, rel=2e-3)
     assert epsilon <= theory
 
@@ -164,7 +206,12 @@ def test_gaussian_epsilon_finds_what_any_local_epsilon_gives(sigma, local_epsilo
     for candidate in np.linspace(local_epsilon * 0.95, local_epsilon * 1.1, 12):
         local_delta = math.exp(gaussian.log_delta(mu=2 / sigma, epsilon=candidate))
         try:
-            one = clones.compute_epsilon(local_epsilon=float(candidate), local_delta=local_delta, num_users=60_000, delta=1e-5)
+            one = clones.compute_epsilon(
+                local_epsilon=float(candidate),
+                local_delta=local_delta,
+                num_users=60_000,
+                delta=1e-5,
+            )
         except ValueError:
             continue
         assert best <= one * (1 + 1e-4)
@@ -172,31 +219,47 @@ def test_gaussian_epsilon_finds_what_any_local_epsilon_gives(sigma, local_epsilo
 
 def test_zero_out_halves_it_at_large_noise_and_theorem_3_8_does_not_know_zero_out():
     replace, zero_out = (
-        clones.gaussian_epsilon(noise_multiplier=9.48, adjacency=adjacency, **PAPER) for adjacency in ("replace", "zero_out")
+        clones.gaussian_epsilon(noise_multiplier=9.48, adjacency=adjacency, **PAPER)
+        for adjacency in ("replace", "zero_out")
     )
     assert 0.45 < zero_out / replace < 0.5
     both = {
-        clones.gaussian_epsilon(noise_multiplier=9.48, adjacency=adjacency, conversion="theorem_3_8", **PAPER)
+        clones.gaussian_epsilon(
+            noise_multiplier=9.48, adjacency=adjacency, conversion="theorem_3_8", **PAPER
+        )
         for adjacency in ("replace", "zero_out")
     }
     assert len(both) == 1
 
 
 def test_zero_out_stays_above_what_identical_others_at_minus_one_prove():
-    # Lower bounds on the truth: others at -1, user 1 at 0 or 1 (found by exact computation of that pair).
+    # Lower bounds on the truth: others at -1, user 1 at 0 or 1 (found by exact computation of that
+    # pair).
     for sigma, users, delta, truth in [
         (9.48, 60_000, 1 / 60_000, 0.000613),
         (3.0, 10_000, 1e-6, 0.01338),
         (1.0, 1000, 1e-5, 2.88),
         (0.5, 60_000, 1e-5, 9.96),
     ]:
-        assert clones.gaussian_epsilon(noise_multiplier=sigma, num_users=users, delta=delta, adjacency="zero_out") >= truth
+        assert (
+            clones.gaussian_epsilon(
+                noise_multiplier=sigma, num_users=users, delta=delta, adjacency="zero_out"
+            )
+            >= truth
+        )
 
 
 @settings(deadline=None, max_examples=12)
-@given(st.floats(0.01, 100), st.integers(1, 10**7), st.floats(1e-10, 0.1), st.sampled_from(["replace", "zero_out"]))
+@given(
+    st.floats(0.01, 100),
+    st.integers(1, 10**7),
+    st.floats(1e-10, 0.1),
+    st.sampled_from(["replace", "zero_out"]),
+)
 def test_gaussian_epsilon_never_exceeds_the_unshuffled_one(sigma, users, delta, adjacency):
-    epsilon = clones.gaussian_epsilon(noise_multiplier=sigma, num_users=users, delta=delta, adjacency=adjacency)
+    epsilon = clones.gaussian_epsilon(
+        noise_multiplier=sigma, num_users=users, delta=delta, adjacency=adjacency
+    )
     distance = 1 if adjacency == "zero_out" else 2
     assert 0 <= epsilon <= gaussian.compute_epsilon(mu=distance / sigma, delta=delta)
 
@@ -205,13 +268,20 @@ def test_gaussian_epsilon_never_exceeds_the_unshuffled_one(sigma, users, delta, 
 @pytest.mark.parametrize("sigma", [1e-6, 1e-2, 1e12])
 def test_gaussian_epsilon_survives_extreme_noise(sigma, adjacency):
     for delta in (1e-307, 1e-299, 1e-6, 0.9):
-        assert math.isfinite(clones.gaussian_epsilon(noise_multiplier=sigma, num_users=10**6, delta=delta, adjacency=adjacency))
+        assert math.isfinite(
+            clones.gaussian_epsilon(
+                noise_multiplier=sigma, num_users=10**6, delta=delta, adjacency=adjacency
+            )
+        )
 
 
 def test_a_local_delta_that_eats_all_of_delta_is_refused_or_falls_back_to_the_local_bound():
     with pytest.raises(ValueError, match="local_delta"):
         clones.compute_epsilon(local_epsilon=1.0, local_delta=1e-4, num_users=1000, delta=1e-5)
-    assert clones.compute_epsilon(local_epsilon=1.0, local_delta=9e-6, num_users=1000, delta=1e-5) == 1.0
+    assert (
+        clones.compute_epsilon(local_epsilon=1.0, local_delta=9e-6, num_users=1000, delta=1e-5)
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,8 +304,14 @@ def test_bad_arguments_are_refused_by_name(argument, value):
     ("function", "arguments"),
     [
         ("gaussian_epsilon", {"noise_multiplier": 0, "num_users": 10, "delta": 1e-5}),
-        ("gaussian_epsilon", {"noise_multiplier": 1, "num_users": 10, "delta": 1e-5, "adjacency": "add"}),
-        ("gaussian_epsilon", {"noise_multiplier": 1, "num_users": 10, "delta": 1e-5, "conversion": "best"}),
+        (
+            "gaussian_epsilon",
+            {"noise_multiplier": 1, "num_users": 10, "delta": 1e-5, "adjacency": "add"},
+        ),
+        (
+            "gaussian_epsilon",
+            {"noise_multiplier": 1, "num_users": 10, "delta": 1e-5, "conversion": "best"},
+        ),
     ],
 )
 def test_the_other_functions_refuse_bad_arguments(function, arguments):

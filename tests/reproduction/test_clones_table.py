@@ -21,8 +21,11 @@ def test_the_closed_form_is_the_theorem_as_printed():
     printed = closed_form_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6)
     growth = math.exp(4) / 1e5
     spread = 8 * (math.sqrt(growth * math.log(4e6)) + growth)
-    assert printed == pytest.approx(math.log1p(math.expm1(4) / (math.exp(4) + 1) * spread), rel=1e-8)
-    # The authors' released program: another denominator than the printed theorem, and a little more.
+    assert printed == pytest.approx(
+        math.log1p(math.expm1(4) / (math.exp(4) + 1) * spread), rel=1e-8
+    )
+    # The authors' released program: another denominator than the printed theorem, and a little
+    # more.
     released = math.log1p((1 - math.exp(-4)) / (1 + math.exp(-4) / (1 + spread)) * spread)
     assert round(released, 4) == 0.5378
     assert released * 0.99 < printed < released
@@ -49,7 +52,9 @@ def test_the_closed_form_beyond_its_range_is_refused_with_the_remedy():
 @pytest.mark.parametrize(("rounds", "published"), list(enumerate(PRINTED, start=1)))
 def test_the_papers_clones_row_comes_out_to_every_printed_digit(rounds, published):
     assert round(table_epsilon(noise_multiplier=9.476, rounds=rounds, **SETTING), 5) == published
-    assert table_epsilon(noise_multiplier=9.48, rounds=rounds, **SETTING) == pytest.approx(published, rel=7e-4)
+    assert table_epsilon(noise_multiplier=9.48, rounds=rounds, **SETTING) == pytest.approx(
+        published, rel=7e-4
+    )
 
 
 def test_the_papers_noise_is_the_classical_formula_at_sensitivity_two():
@@ -72,19 +77,25 @@ def test_many_rounds_compose_below_the_linear_branch():
 @settings(deadline=None)
 @given(st.floats(0, 5), st.floats(0, 0.01), st.integers(1, 10**4), st.floats(1e-12, 0.1))
 def test_strong_composition_is_the_least_branch_of_the_theorem(epsilon, delta, rounds, slack):
-    composed, total = strong_composition_epsilon(epsilon=epsilon, delta=delta, rounds=rounds, delta_slack=slack)
+    composed, total = strong_composition_epsilon(
+        epsilon=epsilon, delta=delta, rounds=rounds, delta_slack=slack
+    )
     with mpmath.workdps(40):
         e, k = mpmath.mpf(epsilon), mpmath.mpf(rounds)
         mean = k * e * mpmath.expm1(e) / (mpmath.exp(e) + 1)
         drv = mean + e * mpmath.sqrt(2 * k * mpmath.log(1 / mpmath.mpf(slack)))
-        kov = mean + e * mpmath.sqrt(2 * k * mpmath.log(mpmath.e + mpmath.sqrt(k * e**2) / mpmath.mpf(slack)))
+        kov = mean + e * mpmath.sqrt(
+            2 * k * mpmath.log(mpmath.e + mpmath.sqrt(k * e**2) / mpmath.mpf(slack))
+        )
         least = min(k * e, drv, kov)
         assert least * (1 - mpmath.mpf(10) ** -30) <= composed <= least * (1 + 1e-12) + 1e-300
         kept = (1 - mpmath.mpf(delta)) ** rounds
         if composed < float(k * e) * (1 - 1e-12):
             kept *= 1 - mpmath.mpf(slack)
         assert 1 - kept <= total + 1e-30
-        assert total <= (1 - kept) * (1 + mpmath.mpf(10) ** -10) + slack * (composed >= float(k * e) * (1 - 1e-12))
+        assert total <= (1 - kept) * (1 + mpmath.mpf(10) ** -10) + slack * (
+            composed >= float(k * e) * (1 - 1e-12)
+        )
 
 
 def test_noise_too_small_for_the_closed_form_is_refused_with_the_remedy():
@@ -93,7 +104,9 @@ def test_noise_too_small_for_the_closed_form_is_refused_with_the_remedy():
 
 
 def test_a_slack_below_the_smallest_normal_double_is_no_arithmetic_error():
-    assert strong_composition_epsilon(epsilon=1.0, delta=0.0, rounds=9, delta_slack=5e-324)[0] >= 9.0
+    assert (
+        strong_composition_epsilon(epsilon=1.0, delta=0.0, rounds=9, delta_slack=5e-324)[0] >= 9.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +116,10 @@ def test_a_slack_below_the_smallest_normal_double_is_no_arithmetic_error():
         (table_epsilon, {"noise_multiplier": 9, "num_users": 10, "delta": 1e-5, "scan_start": 0}),
         (strong_composition_epsilon, {"epsilon": -1, "delta": 0, "rounds": 1}),
         (strong_composition_epsilon, {"epsilon": 1, "delta": 1, "rounds": 1}),
-        (strong_composition_epsilon, {"epsilon": 1, "delta": 0, "rounds": 1, "delta_slack": math.nan}),
+        (
+            strong_composition_epsilon,
+            {"epsilon": 1, "delta": 0, "rounds": 1, "delta_slack": math.nan},
+        ),
         (strong_composition_epsilon, {"epsilon": 1e308, "delta": 0, "rounds": 10}),
     ],
 )

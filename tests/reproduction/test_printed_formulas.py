@@ -35,7 +35,13 @@ def test_the_printed_steps_diverge_where_ours_converge(rounds):
     ours = accelerated_step_sizes(distance=1.0, **options)
     assert abs(ac_sa(printed, lambda theta: theta, 1.0)) > 5
     assert abs(ac_sa(ours, lambda theta: theta, 1.0)) < 1e-5
-    bounds = {"smoothness": 1.0, "deviation": 0.0, "distance": 1.0, "start_gap": 0.5, "diameter": 2.0}
+    bounds = {
+        "smoothness": 1.0,
+        "deviation": 0.0,
+        "distance": 1.0,
+        "start_gap": 0.5,
+        "diameter": 2.0,
+    }
     assert accelerated_bound(printed, **bounds) is None
     assert 0.5 * ac_sa(ours, lambda theta: theta, 1.0) ** 2 <= accelerated_bound(ours, **bounds)
 
@@ -66,7 +72,9 @@ def test_the_printed_formulas_are_the_papers():
     full = math.log(n * d / delta)
     assert p.descent_rounds(*both) == min(n, round(eps**2 * n**2 / (d * full**2)))
     assert p.descent_step_size(both[0], rounds=50) == pytest.approx(diam / (lip * math.sqrt(50)))
-    assert p.descent_smoothing(*both) == pytest.approx(lip / diam * min(math.sqrt(n), eps * n / (math.sqrt(d) * full**1.5)))
+    assert p.descent_smoothing(*both) == pytest.approx(
+        lip / diam * min(math.sqrt(n), eps * n / (math.sqrt(d) * full**1.5))
+    )
     steps = p.accelerated_step_sizes(both[0], rounds=3, smoothness=2.0, deviation=0.5)
     assert steps[1] == pytest.approx((5**1.5 * 0.5 / diam + 2.0) / 3)
 
@@ -85,6 +93,10 @@ def test_the_mean_excess_is_below_the_bound_with_the_printed_choices(run):
         step = printed_formulas.sgd_step_size(printed, budget, batch_size=size, rounds=600 // size)
         choices = {"batch_size": size, "step_size": step}
     else:
-        choices = {"smoothness": 1.0, "rounds": 50, "step_size": printed_formulas.descent_step_size(printed, rounds=50)}
+        choices = {
+            "smoothness": 1.0,
+            "rounds": 50,
+            "step_size": printed_formulas.descent_step_size(printed, rounds=50),
+        }
     excesses, bound = mean_excesses(run, 12, **choices)
     assert excesses.mean() - 4 * excesses.std() / math.sqrt(12) <= bound < 1.8 * 2

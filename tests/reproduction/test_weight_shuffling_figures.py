@@ -28,7 +28,9 @@ def test_every_configuration_spends_its_step_and_no_less(name):
     for norm in (0.1, 10.0):
         sigma = figures.noise(run, epsilon=1.0, norm=norm)
         epsilon, delta = run.budget(1.0)
-        spent = compute_delta(epsilon=epsilon, noise_std=sigma, dimension=run.dimension, batch_clip=norm)
+        spent = compute_delta(
+            epsilon=epsilon, noise_std=sigma, dimension=run.dimension, batch_clip=norm
+        )
         assert spent == pytest.approx(delta, rel=1e-4)
 
 
@@ -43,7 +45,9 @@ def test_noise_falls_with_epsilon_and_with_dimension(norm):
 
 
 def test_the_unshuffled_column_is_the_papers_unshuffled_mechanism():
-    assert figures.figure_4()[2]["d = 1"] == figures.noise(figures.RUNS["ViT"], epsilon=0.5, dimension=1, norm=3.0)
+    assert figures.figure_4()[2]["d = 1"] == figures.noise(
+        figures.RUNS["ViT"], epsilon=0.5, dimension=1, norm=3.0
+    )
 
 
 @pytest.mark.parametrize("norm", figures.NORMS)
@@ -53,9 +57,12 @@ def test_the_order_is_one_over_the_root_of_log_d(norm):
 
 def test_a_distance_is_between_distribution_functions():
     samples = np.sort(np.random.default_rng(0).normal(size=10_000))
-    # Kolmogorov's 1.95/√n at probability 1e-3; and two unit normals a shift of 2 apart differ by 2Φ(1) − 1.
+    # Kolmogorov's 1.95/√n at probability 1e-3; and two unit normals a shift of 2 apart differ by
+    # 2Φ(1) − 1.
     assert figures.distance(NormalDistribution(0.0, 1.0), samples) < 0.0195
-    assert figures.distance(NormalDistribution(2.0, 1.0), samples) == pytest.approx(math.erf(1 / math.sqrt(2)), abs=0.0195)
+    assert figures.distance(NormalDistribution(2.0, 1.0), samples) == pytest.approx(
+        math.erf(1 / math.sqrt(2)), abs=0.0195
+    )
 
 
 def test_figures_can_be_written_and_read_back(tmp_path, capsys):

@@ -13,15 +13,31 @@ from helpers.convex_problems import (
     solve,
 )
 
-from opacus_shuffle.sco import L2Ball, MoreauEnvelope, Objective, absolute_loss, logistic_loss, shuffle_sgd
+from opacus_shuffle.sco import (
+    L2Ball,
+    MoreauEnvelope,
+    Objective,
+    absolute_loss,
+    logistic_loss,
+    shuffle_sgd,
+)
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.records import take
 
 
 def test_long_gradients_are_refused_or_cut(silent):
     data = torch.tensor([[3.0, 4.0]], dtype=torch.float64).repeat(4, 1)
-    options = {"constraint": L2Ball(10.0), "dimension": 2, "batch_size": 4, "steps": "practical", "step_size": 1.0, **BUDGET}
-    with pytest.raises(ValueError, match=r"lipschitz must bound .* got 2 and a longer gradient: pass a larger"):
+    options = {
+        "constraint": L2Ball(10.0),
+        "dimension": 2,
+        "batch_size": 4,
+        "steps": "practical",
+        "step_size": 1.0,
+        **BUDGET,
+    }
+    with pytest.raises(
+        ValueError, match=r"lipschitz must bound .* got 2 and a longer gradient: pass a larger"
+    ):
         solve(shuffle_sgd, half_square, data, lipschitz=2.0, **options)
     cut = solve(shuffle_sgd, half_square, data, lipschitz=2.0, clip=True, **options)
     assert torch.allclose(cut.theta, torch.tensor([1.2, 1.6], dtype=torch.float64))
@@ -75,14 +91,24 @@ def test_unusable_records_report_zero_where_long_gradients_are_cut_and_change_no
         alone = cut.rows(theta, take(spoilt(records), records[:1]))
         assert alone.shape == (1, 2)
         assert float(alone.abs().max()) == 0
-    assert not cut.rows(theta, spoilt(list(range(9)))).any()  # whether all are unusable is a fact about records too
+    assert not cut.rows(
+        theta, spoilt(list(range(9)))
+    ).any()  # whether all are unusable is a fact about records too
 
 
 def test_mistakes_in_the_call_are_refused_even_where_long_gradients_are_cut(silent):
     options = {"constraint": L2Ball(1.0), "lipschitz": 2.0, "dimension": 2, "clip": True, **BUDGET}
     for batch_size in (1, 5):
-        with pytest.raises(ValueError, match=r"x must be a floating-point tensor of shape \(B, 2\)"):
-            solve(shuffle_sgd, absolute_loss, (torch.zeros(20, 3), torch.zeros(20)), batch_size=batch_size, **options)
+        with pytest.raises(
+            ValueError, match=r"x must be a floating-point tensor of shape \(B, 2\)"
+        ):
+            solve(
+                shuffle_sgd,
+                absolute_loss,
+                (torch.zeros(20, 3), torch.zeros(20)),
+                batch_size=batch_size,
+                **options,
+            )
 
 
 def test_messages_hold_no_numbers_of_records(silent):
@@ -90,10 +116,12 @@ def test_messages_hold_no_numbers_of_records(silent):
     records = torch.ones(7, 2, dtype=torch.float64)
     records[3] = math.nan
     with pytest.raises(ValueError, match="clip=True") as not_finite:
-        BoundedGradients(Objective.from_loss(lambda t, x: (x @ t).sum(), dimension=2), 2.0, False).rows(torch.ones(2), records)
+        BoundedGradients(
+            Objective.from_loss(lambda t, x: (x @ t).sum(), dimension=2), 2.0, False
+        ).rows(torch.ones(2), records)
     with pytest.raises(ValueError, match="clip=True") as too_long:
-        BoundedGradients(Objective.from_loss(lambda t, x: 31.25 * (x @ t).sum(), dimension=2), 2.0, False).rows(
-            torch.ones(2), torch.ones(7, 2, dtype=torch.float64)
-        )
+        BoundedGradients(
+            Objective.from_loss(lambda t, x: 31.25 * (x @ t).sum(), dimension=2), 2.0, False
+        ).rows(torch.ones(2), torch.ones(7, 2, dtype=torch.float64))
     for message in map(str, (not_finite.value, too_long.value)):
         assert not set("1345679") & set(message)

@@ -15,7 +15,9 @@ from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constrain
 ROUNDING = 1e6 * 2.0**-48
 
 numbers = st.floats(-100, 100)
-vectors = st.integers(1, 6).flatmap(lambda d: st.tuples(*[st.lists(numbers, min_size=d, max_size=d)] * 3))
+vectors = st.integers(1, 6).flatmap(
+    lambda d: st.tuples(*[st.lists(numbers, min_size=d, max_size=d)] * 3)
+)
 
 
 def tensor(values):
@@ -29,7 +31,9 @@ def test_a_projection_onto_a_ball_is_the_nearest_point(points, radius, seed):
     ball = L2Ball(radius, center)
     nearest = ball.project(theta)
     assert float((nearest - center).norm()) <= radius * (1 + 1e-13) + ROUNDING
-    other = torch.randn(len(theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    other = torch.randn(
+        len(theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     inside = center + other * (radius / other.norm().clamp_min(radius))
     assert float((theta - nearest) @ (inside - nearest)) <= ROUNDING
 
@@ -43,11 +47,16 @@ def test_a_projection_onto_a_box_is_the_nearest_point(points, seed):
     nearest = box.project(theta)
     assert bool((low <= nearest).all())
     assert bool((nearest <= high).all())
-    inside = low + (high - low) * torch.rand(len(theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    inside = low + (high - low) * torch.rand(
+        len(theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     assert float((theta - nearest) @ (inside - nearest)) <= ROUNDING
 
 
-@pytest.mark.parametrize("constraint", [L2Ball(2.0), L2Ball(2.0, torch.ones(3)), Box(-1.0, 0.5), Box(torch.zeros(3), 1.0)])
+@pytest.mark.parametrize(
+    "constraint",
+    [L2Ball(2.0), L2Ball(2.0, torch.ones(3)), Box(-1.0, 0.5), Box(torch.zeros(3), 1.0)],
+)
 def test_points_of_the_set_stay_and_rows_are_points(constraint):
     rows = 5 * torch.randn(20, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     projected = project_rows(constraint, rows)
@@ -72,7 +81,10 @@ def test_diameters_are_of_the_farthest_points():
         (lambda: L2Ball(0.0), "radius must be positive"),
         (lambda: L2Ball(1.0, torch.tensor([math.nan])), "center must hold 1 finite numbers"),
         (lambda: L2Ball(1.0, torch.zeros(2, 2)), r"center must have shape \(d,\), got \(2, 2\)"),
-        (lambda: L2Ball(1.0, torch.zeros(2)).project(torch.zeros(3)), "dimension 2 of L2Ball, got 3"),
+        (
+            lambda: L2Ball(1.0, torch.zeros(2)).project(torch.zeros(3)),
+            "dimension 2 of L2Ball, got 3",
+        ),
         (lambda: L2Ball(1.0).project(torch.tensor([math.nan])), "must be finite"),
         (lambda: L2Ball(1.0).project(torch.tensor([1])), "floating-point"),
         (lambda: Box(1.0, 0.0), "low must not exceed high"),
@@ -87,9 +99,15 @@ def test_diameters_are_of_the_farthest_points():
         (lambda: as_constraint(L2Ball, 1.0), "constraint must be"),
         (lambda: as_constraint(lambda theta: theta, 0.0), "diameter must be positive"),
         (lambda: as_constraint(Box(0.0, 1.0)), "dimension must be given"),
-        (lambda: as_constraint(lambda theta: theta[:1], 1.0).project(torch.zeros(2)), r"shape \(2,\)"),
+        (
+            lambda: as_constraint(lambda theta: theta[:1], 1.0).project(torch.zeros(2)),
+            r"shape \(2,\)",
+        ),
         (lambda: as_constraint(lambda theta: None, 1.0).project(torch.zeros(2)), "got NoneType"),
-        (lambda: as_constraint(lambda theta: theta / 0, 1.0).project(torch.ones(2)), "NaN or infinity"),
+        (
+            lambda: as_constraint(lambda theta: theta / 0, 1.0).project(torch.ones(2)),
+            "NaN or infinity",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(make, message):
@@ -126,4 +144,7 @@ def test_an_object_without_a_diameter_is_refused():
 
 
 def test_a_box_given_by_numbers_has_them_in_double_precision():
-    assert Box(0.0, 0.1, dimension=2).project(torch.ones(2, dtype=torch.float64)).tolist() == [0.1, 0.1]
+    assert Box(0.0, 0.1, dimension=2).project(torch.ones(2, dtype=torch.float64)).tolist() == [
+        0.1,
+        0.1,
+    ]

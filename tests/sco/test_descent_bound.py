@@ -30,9 +30,13 @@ BOUND = DescentBound(
 def test_the_descent_step_is_the_best_allowed(smoothness, bias):
     bound = dataclasses.replace(BOUND, oracle=dataclasses.replace(BOUND.oracle, bias=bias))
     step = bound.best_step(smoothness=smoothness)
-    grid = [factor * step for factor in np.geomspace(0.01, 100, 401) if factor * step <= 2 / smoothness]
+    grid = [
+        factor * step for factor in np.geomspace(0.01, 100, 401) if factor * step <= 2 / smoothness
+    ]
     assert step <= 2 / smoothness
-    assert bound.value(step, smoothness=smoothness) <= min(bound.value(x, smoothness=smoothness) for x in grid) * (1 + 1e-6)
+    assert bound.value(step, smoothness=smoothness) <= min(
+        bound.value(x, smoothness=smoothness) for x in grid
+    ) * (1 + 1e-6)
 
 
 def test_smoothing_and_step_are_the_best_together():
@@ -41,9 +45,14 @@ def test_smoothing_and_step_are_the_best_together():
         return math.inf if proved is None else proved + 1.0 / (2 * beta)
 
     step = BOUND.best_step(smoothness=None)
-    pairs = [(a * step, 2 * b / step) for a in np.geomspace(0.2, 5, 41) for b in np.geomspace(0.2, 5, 41)]
-    # a longer step with less smoothing, or the reverse, never gains: β is at its cap, where the drift is largest
-    assert value(step, 2 / step) <= min(value(a, b) for a, b in pairs if b >= 2 / a * 0.999) * (1 + 1e-3)
+    pairs = [
+        (a * step, 2 * b / step) for a in np.geomspace(0.2, 5, 41) for b in np.geomspace(0.2, 5, 41)
+    ]
+    # a longer step with less smoothing, or the reverse, never gains: β is at its cap, where the
+    # drift is largest
+    assert value(step, 2 / step) <= min(value(a, b) for a, b in pairs if b >= 2 / a * 0.999) * (
+        1 + 1e-3
+    )
 
 
 def test_steps_beyond_two_over_beta_have_no_bound():
@@ -93,7 +102,12 @@ def test_two_runs_drift_apart_no_faster_than_is_proved():
 def test_candidates_are_powers_of_two_up_to_the_lemmas_number():
     noisy = Oracle(lipschitz=1.0, dimension=1, variance=10_000.0)  # s = 100
     assert descent_candidates(noisy, num_users=1000) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert descent_candidates(dataclasses.replace(noisy, variance=1e-9), num_users=6) == [1, 2, 4, 6]
+    assert descent_candidates(dataclasses.replace(noisy, variance=1e-9), num_users=6) == [
+        1,
+        2,
+        4,
+        6,
+    ]
 
 
 def test_no_more_rounds_are_chosen_than_a_person_would_wait_for():
@@ -102,7 +116,9 @@ def test_no_more_rounds_are_chosen_than_a_person_would_wait_for():
 
 
 def test_the_chosen_number_of_rounds_is_the_best_candidate():
-    problem = Problem(Quadratic(4), torch.zeros(300, 4), constraint=L2Ball(1.0), lipschitz=1.0, smoothness=1.0)
+    problem = Problem(
+        Quadratic(4), torch.zeros(300, 4), constraint=L2Ball(1.0), lipschitz=1.0, smoothness=1.0
+    )
 
     def proved(rounds):
         descent = GradientDescent(problem, PrivacyBudget(1.0, 1e-5), rounds=rounds)

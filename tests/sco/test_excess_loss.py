@@ -25,7 +25,8 @@ from opacus_shuffle.sco import (
     shuffle_strongly_convex,
 )
 
-# A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are fixed).
+# A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are
+# fixed).
 ERRORS = 4
 
 
@@ -41,10 +42,18 @@ ERRORS = 4
         (shuffle_strongly_convex, {"smoothness": 1.0, "strong_convexity": 1.0}),
         pytest.param(
             shuffle_strongly_convex,
-            {"smoothness": 1.0, "strong_convexity": 1.0, "method": "gradient_descent", "rounds": 20},
+            {
+                "smoothness": 1.0,
+                "strong_convexity": 1.0,
+                "method": "gradient_descent",
+                "rounds": 20,
+            },
             marks=pytest.mark.slow,  # by default test_strongly_convex.py runs such phases
         ),
-        (shuffle_strongly_convex, {"smoothness": 1.0, "strong_convexity": 1.0, "method": "pan_private"}),
+        (
+            shuffle_strongly_convex,
+            {"smoothness": 1.0, "strong_convexity": 1.0, "method": "pan_private"},
+        ),
     ],
 )
 def test_the_mean_excess_is_below_the_bound(run, options):
@@ -54,9 +63,18 @@ def test_the_mean_excess_is_below_the_bound(run, options):
 
 
 def test_no_bound_exceeds_what_the_lipschitz_constant_says():
-    options = {"constraint": L2Ball(1.0), "lipschitz": 1.8, "batch_size": 30, "calibration": "published", **BUDGET}
+    options = {
+        "constraint": L2Ball(1.0),
+        "lipschitz": 1.8,
+        "batch_size": 30,
+        "calibration": "published",
+        **BUDGET,
+    }
     for run, more in [(shuffle_sgd, {}), (shuffle_accelerated_sgd, {"smoothness": 1.0})]:
-        assert solve(run, Quadratic(3), torch.zeros(60, 3), **more, **options).excess_loss_bound == 1.8 * 2
+        assert (
+            solve(run, Quadratic(3), torch.zeros(60, 3), **more, **options).excess_loss_bound
+            == 1.8 * 2
+        )
 
 
 def test_the_mean_excess_is_below_the_bound_where_the_loss_is_smoothed():

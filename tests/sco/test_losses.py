@@ -37,11 +37,19 @@ def test_a_built_in_loss_is_recognised_and_gives_the_same_as_autograd(name):
     torch.testing.assert_close(wrapped.losses_and_gradients(theta, data), expected, **CLOSE)
 
 
-@given(name=st.sampled_from(list(LINKS)), s=st.floats(-50, 50), t=st.floats(-50, 50), label=st.sampled_from([-1.0, 1.0]))
+@given(
+    name=st.sampled_from(list(LINKS)),
+    s=st.floats(-50, 50),
+    t=st.floats(-50, 50),
+    label=st.sampled_from([-1.0, 1.0]),
+)
 @settings(max_examples=200, deadline=None)
 def test_links_are_convex_with_the_constants_they_claim(name, s, t, label):
     link = LINKS[name]
-    ends, y = torch.tensor([s, t], dtype=torch.float64), torch.full((2,), label, dtype=torch.float64)
+    ends, y = (
+        torch.tensor([s, t], dtype=torch.float64),
+        torch.full((2,), label, dtype=torch.float64),
+    )
     values, slopes = link.value(ends, y), link.derivative(ends, y)
     # The tangent at t is below h(s); a few operations on numbers below 51²/2.
     assert float(values[0]) >= float(values[1] + slopes[1] * (s - t)) - 1e-10
@@ -50,7 +58,9 @@ def test_links_are_convex_with_the_constants_they_claim(name, s, t, label):
 
 
 def test_the_logistic_loss_keeps_its_digits_far_out():
-    value = builtin.logistic_loss(torch.tensor([30.0], dtype=torch.float64), (torch.ones(1, 1), torch.ones(1)))
+    value = builtin.logistic_loss(
+        torch.tensor([30.0], dtype=torch.float64), (torch.ones(1, 1), torch.ones(1))
+    )
     assert float(value) == pytest.approx(math.log1p(math.exp(-30)), rel=1e-12)
 
 
@@ -76,9 +86,16 @@ def test_a_link_can_be_a_function_alone():
         (lambda: Link("x", 3), "value must be a callable"),
         (lambda: Link("x", torch.abs, lipschitz=-1.0), "lipschitz must be positive"),
         (lambda: LinearObjective("hinge", dimension=1), "link must be a Link"),
-        (lambda: LinearObjective(LINKS["squared"], dimension=2).losses(torch.zeros(2), torch.zeros(3, 2)), "pair"),
         (
-            lambda: LinearObjective(LINKS["squared"], dimension=2).losses(torch.zeros(2), (torch.zeros(3, 3), torch.zeros(3))),
+            lambda: LinearObjective(LINKS["squared"], dimension=2).losses(
+                torch.zeros(2), torch.zeros(3, 2)
+            ),
+            "pair",
+        ),
+        (
+            lambda: LinearObjective(LINKS["squared"], dimension=2).losses(
+                torch.zeros(2), (torch.zeros(3, 3), torch.zeros(3))
+            ),
             "shape",
         ),
         (
@@ -92,7 +109,9 @@ def test_a_link_can_be_a_function_alone():
             r"of shape \(1,\) for a batch of one",
         ),
         (
-            lambda: Link("x", lambda s, y: s.sum(), elementwise=True).derivative(torch.zeros(3), torch.zeros(3)),
+            lambda: Link("x", lambda s, y: s.sum(), elementwise=True).derivative(
+                torch.zeros(3), torch.zeros(3)
+            ),
             "as many values",
         ),
         (lambda: Link("x", torch.abs, elementwise="yes"), "elementwise must be True or False"),

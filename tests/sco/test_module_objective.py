@@ -45,7 +45,12 @@ def module_by_autograd(network, criterion, inputs, targets):
         value = criterion(network(inputs[i : i + 1]), targets[i : i + 1]).sum()
         rows.append(
             torch.cat(
-                [g.reshape(-1) for g in torch.autograd.grad(value, parameters, materialize_grads=True, allow_unused=True)]
+                [
+                    g.reshape(-1)
+                    for g in torch.autograd.grad(
+                        value, parameters, materialize_grads=True, allow_unused=True
+                    )
+                ]
             )
         )
     return torch.stack(rows)
@@ -54,12 +59,16 @@ def module_by_autograd(network, criterion, inputs, targets):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_module_gradients_are_those_of_autograd(reduction):
     network, (inputs, targets) = small_network(torch.float64), images(dtype=torch.float64)
-    criterion = nn.CrossEntropyLoss(reduction=reduction, weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    criterion = nn.CrossEntropyLoss(
+        reduction=reduction, weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    )
     objective = ModuleObjective(network, criterion)
     objective.chunk_size = 3
     expected = module_by_autograd(network, criterion, inputs, targets)
     for _ in range(2):  # nothing is left over from a call
-        torch.testing.assert_close(objective.gradients(objective.initial, (inputs, targets)), expected, **CLOSE)
+        torch.testing.assert_close(
+            objective.gradients(objective.initial, (inputs, targets)), expected, **CLOSE
+        )
     assert objective.dimension == expected.shape[1]
 
 
@@ -86,7 +95,9 @@ def test_a_wrapped_module_is_taken_for_what_it_wraps_and_keeps_its_hooks():
     expected = module_by_autograd(network, nn.CrossEntropyLoss(), *batch)
     wrapped = GradSampleModule(network)
     objective = ModuleObjective(wrapped, nn.CrossEntropyLoss())
-    torch.testing.assert_close(objective.gradients(objective.initial, batch), expected.double(), **SINGLE)
+    torch.testing.assert_close(
+        objective.gradients(objective.initial, batch), expected.double(), **SINGLE
+    )
     nn.CrossEntropyLoss()(wrapped(batch[0]), batch[1]).backward()
     assert network[4].weight.grad_sample.shape == (7, 4, 27)
     with pytest.raises(ValueError, match="must not carry Opacus's hooks"):
@@ -105,7 +116,9 @@ def test_several_inputs_by_position_or_by_name():
     network, left, right, y = Two(), normal(5, 3), normal(5, 3, seed=1), normal(5, seed=2)
     objective = ModuleObjective(network, nn.MSELoss())
     rows = objective.gradients(objective.initial, ((left, right), y))
-    torch.testing.assert_close(objective.gradients(objective.initial, ({"right": right, "left": left}, y)), rows)
+    torch.testing.assert_close(
+        objective.gradients(objective.initial, ({"right": right, "left": left}, y)), rows
+    )
     residual = 2 * (network((left - right).float(), torch.zeros(3)).detach() - y)
     torch.testing.assert_close(rows[:, -1], residual, **SINGLE)
 
@@ -167,7 +180,9 @@ def test_parameters_may_be_shared_or_unused_and_layers_frozen_in_evaluation_mode
     objective = ModuleObjective(network, nn.CrossEntropyLoss())
     assert objective.dimension == dimension
     expected = module_by_autograd(network, nn.CrossEntropyLoss(), *batch)
-    torch.testing.assert_close(objective.gradients(objective.initial, batch), expected.double(), **SINGLE)
+    torch.testing.assert_close(
+        objective.gradients(objective.initial, batch), expected.double(), **SINGLE
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,9 +190,20 @@ def test_parameters_may_be_shared_or_unused_and_layers_frozen_in_evaluation_mode
     [
         (lambda: ModuleObjective("network", nn.MSELoss()), "module must be a Module"),
         (lambda: ModuleObjective(nn.Linear(1, 1), None), "criterion must be a callable"),
-        (lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).load(torch.zeros(3)), r"shape \(2,\)"),
-        (lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).load(torch.full((2,), math.nan)), "finite"),
-        (lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).losses(torch.zeros(2), torch.zeros(3, 1)), "pair"),
+        (
+            lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).load(torch.zeros(3)),
+            r"shape \(2,\)",
+        ),
+        (
+            lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).load(torch.full((2,), math.nan)),
+            "finite",
+        ),
+        (
+            lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).losses(
+                torch.zeros(2), torch.zeros(3, 1)
+            ),
+            "pair",
+        ),
         (
             lambda: ModuleObjective(nn.Linear(1, 2), lambda o, t: o - t).losses(
                 torch.zeros(4), (torch.zeros(3, 1), torch.zeros(3, 1))

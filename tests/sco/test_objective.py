@@ -53,7 +53,10 @@ def test_data_in_single_precision_and_structures_are_fine():
     def loss(theta, batch):
         return ((batch["x"][0] @ theta)[:, None] - batch["x"][1]).square().sum(1) * batch["k"]
 
-    data = {"x": [normal(5, 2).float(), normal(5, 3, seed=1).float()], "k": torch.tensor([1, 2, 3, 4, 0])}
+    data = {
+        "x": [normal(5, 2).float(), normal(5, 3, seed=1).float()],
+        "k": torch.tensor([1, 2, 3, 4, 0]),
+    }
     theta = normal(2, seed=2)
     doubled = {"x": [x.double() for x in data["x"]], "k": data["k"]}
     rows = Objective.from_loss(loss, dimension=2).gradients(theta.float().requires_grad_(), data)
@@ -81,13 +84,27 @@ def square(theta, x):
         (lambda: Objective.from_loss(3, dimension=1), "loss must be a callable"),
         (lambda: Objective.from_loss(square, dimension=0), "dimension"),
         (
-            lambda: Objective.from_loss(square, dimension=2).gradients(torch.zeros(3), torch.zeros(4, 2)),
+            lambda: Objective.from_loss(square, dimension=2).gradients(
+                torch.zeros(3), torch.zeros(4, 2)
+            ),
             r"theta must be .*\(2,\)",
         ),
-        (lambda: Objective.from_loss(square, dimension=2).losses(torch.tensor([0, 1]), torch.zeros(4, 2)), "int64"),
-        (lambda: Objective.from_loss(square, dimension=2).gradients([0.0, 1.0], torch.zeros(4, 2)), "theta must be"),
         (
-            lambda: Objective.from_loss(square, dimension=1).losses(torch.tensor([math.nan]), torch.zeros(4, 1)),
+            lambda: Objective.from_loss(square, dimension=2).losses(
+                torch.tensor([0, 1]), torch.zeros(4, 2)
+            ),
+            "int64",
+        ),
+        (
+            lambda: Objective.from_loss(square, dimension=2).gradients(
+                [0.0, 1.0], torch.zeros(4, 2)
+            ),
+            "theta must be",
+        ),
+        (
+            lambda: Objective.from_loss(square, dimension=1).losses(
+                torch.tensor([math.nan]), torch.zeros(4, 1)
+            ),
             "theta must be finite",
         ),
         (
@@ -96,7 +113,12 @@ def square(theta, x):
             ),
             "one loss",
         ),
-        (lambda: Objective.from_loss(lambda t, x: 1.0, dimension=1).gradients(torch.zeros(1), torch.zeros(3, 1)), "got float"),
+        (
+            lambda: Objective.from_loss(lambda t, x: 1.0, dimension=1).gradients(
+                torch.zeros(1), torch.zeros(3, 1)
+            ),
+            "got float",
+        ),
         (
             lambda: Objective.from_loss(lambda t, x: (x @ t).log(), dimension=1).gradients(
                 torch.ones(1), torch.tensor([[1.0], [0.0], [2.0], [0.0]])
@@ -104,27 +126,27 @@ def square(theta, x):
             "NaN or infinity among them",
         ),
         (
-            lambda: Objective.from_loss(lambda t, x: (x + torch.rand(1)) @ t, dimension=1).gradients(
-                torch.ones(1), torch.ones(3, 1)
-            ),
+            lambda: Objective.from_loss(
+                lambda t, x: (x + torch.rand(1)) @ t, dimension=1
+            ).gradients(torch.ones(1), torch.ones(3, 1)),
             "random",
         ),
         (
-            lambda: Objective.from_loss(lambda t, x: (x @ t) ** 2 if x.sum().item() else x @ t, dimension=1).gradients(
-                torch.ones(1), torch.ones(3, 1)
-            ),
+            lambda: Objective.from_loss(
+                lambda t, x: (x @ t) ** 2 if x.sum().item() else x @ t, dimension=1
+            ).gradients(torch.ones(1), torch.ones(3, 1)),
             "no branches on values",
         ),
         (
-            lambda: Objective.from_loss(lambda t, batch: (batch[0] @ t - batch[1]) ** 2, dimension=3).gradients(
-                torch.zeros(3), (torch.zeros(4, 2), torch.zeros(4))
-            ),
+            lambda: Objective.from_loss(
+                lambda t, batch: (batch[0] @ t - batch[1]) ** 2, dimension=3
+            ).gradients(torch.zeros(3), (torch.zeros(4, 2), torch.zeros(4))),
             r"theta has shape \(3,\): is the dimension right",
         ),
         (
-            lambda: Objective.from_loss(lambda t, x: torch.tensor([float(t.detach().numpy().sum())]), dimension=1).gradients(
-                torch.ones(1), torch.ones(3, 1)
-            ),
+            lambda: Objective.from_loss(
+                lambda t, x: torch.tensor([float(t.detach().numpy().sum())]), dimension=1
+            ).gradients(torch.ones(1), torch.ones(3, 1)),
             "must run under torch.func.vmap",
         ),
         (lambda: number_of_users(torch.tensor(1.0)), r"shape \(\)"),

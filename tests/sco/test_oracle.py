@@ -33,4 +33,9 @@ def test_the_sgd_bound_is_lemma_4_2_and_least_at_the_default_step():
     best = 3.0 / math.sqrt(4.0 * 100)
     assert bound(best) == pytest.approx(3.0 * 2.0 / 10)
     assert bound(best) < min(bound(0.9 * best), bound(1.1 * best))
-    assert sgd_bound(rounds=100, step_size=best, second_moment=4.0, distance=3.0, diameter=6.0, bias=0.5) == bound(best) + 3
+    assert (
+        sgd_bound(
+            rounds=100, step_size=best, second_moment=4.0, distance=3.0, diameter=6.0, bias=0.5
+        )
+        == bound(best) + 3
+    )

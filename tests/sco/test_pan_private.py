@@ -39,7 +39,17 @@ class Quadratic(Linear):
         return (theta - batch).square().sum(1) / 2, theta - batch
 
 
-def stream(objective, noise=0.0, batch_size=3, rounds=3, constraint=FAR, lipschitz=1e6, clip=False, kind=None, **options):
+def stream(
+    objective,
+    noise=0.0,
+    batch_size=3,
+    rounds=3,
+    constraint=FAR,
+    lipschitz=1e6,
+    clip=False,
+    kind=None,
+    **options,
+):
     steps = [5.0 / (t + 1) for t in range(1, rounds + 1)]
     start = torch.zeros(objective.dimension, dtype=torch.float64)
     return (kind or PanPrivateAcceleratedSGD)(
@@ -68,7 +78,10 @@ def views(records, draws, noise=0.7):
         published += [] if gradient is None else [float(gradient)]
         states.append(algorithm.state())
     end = [*published, float(algorithm.output())]
-    return [np.array([float(s.theta), float(s.aggregate), float(s.middle), float(s.gradient), *end]) for s in states]
+    return [
+        np.array([float(s.theta), float(s.aggregate), float(s.middle), float(s.gradient), *end])
+        for s in states
+    ]
 
 
 def test_state_and_all_that_is_published_differ_by_one_gaussian_mechanism_at_every_time():
@@ -85,7 +98,9 @@ def test_state_and_all_that_is_published_differ_by_one_gaussian_mechanism_at_eve
             factors = np.stack([by_noise[k][time] - nothing[time] for k in range(draws)], axis=1)
             shift = moved[time] - nothing[time]
             covered, _, rank, _ = np.linalg.lstsq(factors, shift, rcond=1e-10)
-            assert np.allclose(factors @ covered, shift, atol=1e-9)  # else the noise does not hide it at all
+            assert np.allclose(
+                factors @ covered, shift, atol=1e-9
+            )  # else the noise does not hide it at all
             assert rank <= draws
             mu = float(np.linalg.norm(covered))
             assert mu <= 2 / (batch_size * noise) * (1 + 1e-9)
@@ -96,7 +111,13 @@ def test_state_and_all_that_is_published_differ_by_one_gaussian_mechanism_at_eve
 def test_the_noise_in_the_state_is_as_claimed_at_every_time():
     """Loss 0: what is left in the running gradient is noise, of variance ζ²; in what a batch gives, of 2ζ²."""
     dimension, noise = 3000, 0.3
-    algorithm = stream(Linear(dimension), noise=noise, batch_size=2, rounds=3, generator=torch.Generator().manual_seed(0))
+    algorithm = stream(
+        Linear(dimension),
+        noise=noise,
+        batch_size=2,
+        rounds=3,
+        generator=torch.Generator().manual_seed(0),
+    )
     low, high = chi2.ppf([1e-6, 1 - 1e-6], dimension) / dimension
     before = algorithm.state().gradient
     for time in range(6):
@@ -130,7 +151,10 @@ def test_without_noise_it_is_ac_sa_however_the_records_come(batch_size, rounds, 
     rng = torch.Generator().manual_seed(seed)
     records = torch.randn(batch_size * rounds, 2, generator=rng, dtype=torch.float64)
     ball = L2Ball(0.8)
-    one, many = (stream(Quadratic(2), batch_size=batch_size, rounds=rounds, constraint=ball) for _ in range(2))
+    one, many = (
+        stream(Quadratic(2), batch_size=batch_size, rounds=rounds, constraint=ball)
+        for _ in range(2)
+    )
     theta = aggregate = torch.zeros(2, dtype=torch.float64)
     for t in range(1, rounds + 1):
         batch = records[(t - 1) * batch_size : t * batch_size]
@@ -147,7 +171,9 @@ def test_without_noise_it_is_ac_sa_however_the_records_come(batch_size, rounds, 
 
 def test_the_papers_noise_is_the_formula_and_the_tight_one_the_least():
     paper, tight = (
-        pan_private_noise(PrivacyBudget(**BUDGET, calibration=calibration), lipschitz=1.5, batch_size=20)
+        pan_private_noise(
+            PrivacyBudget(**BUDGET, calibration=calibration), lipschitz=1.5, batch_size=20
+        )
         for calibration in ("published", "tight")
     )
     assert paper == pytest.approx(math.sqrt(8 * 1.5**2 * math.log(2e6) / (20**2 * 0.9**2)))
@@ -160,7 +186,9 @@ def test_the_papers_noise_is_the_formula_and_the_tight_one_the_least():
 
 def test_the_stream_is_read_once_and_to_the_end():
     algorithm = stream(Quadratic(2), batch_size=2, rounds=2)
-    with pytest.raises(ValueError, match="from 1 to 2, which is what this batch still takes, got 3"):
+    with pytest.raises(
+        ValueError, match="from 1 to 2, which is what this batch still takes, got 3"
+    ):
         algorithm.consume(torch.zeros(3, 2))
     algorithm.consume(torch.zeros(1, 2))
     assert algorithm.room == 1
@@ -175,7 +203,9 @@ def test_the_stream_is_read_once_and_to_the_end():
 
 def test_a_refused_record_leaves_no_trace():
     algorithm = stream(Quadratic(2), lipschitz=1.0)
-    with pytest.raises(ValueError, match="lipschitz must bound every user's gradient, got 1 and a longer gradient"):
+    with pytest.raises(
+        ValueError, match="lipschitz must bound every user's gradient, got 1 and a longer gradient"
+    ):
         algorithm.consume(torch.tensor([[3.0, 4.0]]))
     assert algorithm.state().records == 0
     assert float(algorithm.state().gradient.abs().max()) == 0
@@ -187,11 +217,15 @@ def test_a_refused_record_leaves_no_trace():
 @pytest.mark.parametrize("together", [1, 3])
 def test_a_record_that_cannot_be_used_counts_as_zero_where_long_ones_are_cut(together):
     objective = Objective.from_loss(lambda t, x: (t - x).square().sum(1).sqrt(), dimension=2)
-    with pytest.raises(ValueError, match="finite"):  # no gradient at the kink, where autograd finds NaN
+    with pytest.raises(
+        ValueError, match="finite"
+    ):  # no gradient at the kink, where autograd finds NaN
         stream(objective, batch_size=3).consume(torch.zeros(3, 2))
     algorithm = stream(objective, batch_size=3, clip=True, lipschitz=1.0)
     records = torch.tensor([[1.0, 1.0], [math.nan, 0.0], [1.0, 1.0]])
-    answers = [algorithm.consume(records[first : first + together]) for first in range(0, 3, together)]
+    answers = [
+        algorithm.consume(records[first : first + together]) for first in range(0, 3, together)
+    ]
     assert torch.allclose(answers[-1], torch.full((2,), -2 / 3 / math.sqrt(2), dtype=torch.float64))
 
 
@@ -232,7 +266,12 @@ def test_the_statement_is_about_one_intrusion():
         **BUDGET,
     )
     privacy = estimate.privacy
-    assert (privacy.interaction, privacy.rounds, privacy.num_users, privacy.bits_per_user) == ("pan", 3, 90, None)
+    assert (privacy.interaction, privacy.rounds, privacy.num_users, privacy.bits_per_user) == (
+        "pan",
+        3,
+        90,
+        None,
+    )
     assert "inner state once" in privacy.adversary
     assert len(estimate.history) == 3
 
@@ -240,7 +279,10 @@ def test_the_statement_is_about_one_intrusion():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epsilon": 1.0, "calibration": "published"}, "epsilon must be below 1 for calibration='published'"),
+        (
+            {"epsilon": 1.0, "calibration": "published"},
+            "epsilon must be below 1 for calibration='published'",
+        ),
         ({"epsilon": -1.0}, "epsilon must be positive"),
         ({"honest_fraction": 0.5}, "honest_fraction must be 1 for pan-private runs"),
         ({"delta": 1.0}, "delta must be at least 1e-200 and below 1/2"),
@@ -250,13 +292,22 @@ def test_the_statement_is_about_one_intrusion():
     ],
 )
 def test_nonsense_is_refused(change, message):
-    options = {"constraint": L2Ball(1.0), "lipschitz": 3.0, "smoothness": 1.0, "batch_size": 10, **BUDGET}
+    options = {
+        "constraint": L2Ball(1.0),
+        "lipschitz": 3.0,
+        "smoothness": 1.0,
+        "batch_size": 10,
+        **BUDGET,
+    }
     with pytest.raises(ValueError, match=message):
-        solve(pan_private_accelerated_sgd, Quadratic(2), torch.zeros(100, 2), **{**options, **change})
+        solve(
+            pan_private_accelerated_sgd, Quadratic(2), torch.zeros(100, 2), **{**options, **change}
+        )
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"noise": -1.0}, "noise must not be negative"), ({"batch_size": 1.5}, "batch_size")]
+    ("change", "message"),
+    [({"noise": -1.0}, "noise must not be negative"), ({"batch_size": 1.5}, "batch_size")],
 )
 def test_nonsensical_streams_are_refused(change, message):
     with pytest.raises(ValueError, match=message):

@@ -14,12 +14,20 @@ from helpers.convex_problems import (
     solve,
 )
 
-from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, logistic_loss, shuffle_strongly_convex, squared_loss
+from opacus_shuffle.sco import (
+    L2Ball,
+    PrivacyBudget,
+    Problem,
+    logistic_loss,
+    shuffle_strongly_convex,
+    squared_loss,
+)
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.solver import Start
 from opacus_shuffle.sco.strongly_convex import METHODS, best_number_of_phases, bound_of_phases
 
-# A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are fixed).
+# A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are
+# fixed).
 ERRORS = 4
 
 
@@ -32,7 +40,13 @@ def test_phases_beat_one_phase_on_a_strongly_convex_loss():
 
 
 def test_phases_end_nearer_where_steps_must_suit_the_distance():
-    options = {"smoothness": 1.0, "strong_convexity": 1.0, "users": 5000, "method": "gradient_descent", "rounds": 20}
+    options = {
+        "smoothness": 1.0,
+        "strong_convexity": 1.0,
+        "users": 5000,
+        "method": "gradient_descent",
+        "rounds": 20,
+    }
     single, single_bound = mean_excesses(shuffle_strongly_convex, 8, phases=1, **options)
     several, several_bound = mean_excesses(shuffle_strongly_convex, 8, phases=4, **options)
     assert several_bound < single_bound
@@ -43,7 +57,9 @@ def test_phases_end_nearer_where_steps_must_suit_the_distance():
 def accelerated(users=10**6, dimension=10, epsilon=0.01, smoothness=1.0, **budget):
     """Nothing but plans are asked of it, so all users share one record."""
     data = torch.zeros(1, dimension).expand(users, dimension)
-    problem = Problem(Quadratic(dimension), data, constraint=L2Ball(1.0), lipschitz=1.0, smoothness=smoothness)
+    problem = Problem(
+        Quadratic(dimension), data, constraint=L2Ball(1.0), lipschitz=1.0, smoothness=smoothness
+    )
     return AcceleratedSGD(problem, PrivacyBudget(epsilon, 1e-6, **budget))
 
 
@@ -52,7 +68,9 @@ def accelerated(users=10**6, dimension=10, epsilon=0.01, smoothness=1.0, **budge
     ("users", "epsilon", "convexity"),
     [(1, 1.0, 0.1), (40, 1.0, 1.0), (3000, 2.0, 0.05), (50_000, 15, 1.0), (10**5, 0.1, 0.5)],
 )
-def test_the_chosen_number_of_phases_is_never_worse_than_the_papers(users, epsilon, convexity, smoothness):
+def test_the_chosen_number_of_phases_is_never_worse_than_the_papers(
+    users, epsilon, convexity, smoothness
+):
     solver = accelerated(users, 3, epsilon, smoothness)
     chosen = best_number_of_phases(solver, convexity)
     papers = max(1, math.ceil(math.log2(math.log2(users)))) if users > 2 else 1
@@ -72,7 +90,9 @@ def test_the_bound_of_phases_is_that_of_the_run_and_the_chosen_number_is_the_run
     choices = {"rounds": 5} if method == "gradient_descent" else {"batch_size": 50}
     solver = METHODS[method](problem, budget, **choices)
     for phases in (None, 1, 3):
-        found = shuffle_strongly_convex(problem, budget, strong_convexity=1.0, method=method, phases=phases, **choices)
+        found = shuffle_strongly_convex(
+            problem, budget, strong_convexity=1.0, method=method, phases=phases, **choices
+        )
         count = len(found.choices["phases"])
         assert count == (phases or best_number_of_phases(solver, 1.0))
         assert found.excess_loss_bound == bound_of_phases(solver, 1.0, count)
@@ -80,15 +100,21 @@ def test_the_bound_of_phases_is_that_of_the_run_and_the_chosen_number_is_the_run
 
 def test_a_phase_is_not_taken_to_end_nearer_than_is_proved():
     data = torch.zeros(2000, 3, dtype=torch.float64)
-    problem = Problem(Quadratic(3), data, constraint=L2Ball(1.0), lipschitz=1.0, smoothness=1.0, diameter=1e-3)
+    problem = Problem(
+        Quadratic(3), data, constraint=L2Ball(1.0), lipschitz=1.0, smoothness=1.0, diameter=1e-3
+    )
     solver = AcceleratedSGD(problem, PrivacyBudget(**BUDGET), batch_size=50)
     first = solver.bound(1000, Start(problem.initial, 1e-3))
-    found = shuffle_strongly_convex(problem, PrivacyBudget(**BUDGET), strong_convexity=1.0, phases=2, batch_size=50)
+    found = shuffle_strongly_convex(
+        problem, PrivacyBudget(**BUDGET), strong_convexity=1.0, phases=2, batch_size=50
+    )
     assert [each["distance"] for each in found.choices["phases"]] == [1e-3, math.sqrt(2 * first)]
 
 
 def test_phases_too_small_for_a_batch_are_not_chosen():
-    solver = METHODS["accelerated"](accelerated(100, 3, 15.0).problem, PrivacyBudget(15.0, 1e-6), batch_size=60)
+    solver = METHODS["accelerated"](
+        accelerated(100, 3, 15.0).problem, PrivacyBudget(15.0, 1e-6), batch_size=60
+    )
     assert best_number_of_phases(solver, 1.0) == 1
 
 
@@ -121,8 +147,21 @@ def test_nonsensical_phases_are_refused(change, message):
 
 @pytest.mark.parametrize(("link", "flat"), [(logistic_loss, True), (squared_loss, False)])
 def test_the_promise_that_a_flat_loss_is_strongly_convex_is_doubted_aloud(link, flat):
-    problem = Problem(link, (torch.eye(2), torch.ones(2)), constraint=L2Ball(1.0), lipschitz=2.0, smoothness=1.0, dimension=2)
+    problem = Problem(
+        link,
+        (torch.eye(2), torch.ones(2)),
+        constraint=L2Ball(1.0),
+        lipschitz=2.0,
+        smoothness=1.0,
+        dimension=2,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shuffle_strongly_convex(problem, PrivacyBudget(4.0, 1e-6), strong_convexity=0.5, phases=1)
-    assert any("strong_convexity=0.5 of the logistic loss is taken on trust" in str(each.message) for each in caught) == flat
+    assert (
+        any(
+            "strong_convexity=0.5 of the logistic loss is taken on trust" in str(each.message)
+            for each in caught
+        )
+        == flat
+    )

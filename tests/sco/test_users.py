@@ -37,7 +37,13 @@ def half_square(theta, batch):
 
 
 def users_and_values(count):
-    return torch.stack([torch.arange(count, dtype=torch.float64), torch.linspace(-0.5, 0.5, count, dtype=torch.float64)], dim=1)
+    return torch.stack(
+        [
+            torch.arange(count, dtype=torch.float64),
+            torch.linspace(-0.5, 0.5, count, dtype=torch.float64),
+        ],
+        dim=1,
+    )
 
 
 COMMON = {"constraint": L2Ball(1.0), "lipschitz": 2.0, "epsilon": 0.9, "delta": 1e-6}
@@ -54,8 +60,15 @@ COMMON = {"constraint": L2Ball(1.0), "lipschitz": 2.0, "epsilon": 0.9, "delta": 
 @pytest.mark.parametrize("batch_size", [7, 50, 103])
 def test_sequential_algorithms_ask_each_user_at_most_once_and_count_them(run, smooth, batch_size):
     recorder = Recorder()
-    estimate = solve(run, recorder, users_and_values(103), batch_size=batch_size, **smooth, **COMMON)
-    assert len(recorder.seen) == len(set(recorder.seen)) == estimate.privacy.num_users == 103 // batch_size * batch_size
+    estimate = solve(
+        run, recorder, users_and_values(103), batch_size=batch_size, **smooth, **COMMON
+    )
+    assert (
+        len(recorder.seen)
+        == len(set(recorder.seen))
+        == estimate.privacy.num_users
+        == 103 // batch_size * batch_size
+    )
     assert estimate.privacy.rounds_per_user == 1
     assert estimate.privacy.rounds == len(estimate.history) == 103 // batch_size
 
@@ -80,9 +93,15 @@ def test_phases_share_no_user(method):
 
 def test_full_interaction_asks_everyone_in_every_round_and_says_so():
     recorder = Recorder()
-    estimate = solve(shuffle_gradient_descent, recorder, users_and_values(40), smoothness=1.0, rounds=6, **COMMON)
+    estimate = solve(
+        shuffle_gradient_descent, recorder, users_and_values(40), smoothness=1.0, rounds=6, **COMMON
+    )
     assert sorted(recorder.seen) == sorted(6 * list(range(40)))
-    assert (estimate.privacy.rounds, estimate.privacy.rounds_per_user, estimate.privacy.num_users) == (6, 6, 40)
+    assert (
+        estimate.privacy.rounds,
+        estimate.privacy.rounds_per_user,
+        estimate.privacy.num_users,
+    ) == (6, 6, 40)
 
 
 class Flat(Objective):
@@ -109,7 +128,9 @@ def test_every_round_of_full_interaction_has_noise_that_all_rounds_together_need
         **options,
         **budget,
     )
-    needed, of_one = (ShuffleVectorSum(users, 400, 1.0, **budget, rounds=each).variance for each in (rounds, 1))
+    needed, of_one = (
+        ShuffleVectorSum(users, 400, 1.0, **budget, rounds=each).variance for each in (rounds, 1)
+    )
     assert of_one < 0.6 * needed
     squares = [(norm * users) ** 2 / (400 * needed) for norm in estimate.history]
     assert len(squares) == rounds

@@ -32,13 +32,19 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(folder: Path, name: str, *command: object, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    folder: Path, name: str, *command: object, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process, with all that it starts, until the end of the block; but for the run, what it says goes into a file."""
     print("+", shlex.join(map(str, command)).replace(str(folder), "FOLDER"), flush=True)
     with (folder / f"{name}.log").open("wb") as log:
         said = None if name == "run" else log
         process = subprocess.Popen(
-            list(map(str, command)), stdout=said, stderr=said, env={**os.environ, **environment}, start_new_session=True
+            list(map(str, command)),
+            stdout=said,
+            stderr=said,
+            env={**os.environ, **environment},
+            start_new_session=True,
         )
         try:
             yield process
@@ -92,22 +98,39 @@ def main() -> None:
 
         def start(name: str, *command: object) -> subprocess.Popen[bytes]:
             path = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
-            return stack.enter_context(running(folder, name, *command, FLWR_HOME=str(home), PYTHONPATH=path))
+            return stack.enter_context(
+                running(folder, name, *command, FLWR_HOME=str(home), PYTHONPATH=path)
+            )
 
-        service = [sys.executable, "-m", "opacus_shuffle.federated.serve", "--settings", folder / "settings.json"]
+        service = [
+            sys.executable,
+            "-m",
+            "opacus_shuffle.federated.serve",
+            "--settings",
+            folder / "settings.json",
+        ]
         files = ["--secrets", folder / "clients.txt", "--server-secret", folder / "server.txt"]
         wait_for(shuffler_port, start("shuffler", *service, *files, "--port", shuffler_port))
         link = [BIN / "flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
         wait_for(link_port, start("superlink", *link, "--port", link_port))
         url = f"http://127.0.0.1:{shuffler_port}"
         for client in range(CLIENTS):
-            node = [BIN / "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{link_port}", "--port", free_port()]
+            node = [
+                BIN / "flower-supernode",
+                "--insecure",
+                "--superlink",
+                f"127.0.0.1:{link_port}",
+                "--port",
+                free_port(),
+            ]
             settings = f'partition-id={client} shuffler="{url}" secret="{tokens[client]}" book="{folder / f"client {client}"}"'
             start(f"node {client}", *node, "--node-config", settings)
         config = f'shuffler="{url}" secret="{tokens[-1]}" book="{folder / "book"}"'
         run = start("run", BIN / "flwr", "run", APP, "here", "--stream", "--run-config", config)
         if run.wait():
-            raise RuntimeError(f"flwr run ended with exit code {run.returncode}: the logs are above")
+            raise RuntimeError(
+                f"flwr run ended with exit code {run.returncode}: the logs are above"
+            )
 
 
 if __name__ == "__main__":

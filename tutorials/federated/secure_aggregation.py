@@ -20,18 +20,27 @@ from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format
 
 from opacus_shuffle.federated import Ledger
 from opacus_shuffle.federated.flower import LocalGrid
-from opacus_shuffle.federated.flower.secure_sums import Arrays, SecureSumClient, SecureSums, SecureSumStrategy
+from opacus_shuffle.federated.flower.secure_sums import (
+    Arrays,
+    SecureSumClient,
+    SecureSums,
+    SecureSumStrategy,
+)
 
 logging.getLogger("flwr").propagate = False  # Opacus's logging would say everything twice
 
 
 def main() -> None:
     """Train, and say what came out and what it cost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--missing", type=int, default=2, help="clients that need not be there")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--noise-multiplier", type=float, default=3.0, help="of the sum, over the clipping norm")
+    parser.add_argument(
+        "--noise-multiplier", type=float, default=3.0, help="of the sum, over the clipping norm"
+    )
     options = parser.parse_args()
 
     reports = report_format(
@@ -40,7 +49,8 @@ def main() -> None:
         noise_multiplier=options.noise_multiplier,
         min_reports=options.clients - options.missing,
     )
-    # No coordinate of the sum of all updates is larger than 5 clipping norms; a larger one would wrap around.
+    # No coordinate of the sum of all updates is larger than 5 clipping norms; a larger one would
+    # wrap around.
     sums = SecureSums(reports, largest_coordinate=5 * reports.max_norm, simulated=True)
     initial = as_record(Network())
     names = list(initial.keys())
@@ -48,10 +58,14 @@ def main() -> None:
     def client(context: Context) -> Client:
         def train(weights: Arrays) -> Arrays:
             arrays = ArrayRecord(dict(zip(names, map(Array, weights), strict=True)))
-            return trained(arrays, int(context.node_config["partition-id"]), options.clients).to_numpy_ndarrays()
+            return trained(
+                arrays, int(context.node_config["partition-id"]), options.clients
+            ).to_numpy_ndarrays()
 
         # Only a simulation needs no book on a disk, and nobody watches how long its clients take.
-        return SecureSumClient(sums, context, train, max_rounds=options.rounds, book=None, always_train=False).to_client()
+        return SecureSumClient(
+            sums, context, train, max_rounds=options.rounds, book=None, always_train=False
+        ).to_client()
 
     ledger = Ledger(reports, sums, delta=DELTA)
     strategy = SecureSumStrategy(ledger, initial.to_numpy_ndarrays())
@@ -60,7 +74,10 @@ def main() -> None:
     grid = LocalGrid(ClientApp(client_fn=client, mods=[sums.mod]), options.clients)
     DefaultWorkflow(fit_workflow=sums.workflow())(grid, server)
     final = ArrayRecord(dict(zip(names, map(Array, strategy.weights), strict=True)))
-    print(f"{options.clients} clients, {ledger.round} rounds, accuracy {accuracy(final):.1%}, modulus {sums.modulus}")
+    print(
+        f"{options.clients} clients, {ledger.round} rounds, accuracy {accuracy(final):.1%}, "
+        f"modulus {sums.modulus}"
+    )
     print(ledger.report())
 
 

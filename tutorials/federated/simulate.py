@@ -2,7 +2,8 @@
 
 python tutorials/federated/simulate.py --clients 1000 --rounds 30
 
-With --ray clients are in processes of Flower's own simulation, which takes most of a minute a round for a thousand of them:
+With --ray clients are in processes of Flower's own simulation, which takes most of a minute a round
+for a thousand of them:
 
 python tutorials/federated/simulate.py --ray --clients 20 --rounds 2
 """
@@ -28,14 +29,20 @@ from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrate
 logging.getLogger("flwr").propagate = False  # Opacus's logging would say everything twice
 
 
-def client_app(reports: ReportFormat, submit: Callable[[Context, bytes], None], *, clients: int, rounds: int) -> ClientApp:
+def client_app(
+    reports: ReportFormat, submit: Callable[[Context, bytes], None], *, clients: int, rounds: int
+) -> ClientApp:
     """What every client runs."""
     # Only a simulation needs no book on a disk, and nobody watches how long its clients take.
-    app = ClientApp(mods=[ReportMod(reports, submit, max_rounds=rounds, book=None, always_train=False)])
+    app = ClientApp(
+        mods=[ReportMod(reports, submit, max_rounds=rounds, book=None, always_train=False)]
+    )
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        arrays = trained(message.content["arrays"], int(context.node_config["partition-id"]), clients)
+        arrays = trained(
+            message.content["arrays"], int(context.node_config["partition-id"]), clients
+        )
         return Message(RecordDict({"arrays": arrays}), reply_to=message)
 
     return app
@@ -43,32 +50,49 @@ def client_app(reports: ReportFormat, submit: Callable[[Context, bytes], None], 
 
 def main() -> None:
     """Train, and say what came out and what it cost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--noise-multiplier", type=float, default=3.0, help="of the sum, over the clipping norm")
+    parser.add_argument(
+        "--noise-multiplier", type=float, default=3.0, help="of the sum, over the clipping norm"
+    )
     parser.add_argument("--learning-rate", type=float, default=1.0, help="of the server")
-    parser.add_argument("--book", help="file that the server's book of rounds is kept in, to go on from")
-    parser.add_argument("--ray", action="store_true", help="clients in Ray's processes, the shuffler behind HTTP")
+    parser.add_argument(
+        "--book", help="file that the server's book of rounds is kept in, to go on from"
+    )
+    parser.add_argument(
+        "--ray", action="store_true", help="clients in Ray's processes, the shuffler behind HTTP"
+    )
     options = parser.parse_args()
 
-    reports = report_format(num_users=options.clients, rounds=options.rounds, noise_multiplier=options.noise_multiplier)
+    reports = report_format(
+        num_users=options.clients, rounds=options.rounds, noise_multiplier=options.noise_multiplier
+    )
     shuffler = Shuffler(reports)
     ledger = Ledger(reports, shuffler, delta=DELTA, path=options.book)
 
     def serve(grid: Grid) -> None:
-        result = ShuffledStrategy(ledger, learning_rate=options.learning_rate, min_nodes=options.clients).start(
+        result = ShuffledStrategy(
+            ledger, learning_rate=options.learning_rate, min_nodes=options.clients
+        ).start(
             grid=grid,
             initial_arrays=as_record(Network()),
             num_rounds=options.rounds,
             evaluate_fn=lambda number, arrays: MetricRecord({"accuracy": accuracy(arrays)}),
         )
-        print(f"{options.clients} clients, {ledger.round} rounds, accuracy {accuracy(result.arrays):.1%}")
+        print(
+            f"{options.clients} clients, {ledger.round} rounds, accuracy "
+            f"{accuracy(result.arrays):.1%}"
+        )
         print(ledger.report(), flush=True)
 
     sizes = {"clients": options.clients, "rounds": options.rounds}
     if not options.ray:
-        app = client_app(reports, lambda context, report: shuffler.submit(str(context.node_id), report), **sizes)
+        app = client_app(
+            reports, lambda context, report: shuffler.submit(str(context.node_id), report), **sizes
+        )
         return serve(LocalGrid(app, options.clients))
 
     from flwr.simulation import run_simulation

@@ -35,7 +35,9 @@ run = opacus_shuffle.ShuffleGauss(noise_multiplier=9.48, num_users=USERS)
 # %%
 OURS = ("0.22820", "0.22820", "0.22821", "0.22821", "0.22821", "0.22822", "0.22822")
 ours = [
-    opacus_shuffle.privacy_bound(run, steps=rounds, delta=DELTA, bound="published", orders=range(2, 31)).epsilon
+    opacus_shuffle.privacy_bound(
+        run, steps=rounds, delta=DELTA, bound="published", orders=range(2, 31)
+    ).epsilon
     for rounds in ROUNDS
 ]
 print("printed:", *OURS)
@@ -55,7 +57,10 @@ assert tuple(f"{epsilon:.5f}" for epsilon in ours) == OURS
 
 # %%
 CLONES = ("0.18623", "0.38461", "0.59516", "0.79355", "1.02241", "1.22689", "1.43138")
-clones = [table_epsilon(noise_multiplier=9.476, num_users=USERS, delta=DELTA, rounds=rounds) for rounds in ROUNDS]
+clones = [
+    table_epsilon(noise_multiplier=9.476, num_users=USERS, delta=DELTA, rounds=rounds)
+    for rounds in ROUNDS
+]
 print("printed:", *CLONES)
 print("here:   ", *(f"{epsilon:.5f}" for epsilon in clones))
 assert tuple(f"{epsilon:.5f}" for epsilon in clones) == CLONES
@@ -70,16 +75,26 @@ assert tuple(f"{epsilon:.5f}" for epsilon in clones) == CLONES
 # %%
 def epsilons(bound, rounds, **options):
     """ε after so many rounds, each number of them by itself."""
-    return [opacus_shuffle.privacy_bound(run, steps=int(t), delta=DELTA, bound=bound, **options).epsilon for t in rounds]
+    return [
+        opacus_shuffle.privacy_bound(run, steps=int(t), delta=DELTA, bound=bound, **options).epsilon
+        for t in rounds
+    ]
 
 
 rows = {bound: epsilons(bound, ROUNDS) for bound in ("published", "pair", "certified")}
 rows["certified, replacement"] = epsilons("certified", ROUNDS, adjacency="replace")
 for name, row in rows.items():
     print(f"{name:24}", *(f"{epsilon:.5f}" for epsilon in row))
-assert all(pair <= certified for pair, certified in zip(rows["pair"], rows["certified"], strict=True))
-assert all(certified < printed / 50 for certified, printed in zip(rows["certified"], ours, strict=True))
-assert all(certified < printed / 50 for certified, printed in zip(rows["certified, replacement"], clones, strict=True))
+assert all(
+    pair <= certified for pair, certified in zip(rows["pair"], rows["certified"], strict=True)
+)
+assert all(
+    certified < printed / 50 for certified, printed in zip(rows["certified"], ours, strict=True)
+)
+assert all(
+    certified < printed / 50
+    for certified, printed in zip(rows["certified, replacement"], clones, strict=True)
+)
 
 # %% [markdown]
 # ## Figure 1a (arXiv): over many rounds
@@ -89,7 +104,9 @@ assert all(certified < printed / 50 for certified, printed in zip(rows["certifie
 # %%
 many = np.unique(np.geomspace(1, 10_000, 25).astype(int))
 curves = {
-    "no shuffling (exact)": [gaussian.compute_epsilon(mu=float(np.sqrt(t)) / 9.48, delta=DELTA) for t in many],
+    "no shuffling (exact)": [
+        gaussian.compute_epsilon(mu=float(np.sqrt(t)) / 9.48, delta=DELTA) for t in many
+    ],
     "Theorem 1, orders to 30 (one pair)": epsilons("published", many, orders=range(2, 31)),
     "Theorem 1, all useful orders (one pair)": epsilons("published", many),
     "certified (every data set)": epsilons("certified", many),
@@ -98,9 +115,16 @@ curves = {
 figure, axes = plt.subplots()
 for name, curve in curves.items():
     axes.plot(many, curve, label=name)
-axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel=f"ε at δ = 1/60,000, σ = {run.noise_multiplier}, zero-out")
+axes.set(
+    xscale="log",
+    yscale="log",
+    xlabel="rounds",
+    ylabel=f"ε at δ = 1/60,000, σ = {run.noise_multiplier}, zero-out",
+)
 _ = axes.legend()
-assert all(np.array(curves["certified (every data set)"]) < np.array(curves["no shuffling (exact)"]))
+assert all(
+    np.array(curves["certified (every data set)"]) < np.array(curves["no shuffling (exact)"])
+)
 
 # %%
 gain = curves["no shuffling (exact)"][-1] / curves["certified (every data set)"][-1]

@@ -30,7 +30,9 @@ from opacus_shuffle.commands.small_cnn import SmallCNN, accuracy
 
 plt.style.use("figures.mplstyle")
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook|Optimal order")
-warnings.filterwarnings("ignore", category=opacus_shuffle.PrivacyAssumptionWarning)  # every bound is shown with its meaning
+warnings.filterwarnings(
+    "ignore", category=opacus_shuffle.PrivacyAssumptionWarning
+)  # every bound is shown with its meaning
 FULL = False
 ROUNDS = 50_000 if FULL else 5_000
 BATCH, USERS, DELTA = 60, 60_000, 1e-5
@@ -52,14 +54,19 @@ def central(sigma, rounds):
 
 def shuffled(sigma, rounds, bound):
     """ε of the paper's run, whose reports are seen in random order."""
-    run = opacus_shuffle.SubsampledShuffle(noise_multiplier=sigma, num_users=USERS, sample_rate=BATCH / USERS)
+    run = opacus_shuffle.SubsampledShuffle(
+        noise_multiplier=sigma, num_users=USERS, sample_rate=BATCH / USERS
+    )
     return opacus_shuffle.compute_epsilon(run, steps=int(rounds), delta=DELTA, bound=bound)
 
 
 grid = np.unique(np.geomspace(10, 50_000, 12).astype(int))
 epsilons = {
     sigma: {"central": [central(sigma, rounds) for rounds in grid]}
-    | {bound: [shuffled(sigma, rounds, bound) for rounds in grid] for bound in ("pair", "published", "certified")}
+    | {
+        bound: [shuffled(sigma, rounds, bound) for rounds in grid]
+        for bound in ("pair", "published", "certified")
+    }
     for sigma in (0.8633, 0.4316)
 }
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
@@ -72,7 +79,10 @@ _ = axes[0].legend()
 
 # %%
 for sigma, curves in epsilons.items():
-    print(f"sigma = {sigma}, 50,000 rounds:", ", ".join(f"{name} {curve[-1]:.3f}" for name, curve in curves.items()))
+    print(
+        f"sigma = {sigma}, 50,000 rounds:",
+        ", ".join(f"{name} {curve[-1]:.3f}" for name, curve in curves.items()),
+    )
     assert all(low <= high for low, high in zip(curves["pair"], curves["certified"], strict=True))
     assert curves["central"][-1] < curves["certified"][-1]
 
@@ -116,9 +126,17 @@ assert right[-1] > 0.1 + 5 * (0.1 * 0.9 / len(test)) ** 0.5  # guessing, and fiv
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
 for ax, sigma in zip(axes, epsilons, strict=True):
-    ax.plot([central(sigma, rounds) for rounds in seen], 100 * np.array(right), label="central (a server is trusted)")
+    ax.plot(
+        [central(sigma, rounds) for rounds in seen],
+        100 * np.array(right),
+        label="central (a server is trusted)",
+    )
     for bound in ("pair", "published", "certified"):
-        ax.plot([shuffled(sigma, rounds, bound) for rounds in seen], 100 * np.array(right), label=f"shuffle, {bound}")
+        ax.plot(
+            [shuffled(sigma, rounds, bound) for rounds in seen],
+            100 * np.array(right),
+            label=f"shuffle, {bound}",
+        )
     ax.set(xscale="log", xlabel="ε at δ = 1e-5, n = 60,000", title=f"accounted with σ = {sigma}")
 axes[0].set_ylabel("test accuracy in percent")
 _ = axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=4)

@@ -26,7 +26,9 @@ sys.path.append("../reproduction")
 import check_in_run
 
 plt.style.use("figures.mplstyle")
-warnings.filterwarnings("ignore", category=opacus_shuffle.PrivacyAssumptionWarning)  # every bound is shown with its meaning
+warnings.filterwarnings(
+    "ignore", category=opacus_shuffle.PrivacyAssumptionWarning
+)  # every bound is shown with its meaning
 FULL = False
 DELTA = 1 / 60_000
 
@@ -35,7 +37,9 @@ DELTA = 1 / 60_000
 
 # %%
 run = opacus_shuffle.ShuffledCheckIn(
-    noise_multiplier=check_in_run.NOISE_MULTIPLIER, num_users=60_000, sample_rate=check_in_run.SAMPLE_RATE
+    noise_multiplier=check_in_run.NOISE_MULTIPLIER,
+    num_users=60_000,
+    sample_rate=check_in_run.SAMPLE_RATE,
 )
 report = opacus_shuffle.privacy_report(run, steps=check_in_run.ROUNDS, delta=DELTA)
 print(report)
@@ -60,8 +64,12 @@ if FULL:
     check_in_run.main(["--data", "fashion-mnist", "--output", "recorded/check_in.json"])
 with open("recorded/check_in.json") as file:
     recorded = json.load(file)
-print(f"{recorded['data']}, {recorded['users']:,} users, seed {recorded['seed']}, learning rate {recorded['learning_rate']:g}:")
-print(f"{recorded['rounds'][-1]:,} of {check_in_run.ROUNDS:,} rounds, {recorded['cpu_seconds'] / 3600:.1f} hours of CPU")
+print(
+    f"{recorded['data']}, {recorded['users']:,} users, seed {recorded['seed']}, learning rate {recorded['learning_rate']:g}:"
+)
+print(
+    f"{recorded['rounds'][-1]:,} of {check_in_run.ROUNDS:,} rounds, {recorded['cpu_seconds'] / 3600:.1f} hours of CPU"
+)
 assert recorded["users"] == run.num_users
 
 # %%
@@ -72,7 +80,10 @@ left.plot(rounds, 100 * accuracy)
 left.set(xlabel="rounds", ylabel="test accuracy in percent")
 curves = {}
 for bound in ("certified", "pair", "published"):
-    curves[bound] = [opacus_shuffle.compute_epsilon(run, steps=int(rounds[place]), delta=DELTA, bound=bound) for place in shown]
+    curves[bound] = [
+        opacus_shuffle.compute_epsilon(run, steps=int(rounds[place]), delta=DELTA, bound=bound)
+        for place in shown
+    ]
     right.plot(curves[bound], 100 * accuracy[shown], marker="o", markersize=3, label=bound)
 right.set(xscale="log", xlabel="ε at δ = 1/60,000, zero-out")
 _ = right.legend()

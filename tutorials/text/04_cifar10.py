@@ -27,7 +27,9 @@ from opacus_shuffle.commands.small_cnn import SmallCNN, accuracy
 
 plt.style.use("figures.mplstyle")
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook")
-warnings.filterwarnings("ignore", category=opacus_shuffle.PrivacyAssumptionWarning)  # every bound is shown with its meaning
+warnings.filterwarnings(
+    "ignore", category=opacus_shuffle.PrivacyAssumptionWarning
+)  # every bound is shown with its meaning
 FULL = False
 DATA = None  # the folder that holds cifar-10-batches-py
 USERS, BATCH, DELTA = 50_000, 60, 1e-5
@@ -52,8 +54,12 @@ for sigma, distance in ((0.8633, 2.0), (0.4316, 1.0)):
 # %%
 printed = {0.8633: "0.578", 0.4316: "5.005"}
 for sigma, expected in printed.items():
-    run = opacus_shuffle.SubsampledShuffle(noise_multiplier=sigma, num_users=USERS, sample_rate=BATCH / USERS)
-    by_orders = opacus_shuffle.compute_epsilon(run, steps=WHOLE_RUN, delta=DELTA, bound="published", orders=range(2, 21))
+    run = opacus_shuffle.SubsampledShuffle(
+        noise_multiplier=sigma, num_users=USERS, sample_rate=BATCH / USERS
+    )
+    by_orders = opacus_shuffle.compute_epsilon(
+        run, steps=WHOLE_RUN, delta=DELTA, bound="published", orders=range(2, 21)
+    )
     print(f"sigma = {sigma}, {WHOLE_RUN:,} rounds, Theorem 2 with orders 2 to 20: {by_orders:.3f}")
     assert f"{by_orders:.3f}" == expected
     report = opacus_shuffle.privacy_report(run, steps=WHOLE_RUN, delta=DELTA)
@@ -113,7 +119,9 @@ while rounds[-1] < ROUNDS:
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.6))
 axes.plot(rounds, 100 * np.array(right))
-axes.set(xlabel="rounds of 60 reports, σ = 0.8633 in each", ylabel="test accuracy in percent", title=what)
+axes.set(
+    xlabel="rounds of 60 reports, σ = 0.8633 in each", ylabel="test accuracy in percent", title=what
+)
 print(f"{what}: {right[-1]:.1%} after {rounds[-1]:,} rounds")
 assert right[-1] > 0.1 + 5 * (0.1 * 0.9 / len(test)) ** 0.5  # guessing, and five standard errors
 

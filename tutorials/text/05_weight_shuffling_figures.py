@@ -50,16 +50,27 @@ def density_around(*points):
 plain = density_around((-2, 0)), density_around((2, 0))
 mixed = density_around((-2, 0), (0, -2)), density_around((2, 0), (0, 2))
 panels, axes = plt.subplots(1, 2, figsize=(8, 3.8))
-for ax, pair, title in zip(axes, (plain, mixed), ("without shuffling", "with shuffling"), strict=True):
+for ax, pair, title in zip(
+    axes, (plain, mixed), ("without shuffling", "with shuffling"), strict=True
+):
     for density, style in zip(pair, ("solid", "dashed"), strict=True):
         ax.contour(axis, axis, density, levels=5, colors="black", linestyles=style)
-    ax.set(title=f"{title}: distance {np.linalg.norm(pair[0] - pair[1]):.2f}", xlim=(-5, 5), ylim=(-5, 5), aspect="equal")
+    ax.set(
+        title=f"{title}: distance {np.linalg.norm(pair[0] - pair[1]):.2f}",
+        xlim=(-5, 5),
+        ylim=(-5, 5),
+        aspect="equal",
+    )
     ax.set(xlabel="first coordinate", ylabel="second coordinate")
 
 # %%
 nearer = density_around((-(2**0.5), 0)), density_around((2**0.5, 0))
 distances = [float(np.linalg.norm(one - other)) for one, other in (plain, mixed, nearer)]
-print("left {:.2f} (printed 18.53), right {:.2f} (printed 13.96); points 2 sqrt(2) apart: {:.2f}".format(*distances))
+print(
+    "left {:.2f} (printed 18.53), right {:.2f} (printed 13.96); points 2 sqrt(2) apart: {:.2f}".format(
+        *distances
+    )
+)
 assert [f"{distance:.2f}" for distance in distances] == ["19.74", "13.96", "18.53"]
 
 # %% [markdown]
@@ -79,7 +90,10 @@ def shares(model, config, sample, **options):
     with torch.device("meta"):
         network = getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
     inputs = {name: value.to("meta") for name, value in sample.items()}
-    specs = [opacus_shuffle.find_permutations(network, inputs, groups=groups) for groups in ("paper", "residual")]
+    specs = [
+        opacus_shuffle.find_permutations(network, inputs, groups=groups)
+        for groups in ("paper", "residual")
+    ]
     return [100 * spec.shuffle_ratio(network) for spec in specs]
 
 
@@ -88,7 +102,12 @@ text = {"input_ids": torch.zeros(1, 16).long()}
 table = {
     "ViT-B": shares("ViTForImageClassification", "ViTConfig", image, num_labels=100),
     "BERT-base": shares("BertForSequenceClassification", "BertConfig", text, num_labels=2),
-    "GPT-2": shares("GPT2LMHeadModel", "GPT2Config", text | {"attention_mask": torch.zeros(1, 1, 16, 16)}, use_cache=False),
+    "GPT-2": shares(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        text | {"attention_mask": torch.zeros(1, 1, 16, 16)},
+        use_cache=False,
+    ),
 }
 print(f"{'':10} {'Theorems 3, 4':>14} {'all found':>10}")
 for name, (paper, found) in table.items():
@@ -119,14 +138,21 @@ def losses(network, sample, labels, *, permute, noise=0.0, rounds=10):
         with torch.no_grad():
             for parameter in network.parameters():
                 if parameter.grad is not None:
-                    step = parameter.grad + noise * torch.randn(parameter.shape, generator=draws, dtype=torch.double)
+                    step = parameter.grad + noise * torch.randn(
+                        parameter.shape, generator=draws, dtype=torch.double
+                    )
                     parameter -= 0.05 * step
         if spec:
             spec.apply_(network, spec.sample())
     return np.array(found), nn.utils.parameters_to_vector(network.parameters())
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 SMALL |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -141,7 +167,9 @@ def vit():
 def bert():
     """A small BERT, always with the same weights, and texts with labels."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(**SMALL, vocab_size=60, max_position_embeddings=24, num_labels=2)
+    config = transformers.BertConfig(
+        **SMALL, vocab_size=60, max_position_embeddings=24, num_labels=2
+    )
     return (
         transformers.BertForSequenceClassification(config),
         {"input_ids": torch.randint(5, 60, (8, 11))},
@@ -150,9 +178,13 @@ def bert():
 
 
 for name, build in (("ViT", vit), ("BERT", bert)):
-    (usual, weights), (shuffled, moved) = (losses(*build(), permute=permute) for permute in (False, True))
+    (usual, weights), (shuffled, moved) = (
+        losses(*build(), permute=permute) for permute in (False, True)
+    )
     apart, length = (weights - moved).norm().item(), weights.norm().item()
-    print(f"{name}: loss {usual[0]:.4f} to {usual[-1]:.4f}, with shuffling the same up to {abs(usual - shuffled).max():.1e},")
+    print(
+        f"{name}: loss {usual[0]:.4f} to {usual[-1]:.4f}, with shuffling the same up to {abs(usual - shuffled).max():.1e},"
+    )
     print(f"    although the weights, of norm {length:.1f}, are {apart:.1f} apart")
     assert usual[-1] < usual[0]
     assert apart > 1
@@ -163,7 +195,9 @@ for name, build in (("ViT", vit), ("BERT", bert)):
 # permuted weights, so the two runs have noise of the same *distribution*, not the same noise.
 
 # %%
-(usual, _), (shuffled, _) = (losses(*vit(), permute=permute, noise=1.0) for permute in (False, True))
+(usual, _), (shuffled, _) = (
+    losses(*vit(), permute=permute, noise=1.0) for permute in (False, True)
+)
 print(f"with noise from one seed the losses differ by up to {abs(usual - shuffled).max():.3f}")
 assert abs(usual - shuffled).max() > 1e-6
 
@@ -207,7 +241,10 @@ print(figures.table(rows))
 print("\nthe text asks for:", ", ".join(f"{name} {value:.3g}" for name, value in asked.items()))
 assert all(abs(row["flat: sigma(0.25)/sigma(4)"] - 1) < 0.03 for row in rows)
 assert asked["unshuffled: sigma(0.25)/sigma(4)"] > 8
-assert all(row["Table III: sigma(0.1)/sigma(1)"] < 1.05 < asked["Table III: sigma(0.1)/sigma(1) at least"] for row in rows)
+assert all(
+    row["Table III: sigma(0.1)/sigma(1)"] < 1.05 < asked["Table III: sigma(0.1)/sigma(1) at least"]
+    for row in rows
+)
 
 # %% [markdown]
 # As the text says, shuffled $\sigma$ is flat in $\varepsilon$ and falls with $d$. A noise that hardly depends on $\varepsilon$ is itself

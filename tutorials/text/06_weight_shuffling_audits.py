@@ -19,12 +19,18 @@ from torch import nn
 
 import opacus_shuffle
 from opacus_shuffle.audit import align
-from opacus_shuffle.commands.audit import AuditSettings, audit_published_setting, audit_small_training
+from opacus_shuffle.commands.audit import (
+    AuditSettings,
+    audit_published_setting,
+    audit_small_training,
+)
 from opacus_shuffle.core.rounding import round_down, round_up
 
 plt.style.use("figures.mplstyle")
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook|This run is not private")
-warnings.filterwarnings("ignore", category=opacus_shuffle.PrivacyAssumptionWarning)  # the published formula is what is audited
+warnings.filterwarnings(
+    "ignore", category=opacus_shuffle.PrivacyAssumptionWarning
+)  # the published formula is what is audited
 FULL = False
 SEEDS = range(5 if FULL else 1)
 
@@ -40,8 +46,13 @@ SEEDS = range(5 if FULL else 1)
 PRINTED = {0.5: 0.4771, 1.0: 0.7005}  # Table VI: what the paper's own audit found
 found = {}
 for target in PRINTED:
-    for pair, runs in (("one_coordinate", {}), ("oblique", {"trials": 2_000})):  # the second needs few runs
-        settings = [AuditSettings(steps=10_000, target_epsilon=target, seed=seed, **runs) for seed in SEEDS]
+    for pair, runs in (
+        ("one_coordinate", {}),
+        ("oblique", {"trials": 2_000}),
+    ):  # the second needs few runs
+        settings = [
+            AuditSettings(steps=10_000, target_epsilon=target, seed=seed, **runs) for seed in SEEDS
+        ]
         found[target, pair] = [audit_published_setting(each, pair=pair) for each in settings]
 print(found[0.5, "one_coordinate"][0])
 
@@ -76,15 +87,27 @@ values = [[result.findings[place].lower.epsilon for result in steps] for place i
 published = next(claim.epsilon for claim in steps[0].claims if claim.name == "published")
 figure, axes = plt.subplots(figsize=(8, 2.6))
 axes.barh(names, [min(each) for each in values], color="#0072B2")
-axes.axvline(published, color="black", linestyle="--", label=f"published: {round_up(published, digits=3)}")
-axes.set(xlabel="ε is at least this, one step, 95 % confidence for each bar (all three together: at least 85 %)")
+axes.axvline(
+    published, color="black", linestyle="--", label=f"published: {round_up(published, digits=3)}"
+)
+axes.set(
+    xlabel="ε is at least this, one step, 95 % confidence for each bar (all three together: at least 85 %)"
+)
 axes.invert_yaxis()
 _ = axes.legend()
 
 # %%
 by_name = dict(zip(names, values, strict=True))
-recovered = [finding.recovered for result in steps for finding in result.findings if finding.recovered is not None]
-print("share of the permuted rows that matching found:", ", ".join(f"{share:.1%}" for share in recovered))
+recovered = [
+    finding.recovered
+    for result in steps
+    for finding in result.findings
+    if finding.recovered is not None
+]
+print(
+    "share of the permuted rows that matching found:",
+    ", ".join(f"{share:.1%}" for share in recovered),
+)
 assert all(share == 1 for share in recovered)
 assert all(value > published for value in by_name[names[-1]])
 
@@ -99,11 +122,16 @@ assert all(value > published for value in by_name[names[-1]])
 
 # %%
 torch.manual_seed(0)
-network = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+network = nn.Sequential(
+    nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+)
 spec = opacus_shuffle.find_permutations(network, torch.zeros(2, 20))
 before = {name: value.clone() for name, value in network.state_dict().items()}
 for size in (0.01, 0.1, 0.3):
-    after = {name: value + size * value.std() * torch.randn(value.shape) for name, value in before.items()}
+    after = {
+        name: value + size * value.std() * torch.randn(value.shape)
+        for name, value in before.items()
+    }
     network.load_state_dict(after)
     secret = spec.sample()
     spec.apply_(network, secret)

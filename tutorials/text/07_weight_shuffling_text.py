@@ -34,7 +34,11 @@ FULL = False
 CHECKPOINT, REUTERS = os.environ.get("MINILM"), os.environ.get("REUTERS")
 LENGTH = 64  # tokens, a public number: padding to the longest text of a batch would show it
 DELTA = 1e-5
-print("a real checkpoint on real texts" if CHECKPOINT and REUTERS else "STAND-INS: a tiny random BERT on made-up words")
+print(
+    "a real checkpoint on real texts"
+    if CHECKPOINT and REUTERS
+    else "STAND-INS: a tiny random BERT on made-up words"
+)
 
 # %% [markdown]
 # ## Texts and tokens
@@ -53,7 +57,10 @@ def made_up(count, seed):
     records = []
     for _ in range(count):
         topic = draws.randrange(4)
-        words = [draws.randrange(50) + (50 * topic if draws.random() < 0.5 else 50 * draws.randrange(4)) for _ in range(20)]
+        words = [
+            draws.randrange(50) + (50 * topic if draws.random() < 0.5 else 50 * draws.randrange(4))
+            for _ in range(20)
+        ]
         records.append((" ".join(f"w{word}" for word in words), str(topic)))
     return records
 
@@ -71,7 +78,11 @@ def tokenize(texts):
     """Token ids and attention masks, (texts, LENGTH)."""
     if CHECKPOINT:
         tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
-        return dict(tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"))
+        return dict(
+            tokenizer(
+                texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
+            )
+        )
     ids = torch.tensor([[int(word[1:]) + 1 for word in text.split()] for text in texts])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -80,14 +91,26 @@ def network(kind, **options):
     """A checkpoint's network, or a tiny one."""
     if CHECKPOINT:
         return getattr(transformers, f"AutoModel{kind}").from_pretrained(CHECKPOINT, **options)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     config = transformers.BertConfig(vocab_size=256, **shape, **options)
     return getattr(transformers, f"Bert{kind}" if kind else "BertModel")(config)
 
 
-torch.manual_seed(0)  # the weights of what is not in the checkpoint; noise is seeded by the operating system
-tokens = {name: tokenize([text for text, _ in part]) for name, part in (("train", train), ("test", test))}
-labels = {name: torch.tensor([topics.index(topic) for _, topic in part]) for name, part in (("train", train), ("test", test))}
+torch.manual_seed(
+    0
+)  # the weights of what is not in the checkpoint; noise is seeded by the operating system
+tokens = {
+    name: tokenize([text for text, _ in part]) for name, part in (("train", train), ("test", test))
+}
+labels = {
+    name: torch.tensor([topics.index(topic) for _, topic in part])
+    for name, part in (("train", train), ("test", test))
+}
 share = labels["test"].bincount().max().item() / len(test)
 print(f"the largest topic has {share:.1%} of the test texts")
 
@@ -111,7 +134,9 @@ def features(tokens_of, batch=256):
 
 
 torch.manual_seed(1)
-both = features({name: torch.cat([tokens["train"][name], tokens["test"][name]]) for name in tokens["train"]})
+both = features(
+    {name: torch.cat([tokens["train"][name], tokens["test"][name]]) for name in tokens["train"]}
+)
 inputs = {"train": both[: len(train)], "test": both[len(train) :]}
 
 # %%
@@ -123,7 +148,9 @@ for accountant in ("prv", "shuffled_sums"):
     head, optimizer, loader = engine.make_private_with_epsilon(
         module=head,
         optimizer=torch.optim.SGD(head.parameters(), lr=4.0),
-        data_loader=DataLoader(TensorDataset(inputs["train"], labels["train"]), batch_size=len(train) // 10),
+        data_loader=DataLoader(
+            TensorDataset(inputs["train"], labels["train"]), batch_size=len(train) // 10
+        ),
         target_epsilon=3.0,
         target_delta=DELTA,
         epochs=20,
@@ -136,7 +163,9 @@ for accountant in ("prv", "shuffled_sums"):
             optimizer.step()
     accuracy[accountant] = (head(inputs["test"]).argmax(1) == labels["test"]).double().mean().item()
     trusted = "a server" if accountant == "prv" else "a shuffler"
-    print(f"trusting {trusted:10}: {accuracy[accountant]:.1%} at epsilon = {engine.get_epsilon(DELTA):.3f}")
+    print(
+        f"trusting {trusted:10}: {accuracy[accountant]:.1%} at epsilon = {engine.get_epsilon(DELTA):.3f}"
+    )
     assert engine.get_epsilon(DELTA) <= 3.0
     assert accuracy[accountant] > share + 5 * (0.25 / len(test)) ** 0.5
 print(engine.privacy_report(DELTA).statement())
@@ -162,7 +191,10 @@ print(
     f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} of {sum(p.numel() for p in model.parameters()):,} parameters train"
 )
 records = [
-    {**{name: value[row] for name, value in tokens["train"].items()}, "labels": labels["train"][row]}
+    {
+        **{name: value[row] for name, value in tokens["train"].items()},
+        "labels": labels["train"][row],
+    }
     for row in range(len(train))
 ]
 engine = opacus_shuffle.PrivacyEngine(accountant="prv")
@@ -193,7 +225,9 @@ with torch.no_grad():
     engine.shuffler.shuffle_()
     after = model(**sample).logits
 moved = sum((weights[name] != value).sum().item() for name, value in model.state_dict().items())
-print(f"one more permutation moves {moved / sum(value.numel() for value in weights.values()):.1%} of all entries;")
+print(
+    f"one more permutation moves {moved / sum(value.numel() for value in weights.values()):.1%} of all entries;"
+)
 print(f"scores of up to {before.abs().max():.2f} change by {(before - after).abs().max():.1e}")
 assert moved
 assert torch.allclose(before, after, atol=1e-4)

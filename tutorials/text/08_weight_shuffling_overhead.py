@@ -22,7 +22,10 @@ import weight_shuffling as benchmark
 warnings.simplefilter("ignore")  # Opacus's about secure noise: this is a measurement
 FULL = False
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-print("a GPU:", torch.cuda.get_device_name() if DEVICE == "cuda" else "none, so these are times of a CPU")
+print(
+    "a GPU:",
+    torch.cuda.get_device_name() if DEVICE == "cuda" else "none, so these are times of a CPU",
+)
 
 # %% [markdown]
 # ## Table VII: three ways to permute a matrix
@@ -36,7 +39,9 @@ sparse_left, sparse_right = left.to_sparse_csr(), right.t().contiguous().to_spar
 ways = {
     "index": lambda: matrix[rows][:, columns],
     "matrix multiplication": lambda: left @ matrix @ right,
-    "sparse matrix multiplication": lambda: torch.sparse.mm(sparse_right, torch.sparse.mm(sparse_left, matrix).t()).t(),
+    "sparse matrix multiplication": lambda: torch.sparse.mm(
+        sparse_right, torch.sparse.mm(sparse_left, matrix).t()
+    ).t(),
 }
 
 
@@ -51,7 +56,9 @@ milliseconds = {name: 1e3 * benchmark.seconds(way, 3, wait) for name, way in way
 print(f"{size:,} x {size:,}:")
 for name, time in milliseconds.items():
     ours, theirs = time / milliseconds["index"], printed[name] / printed["index"]
-    print(f"    {name:28} {time:9.1f} ms, {ours:6.1f} times the index's (printed: {printed[name]} ms, {theirs:.0f} times)")
+    print(
+        f"    {name:28} {time:9.1f} ms, {ours:6.1f} times the index's (printed: {printed[name]} ms, {theirs:.0f} times)"
+    )
 for name, way in ways.items():
     assert torch.equal(way(), matrix[rows][:, columns]), name
 

@@ -21,13 +21,22 @@ from sklearn.datasets import load_breast_cancer
 
 from opacus_shuffle import ShuffleVectorSum
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, logistic_loss, shuffle_accelerated_sgd, shuffle_gradient_descent
+from opacus_shuffle.sco import (
+    L2Ball,
+    PrivacyBudget,
+    Problem,
+    logistic_loss,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+)
 
 sys.path.append("../benchmarks")
 import convex_optimisation as table
 
 plt.style.use("figures.mplstyle")
-warnings.filterwarnings("ignore", message="This run is not private")  # the draws of users are seeded here
+warnings.filterwarnings(
+    "ignore", message="This run is not private"
+)  # the draws of users are seeded here
 FULL = False
 
 # %% [markdown]
@@ -38,16 +47,22 @@ FULL = False
 # that this library can prove enough differ by a factor of $10^5$.
 
 # %%
-users = torch.nn.functional.normalize(torch.randn(1_000, 20, generator=torch.Generator().manual_seed(0)) + 1, dim=1)
+users = torch.nn.functional.normalize(
+    torch.randn(1_000, 20, generator=torch.Generator().manual_seed(0)) + 1, dim=1
+)
 for calibration in ("published", "tight"):
-    protocol = ShuffleVectorSum(1_000, 20, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=calibration)
+    protocol = ShuffleVectorSum(
+        1_000, 20, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=calibration
+    )
     off = (protocol.simulate(users) - users.sum(0)).norm()
     expected = protocol.mean_squared_error**0.5
     print(
         f"{calibration:9} off by {off:8.1f} (expected about {expected:8.1f}) of a sum of length {users.sum(0).norm():.0f};",
         f"{protocol.bits_per_user:,} bits per user; its epsilon is really at most {round_up(protocol.exact_epsilon()[1])}",
     )
-    assert off < 3 * expected  # by Chebyshev this fails once in nine; by the noise's normality once in a billion
+    assert (
+        off < 3 * expected
+    )  # by Chebyshev this fails once in nine; by the noise's normality once in a billion
 
 # %% [markdown]
 # ## Table 1 as slopes
@@ -58,7 +73,11 @@ for calibration in ("published", "tight"):
 # run, at these $n$, before it has seen any data; *measured* the slope of what came out.
 
 # %%
-SMALL = {"sgd": (16_000, 64_000, 256_000), "full": (1_000, 2_000, 4_000), "full phases": (8_000, 16_000, 32_000)}
+SMALL = {
+    "sgd": (16_000, 64_000, 256_000),
+    "full": (1_000, 2_000, 4_000),
+    "full phases": (8_000, 16_000, 32_000),
+}
 rows = []
 for name, (_, _, method, counts) in table.ROWS.items():
     counts = counts if FULL else SMALL.get(method, (64_000, 256_000, 1_024_000))
@@ -68,7 +87,9 @@ for name, (_, _, method, counts) in table.ROWS.items():
 print(f"{'':34} theorem  proved  measured   at the largest n: measured, proved")
 for row in rows:
     slopes = f"{row['theorem_slope']:7.2f} {row['bound_slope']:7.2f} {row['slope']:9.2f}"
-    print(f"{row['row']:34} {slopes}   {row['users'][-1]:>9,}: {row['excess'][-1]:.4f}, at most {round_up(row['bound'][-1])}")
+    print(
+        f"{row['row']:34} {slopes}   {row['users'][-1]:>9,}: {row['excess'][-1]:.4f}, at most {round_up(row['bound'][-1])}"
+    )
     assert row["below_bound"]
     assert row["bound_slope"] < -0.4
 
@@ -94,7 +115,10 @@ _ = axes[0].set_ylabel("excess population loss, ε = 0.1")
 
 # %%
 by_name = {row["row"]: row for row in rows}
-shuffled, stream = by_name["smooth, accelerated (Thm 4.3)"], by_name["smooth, pan-private (Thm C.3)"]
+shuffled, stream = (
+    by_name["smooth, accelerated (Thm 4.3)"],
+    by_name["smooth, pan-private (Thm C.3)"],
+)
 for users_, one, other in zip(shuffled["users"], shuffled["excess"], stream["excess"], strict=True):
     print(f"n = {users_:>9,}: shuffled {one:.4f}, pan-private {other:.4f}")
 
@@ -111,15 +135,28 @@ mean_sizes = [15, 20, 100, 700, 0.1, 0.1, 0.1, 0.05, 0.2, 0.06]
 error_sizes = [0.4, 1.2, 3, 40, 0.01, 0.03, 0.03, 0.01, 0.02, 0.004]
 worst_sizes = [16, 25, 110, 900, 0.13, 0.25, 0.3, 0.1, 0.3, 0.08]
 sizes = torch.tensor([*mean_sizes, *error_sizes, *worst_sizes]).double()
-rows_ = torch.nn.functional.normalize(torch.cat([features / sizes - 1, torch.ones(len(features), 1)], dim=1), dim=1)
+rows_ = torch.nn.functional.normalize(
+    torch.cat([features / sizes - 1, torch.ones(len(features), 1)], dim=1), dim=1
+)
 problem = Problem(
-    logistic_loss, (rows_, 2.0 * labels - 1), constraint=L2Ball(8.0), lipschitz=1.0, smoothness=0.25, dimension=31, clip=True
+    logistic_loss,
+    (rows_, 2.0 * labels - 1),
+    constraint=L2Ball(8.0),
+    lipschitz=1.0,
+    smoothness=0.25,
+    dimension=31,
+    clip=True,
 )
 budget = PrivacyBudget(epsilon=2.0, delta=1e-5)
-for optimiser, options in ((shuffle_accelerated_sgd, {}), (shuffle_gradient_descent, {"steps": "practical"})):
+for optimiser, options in (
+    (shuffle_accelerated_sgd, {}),
+    (shuffle_gradient_descent, {"steps": "practical"}),
+):
     estimate = optimiser(problem, budget, **options)
     right = float(((rows_ @ estimate.theta > 0) == (labels > 0)).double().mean())
-    print(f"{optimiser.__name__}: {right:.1%} of the patients (the larger class: {labels.double().mean():.1%})")
+    print(
+        f"{optimiser.__name__}: {right:.1%} of the patients (the larger class: {labels.double().mean():.1%})"
+    )
 print(estimate.privacy)
 assert right > float(labels.double().mean())
 

@@ -26,16 +26,23 @@ from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.scattering import scattering_features
 
 plt.style.use("figures.mplstyle")
-warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest")
+warnings.filterwarnings(
+    "ignore",
+    message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest",
+)
 
 ROUNDS, RATE, EPSILON, DELTA = 60, 0.5, 1.0, 1e-5
 train, test = (
-    TensorDataset(torch.cat([scattering_features(block) for block in torch.split(images, 500)]), labels)
+    TensorDataset(
+        torch.cat([scattering_features(block) for block in torch.split(images, 500)]), labels
+    )
     for images, labels in (data.tensors for data in load_image_dataset("mnist-5k"))
 )
 USERS, entries = train.tensors[0].shape
 PARAMETERS = 10 * entries
-print(f"{USERS:,} users, {len(test):,} held-out digits, a linear model with {PARAMETERS:,} parameters")
+print(
+    f"{USERS:,} users, {len(test):,} held-out digits, a linear model with {PARAMETERS:,} parameters"
+)
 
 # %% [markdown]
 # ## 1. What does each kind of trust cost?
@@ -45,7 +52,12 @@ print(f"{USERS:,} users, {len(test):,} held-out digits, a linear model with {PAR
 
 # %%
 plan = opacus_shuffle.plan(
-    num_users=USERS, steps=ROUNDS, sample_rate=RATE, dimension=PARAMETERS, target_epsilon=EPSILON, target_delta=DELTA
+    num_users=USERS,
+    steps=ROUNDS,
+    sample_rate=RATE,
+    dimension=PARAMETERS,
+    target_epsilon=EPSILON,
+    target_delta=DELTA,
 )
 print(plan)
 
@@ -54,12 +66,17 @@ print(plan)
 # the same, training goes the same way, whoever was trusted.
 
 # %%
-names = [f"{row.trusted},\n{'DP-SGD' if row is plan.rows[-1] else row.mechanism}" for row in plan.rows]
+names = [
+    f"{row.trusted},\n{'DP-SGD' if row is plan.rows[-1] else row.mechanism}" for row in plan.rows
+]
 noise = [row.noise_of_mean for row in plan.rows]
 figure, axes = plt.subplots()
 bars = axes.barh(names, noise, color="#0072B2")
 axes.bar_label(bars, [f" {value:.2g}" for value in noise])
-axes.set(xscale="log", xlabel=f"noise on one coordinate of the mean gradient, in clipping norms, at a proved ε of {EPSILON:g}")
+axes.set(
+    xscale="log",
+    xlabel=f"noise on one coordinate of the mean gradient, in clipping norms, at a proved ε of {EPSILON:g}",
+)
 axes.invert_yaxis()
 
 # %% [markdown]
@@ -90,7 +107,9 @@ draw(comparison)
 
 # %%
 accuracy = {f"{each.kind.trusted}, {each.kind.how}": each.accuracy for each in comparison.outcomes}
-chance = 5 * (0.1 * 0.9 / comparison.test_records) ** 0.5 + 0.1  # guessing, and five standard errors
+chance = (
+    5 * (0.1 * 0.9 / comparison.test_records) ** 0.5 + 0.1
+)  # guessing, and five standard errors
 assert all(each.bound.epsilon <= EPSILON for each in comparison.outcomes)
 assert min(accuracy["a server, DP-SGD"], accuracy["a shuffler, sums of bits"]) > chance
 

@@ -23,7 +23,13 @@ from scipy.stats import norm
 
 import opacus_shuffle
 from opacus_shuffle import sco
-from opacus_shuffle.analysis import fenton_wilkinson, gaussian, mean_ratio, permuted_gaussian, subsampling
+from opacus_shuffle.analysis import (
+    fenton_wilkinson,
+    gaussian,
+    mean_ratio,
+    permuted_gaussian,
+    subsampling,
+)
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound
 from opacus_shuffle.sco.acceleration import accelerated_step_sizes
 
@@ -47,7 +53,9 @@ zero = (np.outer(density[0], density[-1]) + np.outer(density[-1], density[0])) /
 other_pair = math.log((moved**2 / zero).sum() * (grid[1] - grid[0]) ** 2)
 theorem_1 = mean_ratio.compute_rdp(noise_multiplier=sigma, num_users=2, orders=2)
 unshuffled = 2 / (2 * sigma**2)
-print(f"Theorem 1: {theorem_1:.4f}; another pair: {other_pair:.4f}; without any shuffler: {unshuffled:.4f}")
+print(
+    f"Theorem 1: {theorem_1:.4f}; another pair: {other_pair:.4f}; without any shuffler: {unshuffled:.4f}"
+)
 assert theorem_1 < other_pair < unshuffled
 
 # %% [markdown]
@@ -62,13 +70,19 @@ assert theorem_1 < other_pair < unshuffled
 
 # %%
 round_ = opacus_shuffle.ShuffleGauss(noise_multiplier=9.48, num_users=60_000)
-few = opacus_shuffle.privacy_bound(round_, steps=1, delta=1 / 60_000, bound="published", orders=range(2, 31)).epsilon
+few = opacus_shuffle.privacy_bound(
+    round_, steps=1, delta=1 / 60_000, bound="published", orders=range(2, 31)
+).epsilon
 values = {
     name: opacus_shuffle.privacy_bound(round_, steps=1, delta=1 / 60_000, bound=name).epsilon
     for name in ("published", "pair", "certified")
 }
-print(f"printed 0.22820; the formula with orders to 30: {few:.5f}; with all useful orders: {values['published']:.5f}")
-print(f"exact for that pair: {values['pair']:.5f}; proved for every data set: {values['certified']:.5f}")
+print(
+    f"printed 0.22820; the formula with orders to 30: {few:.5f}; with all useful orders: {values['published']:.5f}"
+)
+print(
+    f"exact for that pair: {values['pair']:.5f}; proved for every data set: {values['certified']:.5f}"
+)
 assert f"{few:.5f}" == "0.22820"
 assert values["pair"] < values["published"] < few / 100
 assert values["pair"] <= values["certified"] < few / 100
@@ -83,7 +97,13 @@ assert values["pair"] <= values["certified"] < few / 100
 # expected participant it falls below the exact divergence of its own pair.
 
 # %%
-setting = {"noise_multiplier": 2.0, "num_users": 2, "sample_rate": 1e-4, "sampling": "poisson", "orders": 40}
+setting = {
+    "noise_multiplier": 2.0,
+    "num_users": 2,
+    "sample_rate": 1e-4,
+    "sampling": "poisson",
+    "orders": 40,
+}
 printed, exact = subsampling.compute_rdp(**setting), mean_ratio.compute_rdp(**setting)
 print(f"Theorem 3: {printed:.4f}; the exact divergence of the same pair: {exact:.4f}")
 assert printed < exact
@@ -115,12 +135,17 @@ for sigma, sensitivity in ((0.8633, 2), (0.4316, 1)):
     print(f"sigma = {sigma}, sensitivity {sensitivity}: epsilon_0 = {local:.3f}")
     assert round(local, 2) == 12
 for sigma in (0.8633, 0.4316):
-    sampled = opacus_shuffle.SubsampledShuffle(noise_multiplier=sigma, num_users=60_000, sample_rate=60 / 60_000)
+    sampled = opacus_shuffle.SubsampledShuffle(
+        noise_multiplier=sigma, num_users=60_000, sample_rate=60 / 60_000
+    )
     spent = [
         opacus_shuffle.privacy_bound(sampled, steps=rounds, delta=1e-5, bound="published").epsilon
         for rounds in (1_000, 10_000, 100_000)
     ]
-    print(f"published bound at sigma = {sigma} after 1,000, 10,000 and 100,000 rounds:", ", ".join(f"{e:.3f}" for e in spent))
+    print(
+        f"published bound at sigma = {sigma} after 1,000, 10,000 and 100,000 rounds:",
+        ", ".join(f"{e:.3f}" for e in spent),
+    )
 
 # %% [markdown]
 # ## WS, Theorem 6: a lower bound, approximated, in the place of an upper one
@@ -156,7 +181,12 @@ assert shown.max() > 1.5e-3
 figure, axes = plt.subplots()
 axes.plot(t, np.maximum(shown, 1e-8), label="lower bound of δ by the test")
 axes.axhline(claimed, color="#D55E00", linestyle="--", label="δ by Theorem 6")
-axes.set(yscale="log", ylim=(1e-8, 1e-2), xlabel="threshold t, in clipping norms", ylabel=f"δ of one step at ε = {epsilon}")
+axes.set(
+    yscale="log",
+    ylim=(1e-8, 1e-2),
+    xlabel="threshold t, in clipping norms",
+    ylabel=f"δ of one step at ε = {epsilon}",
+)
 _ = axes.legend()
 # %% [markdown]
 # Over the whole run, that pair's $\varepsilon$ can be computed exactly, with a lower value beside it.
@@ -172,7 +202,9 @@ assert lower > 1.8
 # data set cannot. So `certified` is DP-SGD's own $\varepsilon$.
 
 # %%
-vit = opacus_shuffle.ShuffledWeights(noise_multiplier=sigma, num_users=50_000, sample_rate=0.02, dimension=d)
+vit = opacus_shuffle.ShuffledWeights(
+    noise_multiplier=sigma, num_users=50_000, sample_rate=0.02, dimension=d
+)
 certified = opacus_shuffle.privacy_bound(vit, steps=500, delta=5e-6, bound="certified").epsilon
 print(f"certified: {certified:.1f}")
 assert certified > lower
@@ -196,7 +228,9 @@ def density_around(*points):
 apart = np.linalg.norm(density_around((-2, 0)) - density_around((2, 0)))
 shuffled = np.linalg.norm(density_around((-2, 0), (0, -2)) - density_around((2, 0), (0, 2)))
 nearer = np.linalg.norm(density_around((-math.sqrt(2), 0)) - density_around((math.sqrt(2), 0)))
-print(f"left: {apart:.2f}, printed 18.53; right: {shuffled:.2f}, printed 13.96; points 2 sqrt(2) apart: {nearer:.2f}")
+print(
+    f"left: {apart:.2f}, printed 18.53; right: {shuffled:.2f}, printed 13.96; points 2 sqrt(2) apart: {nearer:.2f}"
+)
 assert f"{shuffled:.2f}" == "13.96"
 assert f"{nearer:.2f}" == "18.53" != f"{apart:.2f}"
 
@@ -220,11 +254,23 @@ def accelerated(inverse_steps):
     return path
 
 
-ball = sco.Problem(sco.logistic_loss, (torch.ones(8, 1), torch.ones(8)), constraint=sco.L2Ball(1.0), lipschitz=1.0, dimension=1)
+ball = sco.Problem(
+    sco.logistic_loss,
+    (torch.ones(8, 1), torch.ones(8)),
+    constraint=sco.L2Ball(1.0),
+    lipschitz=1.0,
+    dimension=1,
+)
 rounds = range(1, 101)
-as_printed = accelerated(printed_formulas.accelerated_step_sizes(ball, rounds=100, smoothness=1.0, deviation=0.0))
-as_proved = accelerated(accelerated_step_sizes(rounds=100, smoothness=1.0, deviation=0.0, distance=1.0))
-print(f"after 100 rounds: {as_printed[-1]:.3g} as printed, {as_proved[-1]:.3g} with the steps of the proof")
+as_printed = accelerated(
+    printed_formulas.accelerated_step_sizes(ball, rounds=100, smoothness=1.0, deviation=0.0)
+)
+as_proved = accelerated(
+    accelerated_step_sizes(rounds=100, smoothness=1.0, deviation=0.0, distance=1.0)
+)
+print(
+    f"after 100 rounds: {as_printed[-1]:.3g} as printed, {as_proved[-1]:.3g} with the steps of the proof"
+)
 assert as_printed[-1] > 5
 assert as_proved[-1] < 1e-5
 
@@ -243,13 +289,20 @@ _ = axes.legend()
 torch.manual_seed(0)  # the made-up data; the noise is seeded by the operating system
 budget, users = sco.PrivacyBudget(epsilon=1.0, delta=1e-6), 10_000
 for lipschitz in (1.0, 100.0):
-    data = lipschitz * torch.nn.functional.normalize(torch.randn(users, 10), dim=1), torch.sign(torch.randn(users))
-    problem = sco.Problem(sco.logistic_loss, data, constraint=sco.L2Ball(1.0), lipschitz=lipschitz, dimension=10)
+    data = (
+        lipschitz * torch.nn.functional.normalize(torch.randn(users, 10), dim=1),
+        torch.sign(torch.randn(users)),
+    )
+    problem = sco.Problem(
+        sco.logistic_loss, data, constraint=sco.L2Ball(1.0), lipschitz=lipschitz, dimension=10
+    )
     size = printed_formulas.sgd_batch_size(problem, budget)
     step = printed_formulas.sgd_step_size(problem, budget, batch_size=size, rounds=users // size)
     printed = sco.shuffle_sgd(problem, budget, batch_size=size, step_size=step).excess_loss_bound
     ours = sco.shuffle_sgd(problem, budget, batch_size=size).excess_loss_bound
-    print(f"L = {lipschitz:g}: proved excess loss {printed:.3g} with the printed step, {ours:.3g} with the best one")
+    print(
+        f"L = {lipschitz:g}: proved excess loss {printed:.3g} with the printed step, {ours:.3g} with the best one"
+    )
     assert ours <= printed
 assert printed > 20 * ours
 
@@ -262,7 +315,9 @@ assert printed > 20 * ours
 
 # %%
 published, tight = (
-    opacus_shuffle.ShuffleVectorSum(1000, 100, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=name)
+    opacus_shuffle.ShuffleVectorSum(
+        1000, 100, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=name
+    )
     for name in ("published", "tight")
 )
 print(

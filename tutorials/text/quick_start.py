@@ -55,7 +55,9 @@ before = fit(
         **NOISE,
     )
 )
-print(f"trusting a server: {before:.1%} of the test digits, epsilon = {engine.get_epsilon(DELTA):.3f}")
+print(
+    f"trusting a server: {before:.1%} of the test digits, epsilon = {engine.get_epsilon(DELTA):.3f}"
+)
 
 # %% [markdown]
 # ## After: the import and the accountant
@@ -76,8 +78,12 @@ after = fit(
         **NOISE,
     )
 )
-print(f"trusting a shuffler: {after:.1%} of the test digits, epsilon = {engine.get_epsilon(DELTA):.3f}")
-assert min(before, after) > 0.1 + 5 * (0.1 * 0.9 / len(test)) ** 0.5  # guessing, and five standard errors
+print(
+    f"trusting a shuffler: {after:.1%} of the test digits, epsilon = {engine.get_epsilon(DELTA):.3f}"
+)
+assert (
+    min(before, after) > 0.1 + 5 * (0.1 * 0.9 / len(test)) ** 0.5
+)  # guessing, and five standard errors
 
 # %% [markdown]
 # ## The table of $\varepsilon$
@@ -119,7 +125,13 @@ _ = report.plot()
 # In a script `make_private_with_epsilon(..., target_epsilon=, target_delta=, epochs=)`; from plain numbers:
 
 # %%
-budget = {"target_epsilon": 1.0, "target_delta": DELTA, "num_users": 60_000, "sample_rate": 0.1, "steps": 1000}
+budget = {
+    "target_epsilon": 1.0,
+    "target_delta": DELTA,
+    "num_users": 60_000,
+    "sample_rate": 0.1,
+    "steps": 1000,
+}
 sigma = opacus_shuffle.compute_noise_multiplier("shuffled_checkin", **budget)
 print(f"each report's own noise multiplier must be at least {sigma:.4f}")
 

@@ -1,8 +1,8 @@
 """The registry of bounds: which function computes which ε of which mechanism, and what that ε means.
 
-A bound is a function registered for a mechanism; nothing here knows what it computes. A *baseline* is the same for another
-trust model with the same noise: what no shuffler would give, or a trusted server. It is no ε of the mechanism, so nothing
-accounts or calibrates by it.
+A bound is a function registered for a mechanism; nothing here knows what it computes. A *baseline*
+is the same for another trust model with the same noise: what no shuffler would give, or a trusted
+server. It is no ε of the mechanism, so nothing accounts or calibrates by it.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> rounds = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
@@ -30,7 +30,13 @@ from opacus_shuffle.core.guarantees import (
     NotCovered,
     PrivacyBound,
 )
-from opacus_shuffle.core.validation import instance_of, integer, one_of, open_unit_interval, refuse_taken
+from opacus_shuffle.core.validation import (
+    instance_of,
+    integer,
+    one_of,
+    open_unit_interval,
+    refuse_taken,
+)
 
 Rounds = Sequence[tuple[Mechanism, int]]
 """What ran, in order: mechanisms of one kind, each with its number of rounds."""
@@ -52,7 +58,9 @@ class Answer:
 class BoundFunction(Protocol):
     """ε of several rounds at δ; ``orders`` fixes the Rényi orders where the bound uses any."""
 
-    def __call__(self, rounds: Any, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+    def __call__(
+        self, rounds: Any, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+    ) -> Answer:
         """One ε with what is particular to the case."""
 
 
@@ -99,7 +107,8 @@ class Bound:
         zero_out_only: It has no value for replacement.
         uses_orders: It takes Rényi orders.
         cites: Where its proof is written down, for statements.
-        rough: About its ε in next to no time, where calibration starts; None if there is no such thing.
+        rough: About its ε in next to no time, where calibration starts; None if there is no such
+            thing.
     """
 
     name: str
@@ -136,7 +145,8 @@ def register_bound(
     Args:
         mechanisms: One or several.
         name: Of the bound.
-        **entry: The other fields of :class:`Bound`; for ``meaning`` and ``guarantee`` there is no default.
+        **entry: The other fields of :class:`Bound`; for ``meaning`` and ``guarantee`` there is no
+            default.
     """
     kinds = [mechanisms] if isinstance(mechanisms, type) else list(mechanisms)
 
@@ -190,19 +200,33 @@ def compute_bound(
         orders: Rényi orders to use in place of the adaptive grid, for bounds that use any.
 
     Raises:
-        ValueError: If an argument is out of range; :class:`~opacus_shuffle.core.guarantees.NotCovered` if the bound has no
-            value for the adjacency.
+        ValueError: If an argument is out of range;
+            :class:`~opacus_shuffle.core.guarantees.NotCovered` if the bound has no value for the
+            adjacency.
     """
-    return ask(find_bound(kind_of(rounds), bound), rounds, delta=delta, adjacency=adjacency, orders=orders)
+    return ask(
+        find_bound(kind_of(rounds), bound), rounds, delta=delta, adjacency=adjacency, orders=orders
+    )
 
 
-def compute_baseline(rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out") -> PrivacyBound:
+def compute_baseline(
+    rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out"
+) -> PrivacyBound:
     """Returns what the same noise would give under another trust model (arguments as :func:`compute_bound`)."""
-    return ask(find_bound(kind_of(rounds), baseline, baseline=True), rounds, delta=delta, adjacency=adjacency)
+    return ask(
+        find_bound(kind_of(rounds), baseline, baseline=True),
+        rounds,
+        delta=delta,
+        adjacency=adjacency,
+    )
 
 
 def ladder(
-    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", orders: Iterable[float] | None = None
+    rounds: Rounds,
+    *,
+    delta: float,
+    adjacency: str = "zero_out",
+    orders: Iterable[float] | None = None,
 ) -> list[PrivacyBound]:
     """Returns every bound and baseline that has a value for this adjacency, from the least trust to the most.
 
@@ -213,7 +237,10 @@ def ladder(
     rows, kind = [], kind_of(rounds)
     orders = orders if orders is None else tuple(orders)
     if orders is not None and not any(entry.uses_orders for entry in entries_of(kind)):
-        raise ValueError(f"no bound of {kind.name} uses Rényi orders, got orders={reprlib.repr(orders)}: leave them out")
+        raise ValueError(
+            f"no bound of {kind.name} uses Rényi orders, got orders={reprlib.repr(orders)}: leave "
+            "them out"
+        )
     for entry in entries_of(kind):
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
@@ -227,7 +254,8 @@ def _check_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str])
 
     Raises:
         InconsistentBound: If a proved ε of the mechanism's ``own`` bounds is below a lower value of
-            them, or ``certified`` above ``local``, whose adversary sees the same reports unshuffled.
+            them, or ``certified`` above ``local``, whose adversary sees the same reports
+            unshuffled.
     """
     for row, other in itertools.permutations(rows, 2):
         if (row.bound, other.bound) == ("certified", "local") and row.epsilon > other.epsilon:
@@ -239,18 +267,25 @@ def _check_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str])
 
 def kind_of(rounds: Rounds) -> type[Mechanism]:
     """Returns the one kind of mechanism that ran."""
-    pairs = isinstance(rounds, Sequence) and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in rounds)
+    pairs = isinstance(rounds, Sequence) and all(
+        isinstance(entry, Sequence) and len(entry) == 2 for entry in rounds
+    )
     if not pairs or not all(isinstance(mechanism, Mechanism) for mechanism, _ in rounds):
-        raise ValueError(f"rounds must be a list of (mechanism, number of rounds) pairs, got {rounds!r}")
+        raise ValueError(
+            f"rounds must be a list of (mechanism, number of rounds) pairs, got {rounds!r}"
+        )
     kinds = {type(mechanism) for mechanism, _ in rounds}
     if not kinds:
         raise ValueError("rounds must not be empty: there is nothing to report")
     if len(kinds) != 1:
-        raise ValueError(f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}")
+        raise ValueError(
+            f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}"
+        )
     kind = kinds.pop()
     if kind not in _TABLE:
         raise ValueError(
-            f"{kind.__name__} has no bounds, so no epsilon is known: register some with register_bound({kind.__name__}, ...)"
+            f"{kind.__name__} has no bounds, so no epsilon is known: register some with "
+            f"register_bound({kind.__name__}, ...)"
         )
     return kind
 
@@ -258,22 +293,34 @@ def kind_of(rounds: Rounds) -> type[Mechanism]:
 def entries_of(mechanism: type[Mechanism]) -> list[Bound]:
     """Returns a mechanism's bounds and baselines, in the order of a report."""
     if not (isinstance(mechanism, type) and issubclass(mechanism, Mechanism)):
-        raise ValueError(f"mechanism must be a class such as ShuffleGauss, got {mechanism!r}: pass the class, not its name")
+        raise ValueError(
+            f"mechanism must be a class such as ShuffleGauss, got {mechanism!r}: pass the class, "
+            "not its name"
+        )
     return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)
 
 
 def ask(
-    entry: Bound, rounds: Rounds, *, delta: float, adjacency: str = "zero_out", orders: Iterable[float] | None = None
+    entry: Bound,
+    rounds: Rounds,
+    *,
+    delta: float,
+    adjacency: str = "zero_out",
+    orders: Iterable[float] | None = None,
 ) -> PrivacyBound:
     """Computes a bound or baseline, and returns it with its meaning (arguments as :func:`compute_bound`)."""
     delta, adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
     if adjacency is not Adjacency.ZERO_OUT and entry.zero_out_only:
         raise NotCovered(
-            f"bound={entry.name!r} is about adjacency='zero_out', got {adjacency.value!r}: use bound='certified', which covers "
+            f"bound={entry.name!r} is about adjacency='zero_out', got {adjacency.value!r}: use "
+            "bound='certified', which covers "
             "both"
         )
     if orders is not None and not entry.uses_orders:
-        raise ValueError(f"bound={entry.name!r} uses no Rényi orders, got orders={reprlib.repr(orders)}: leave them out")
+        raise ValueError(
+            f"bound={entry.name!r} uses no Rényi orders, got orders={reprlib.repr(orders)}: leave "
+            "them out"
+        )
     answer = entry.function(rounds, delta=delta, adjacency=adjacency, orders=orders)
     return PrivacyBound(
         mechanism=rounds[0][0].name,

@@ -1,7 +1,7 @@
 """The bounds of Liew and Takahashi's shuffle Gaussian mechanisms (SG), for rounds that may differ in σ, γ or size.
 
-``docs/guarantees.rst`` says what they mean, ``docs/errata.rst`` why the pair of SG Theorems 1, 2 and 3 is neither the worst one
-nor about replacement.
+``docs/guarantees.rst`` says what they mean, ``docs/errata.rst`` why the pair of SG Theorems 1, 2
+and 3 is neither the worst one nor about replacement.
 
 >>> from opacus_shuffle.accountants.bounds.registry import ladder
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
@@ -29,9 +29,20 @@ import scipy  # whose statistics are loaded when first used
 from opacus_shuffle.accountants.bounds.registry import Answer, Rounds, register_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
-from opacus_shuffle.analysis import composition, gaussian_clones, mean_ratio, monotone_epsilon, shuffled_rounds, subsampling
+from opacus_shuffle.analysis import (
+    composition,
+    gaussian_clones,
+    mean_ratio,
+    monotone_epsilon,
+    shuffled_rounds,
+    subsampling,
+)
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import (
+    ShuffledRound,
+    sampled_gaussian_epsilon,
+    unshuffled_epsilon,
+)
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered
 from opacus_shuffle.core.validation import renyi_orders
 
@@ -45,7 +56,8 @@ FEW = 0.01
 def printed_rdp(mechanism: Mechanism | ShuffledRound, orders: Vector) -> Vector:
     """Returns the RDP by the paper's formulas, one round; Theorem 1, for a round of everyone, is exact already.
 
-    Never below the pair's exact value: Theorem 3 as printed would be, for fewer than one expected report.
+    Never below the pair's exact value: Theorem 3 as printed would be, for fewer than one expected
+    report.
     """
     fields = dataclasses.asdict(_shuffled(mechanism))
     exact = mean_ratio.compute_rdp(orders=orders, **fields)
@@ -60,7 +72,12 @@ def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
 
 
 def _shuffled(mechanism: Mechanism | ShuffledRound) -> ShuffledRound:
-    return ShuffledRound(**{field.name: getattr(mechanism, field.name) for field in dataclasses.fields(ShuffledRound)})
+    return ShuffledRound(
+        **{
+            field.name: getattr(mechanism, field.name)
+            for field in dataclasses.fields(ShuffledRound)
+        }
+    )
 
 
 def _rough_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
@@ -79,15 +96,26 @@ def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     cites="docs/proofs, pages 1, 6, 9 and 10",
     guarantee=Guarantee.PROVED,
 )
-def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _certified(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     ran = shuffled(rounds)
 
     def best(share: float) -> float:
         epsilon, _ = gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=adjacency.value)
-        if adjacency is Adjacency.REPLACE or share < monotone_epsilon.FIRST or not 0 < epsilon <= monotone_epsilon.SMALL:
+        if (
+            adjacency is Adjacency.REPLACE
+            or share < monotone_epsilon.FIRST
+            or not 0 < epsilon <= monotone_epsilon.SMALL
+        ):
             return epsilon
         # A report of zero is one that a record may be replaced by.
-        return min(epsilon, gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=Adjacency.REPLACE.value)[0])
+        return min(
+            epsilon,
+            gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=Adjacency.REPLACE.value)[
+                0
+            ],
+        )
 
     _, clones = gaussian_clones.smallest_epsilon(ran, delta=delta, adjacency=adjacency.value)
     proof = "no gain from shuffling" if clones is None else f"{clones} clones"
@@ -104,8 +132,12 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     zero_out_only=True,
     uses_orders=True,
 )
-def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    different = shuffled_rounds.coarsen(shuffled_rounds.merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_KINDS)
+def _published(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
+    different = shuffled_rounds.coarsen(
+        shuffled_rounds.merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_KINDS
+    )
 
     def composed(vector: Vector) -> Vector:
         return np.sum([count * printed_rdp(kind, vector) for kind, count in different], axis=0)
@@ -114,7 +146,9 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
         return Answer(composition.epsilon_from_rdp(composed, delta=delta)[0])
     orders = renyi_orders(orders, maximum=mean_ratio.MAX_ORDER)
     chosen = f"{PUBLISHED}; over the {orders.size} Rényi orders from {orders.min():g} to {orders.max():g} that were asked for"
-    return Answer(composition.epsilon_from_rdp(composed, delta=delta, orders=orders)[0], meaning=chosen)
+    return Answer(
+        composition.epsilon_from_rdp(composed, delta=delta, orders=orders)[0], meaning=chosen
+    )
 
 
 @register_bound(
@@ -127,7 +161,9 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     zero_out_only=True,
     rough=_rough_pair,
 )
-def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _pair(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     lower, upper = shuffled_rounds.pair_epsilon(shuffled(rounds), delta=delta)
     return Answer(upper, lower)
 
@@ -142,7 +178,9 @@ _baseline = functools.partial(register_bound, FAMILY, baseline=True, guarantee=G
     trusted="nobody",
     adversary="sees who sends which report",
 )
-def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _local(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     return Answer(unshuffled_epsilon(shuffled(rounds), delta=delta, distance=adjacency.distance))
 
 
@@ -154,7 +192,9 @@ def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterab
     trusted="the aggregation",
     adversary="sees the sum of every round's reports, and who takes part",
 )
-def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _secure_aggregation(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     """The sum of a round's reports carries the noise of all of them: of as many as there are but for a small share of δ."""
     ran = shuffled_rounds.merge(shuffled(rounds))
     sampled = any(kind.sample_rate < 1 for kind, _ in ran)
@@ -180,7 +220,10 @@ def fewest_reports(num_users: int, sample_rate: float, probability: float) -> in
 
     A record that takes part makes one report, the others a binomial number; rounded down.
     """
-    others, tail = scipy.stats.binom(num_users - 1, sample_rate), probability / sample_rate * (1 - 1e-6)
+    others, tail = (
+        scipy.stats.binom(num_users - 1, sample_rate),
+        probability / sample_rate * (1 - 1e-6),
+    )
     fewer = max(0, int(others.ppf(min(tail, 0.5))))
     while fewer and others.cdf(fewer - 1) > tail:
         fewer -= 1
@@ -195,18 +238,32 @@ def fewest_reports(num_users: int, sample_rate: float, probability: float) -> in
     trusted="the server",
     adversary="sees the noised sum of every round",
 )
-def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _central(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     """DP-SGD: the sampled Gaussian mechanism with the noise of the sum, √B·σ."""
-    server = [(_of_sum(kind, kind.num_users * kind.sample_rate), count) for kind, count in shuffled(rounds)]
+    server = [
+        (_of_sum(kind, kind.num_users * kind.sample_rate), count)
+        for kind, count in shuffled(rounds)
+    ]
     if adjacency is Adjacency.ZERO_OUT:
         epsilon = sampled_gaussian_epsilon(server, delta=delta)
     elif any(mechanism.sample_rate < 1 for mechanism, _ in rounds):
-        raise NotCovered(f"baseline='central' with sampling is about adjacency='zero_out', got {adjacency.value!r}")
+        raise NotCovered(
+            "baseline='central' with sampling is about adjacency='zero_out', got "
+            f"{adjacency.value!r}"
+        )
     else:
         epsilon = unshuffled_epsilon(server, delta=delta, distance=adjacency.distance)
-    if not any(mechanism.sampling == "fixed_size" and mechanism.sample_rate < 1 for mechanism, _ in rounds):
+    if not any(
+        mechanism.sampling == "fixed_size" and mechanism.sample_rate < 1 for mechanism, _ in rounds
+    ):
         return Answer(epsilon)
-    return Answer(epsilon, guarantee=Guarantee.ESTIMATE, covers=f"{EVERY_DATA_SET}, as if each user took part by its own coin")
+    return Answer(
+        epsilon,
+        guarantee=Guarantee.ESTIMATE,
+        covers=f"{EVERY_DATA_SET}, as if each user took part by its own coin",
+    )
 
 
 def _of_sum(kind: ShuffledRound, reports: float) -> ShuffledRound:

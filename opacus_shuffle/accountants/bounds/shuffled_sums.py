@@ -1,14 +1,19 @@
 """The bounds of Cheu, Joseph, Mao and Peng's shuffled sums (SCO), all of them proved for every data set and both adjacencies.
 
-``certified``  The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`) composed exactly: the smallest of
-               everyone in every round, of seeing in which rounds a record takes part, and of secret coins or samples of fixed
-               size (:mod:`opacus_shuffle.analysis.sampled_sums`). One pair's lower value stands beside it where it is known.
-``published``  The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the composition get 1/(T + 1).
-               A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the protocol has the paper's
-               constants, else the Gaussian mechanism that covers it. Nothing is gained from sampling.
+``certified``  The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`)
+composed exactly: the smallest of
+               everyone in every round, of seeing in which rounds a record takes part, and of secret
+               coins or samples of fixed size (:mod:`opacus_shuffle.analysis.sampled_sums`). One
+               pair's lower value stands beside it where it is known.
+``published``  The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the
+composition get 1/(T + 1).
+               A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the
+               protocol has the paper's constants, else the Gaussian mechanism that covers it.
+               Nothing is gained from sampling.
 
-A record that becomes zero moves the sum half as far as one that becomes any other. With coins that is so in secret, too, and
-a round is DP-SGD's. A sample of fixed size has another record in its place: such an ε holds for both adjacencies, and says so.
+A record that becomes zero moves the sum half as far as one that becomes any other. With coins that
+is so in secret, too, and a round is DP-SGD's. A sample of fixed size has another record in its
+place: such an ε holds for both adjacencies, and says so.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledSums
@@ -47,21 +52,30 @@ _EVERYONE = "everyone in every round"
 def round_epsilon(mechanism: ShuffledSums, delta: float) -> float:
     """Returns ε of one round at δ, everyone in it.
 
-    Theorem A.6's noise for (ε, δ) in d coordinates is proportional to ln(2(d+1)/δ)·ln((d+1)/δ)/ε², so the noise that there is
-    has an ε at every δ below ½, as far as the theorem goes: up to 15, with drop-outs up to one over the honest share.
+    Theorem A.6's noise for (ε, δ) in d coordinates is proportional to ln(2(d+1)/δ)·ln((d+1)/δ)/ε²,
+    so the noise that there is has an ε at every δ below ½, as far as the theorem goes: up to 15,
+    with drop-outs up to one over the honest share.
     """
     if mechanism.round_epsilon is not None and mechanism.round_delta is not None and delta < 0.5:
         if delta == mechanism.round_delta:
             return mechanism.round_epsilon
-        asked, made = (delta / (mechanism.dimension + 1), mechanism.round_delta / (mechanism.dimension + 1))
+        asked, made = (
+            delta / (mechanism.dimension + 1),
+            mechanism.round_delta / (mechanism.dimension + 1),
+        )
         ratio = math.log(2 / asked) * math.log(asked) / (math.log(2 / made) * math.log(made))
         epsilon = mechanism.round_epsilon * math.sqrt(ratio) * (1 + 1e-12)
-        largest = _LARGEST_PUBLISHED_EPSILON if mechanism.honest_fraction == 1 else 1 / mechanism.honest_fraction
+        largest = (
+            _LARGEST_PUBLISHED_EPSILON
+            if mechanism.honest_fraction == 1
+            else 1 / mechanism.honest_fraction
+        )
         if epsilon <= largest * (1 + 1e-9):
             return epsilon
     if delta <= mechanism.lost:
         raise NotCovered(
-            f"bound='published' shares delta among the rounds, and each round's share ({delta:.3g}) is below what its binomial "
+            "bound='published' shares delta among the rounds, and each round's share "
+            f"({delta:.3g}) is below what its binomial "
             f"tails take ({mechanism.lost:.3g}): use bound='certified', or a larger delta"
         )
     return gaussian.compute_epsilon(mu=mechanism.mu, delta=delta - mechanism.lost)
@@ -75,7 +89,9 @@ def round_epsilon(mechanism: ShuffledSums, delta: float) -> float:
     adversary=MESSAGES,
     guarantee=Guarantee.PROVED,
 )
-def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _published(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     total = sum(count for _, count in rounds)
     if total == 1:
         epsilon = round_epsilon(rounds[0][0], delta)
@@ -87,7 +103,8 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     printed = all(mechanism.calibration == "published" for mechanism, _ in rounds)
     by = "SCO Theorem A.6" if printed else "the covering Gaussian mechanism"
     meaning = (
-        f"every round's own epsilon by {by}, composed by advanced composition as in SCO Algorithm 5, replacement (so zeroing "
+        f"every round's own epsilon by {by}, composed by advanced composition as in SCO Algorithm "
+        "5, replacement (so zeroing "
         "too); takes nothing off for sampling"
     )
     return Answer(epsilon, meaning=meaning)
@@ -102,7 +119,9 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     cites="docs/proofs, pages 2, 3 and 8",
     guarantee=Guarantee.PROVED,
 )
-def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _certified(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     covering = [(mechanism.sampled_sum(mechanism.mu), count) for mechanism, count in rounds]
     epsilons = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
     proof, epsilon = min(epsilons.items(), key=lambda row: row[1])
@@ -111,7 +130,8 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
         seen = epsilons.get(_SEEN, math.inf)
         if epsilon < seen < math.inf:
             meaning += (
-                f"; counts on {'every user' if proof == _COINS else 'the shuffler'} to draw and hide who takes part in each "
+                f"; counts on {'every user' if proof == _COINS else 'the shuffler'} to draw and "
+                "hide who takes part in each "
                 f"round (if that is seen: {round_up(seen)})"
             )
         if adjacency is Adjacency.ZERO_OUT and proof == _SAMPLES:
@@ -122,28 +142,39 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
 
 
 @functools.lru_cache(maxsize=256)
-def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency: Adjacency) -> float | None:
+def _lower(
+    rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency: Adjacency
+) -> float | None:
     """A value that no valid ε is below, by one pair of data sets; None for drop-outs, samples of several sizes, or odd grids.
 
-    By coins: one record at the end of a coordinate's grid becomes zero, which all others are. With samples of fixed size: it
-    goes from one end to the other, where all others are. Of very many different rounds, those that tell most: what the others
-    tell is left out, which only lowers it.
+    By coins: one record at the end of a coordinate's grid becomes zero, which all others are. With
+    samples of fixed size: it goes from one end to the other, where all others are. Of very many
+    different rounds, those that tell most: what the others tell is left out, which only lowers it.
     """
-    kinds = {(mechanism.sampling if mechanism.sample_rate < 1 else None, mechanism.sample_rate) for mechanism, _ in rounds}
+    kinds = {
+        (mechanism.sampling if mechanism.sample_rate < 1 else None, mechanism.sample_rate)
+        for mechanism, _ in rounds
+    }
     if len(kinds) > 1 or any(mechanism.honest_fraction < 1 for mechanism, _ in rounds):
         return None
     sampling, rate = kinds.pop()
     zeroed = sampling == "poisson" or adjacency is Adjacency.ZERO_OUT
-    if zeroed and (sampling == "fixed_size" or any(mechanism.granularity % 2 for mechanism, _ in rounds)):
+    if zeroed and (
+        sampling == "fixed_size" or any(mechanism.granularity % 2 for mechanism, _ in rounds)
+    ):
         return None
     summed = [
         (
             BinomialSum(
-                noise=mechanism.noise, shift=mechanism.granularity // (2 if zeroed else 1), dimension=mechanism.dimension
+                noise=mechanism.noise,
+                shift=mechanism.granularity // (2 if zeroed else 1),
+                dimension=mechanism.dimension,
             ),
             count,
         )
-        for mechanism, count in sorted(rounds, key=lambda kind: -kind[1] * kind[0].mu ** 2)[:MOST_KINDS]
+        for mechanism, count in sorted(rounds, key=lambda kind: -kind[1] * kind[0].mu ** 2)[
+            :MOST_KINDS
+        ]
     ]
     return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rate)
 
@@ -158,9 +189,12 @@ def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency
     adversary="sees the noised sum of every round",
     guarantee=Guarantee.PROVED,
 )
-def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _central(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     server = [
-        (dataclasses.replace(mechanism.sampled_sum(2 / mechanism.noise_std), lost=0.0), count) for mechanism, count in rounds
+        (dataclasses.replace(mechanism.sampled_sum(2 / mechanism.noise_std), lost=0.0), count)
+        for mechanism, count in rounds
     ]
     return Answer(min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values()))
 
@@ -179,12 +213,19 @@ def gaussian_epsilons(
     if not everyone:
         coins = all(sampled_sum.sampling == "poisson" for sampled_sum, _ in rounds)
         zeroed = coins and adjacency is Adjacency.ZERO_OUT
-        epsilons[_COINS if coins else _SAMPLES] = sampled_sums.compute_epsilon(rounds, delta=delta, zeroed=zeroed)
+        epsilons[_COINS if coins else _SAMPLES] = sampled_sums.compute_epsilon(
+            rounds, delta=delta, zeroed=zeroed
+        )
     if lost < delta:
-        seen = [  # a record is in each independent sample with probability γ: its own coin, as far as it is concerned
+        # a record is in each independent sample with probability γ: its own coin, as far as it is
+        # concerned
+        seen = [
             (
                 ShuffledRound(
-                    noise_multiplier=2 / sampled_sum.mu, num_users=1, sample_rate=sampled_sum.sample_rate, sampling="poisson"
+                    noise_multiplier=2 / sampled_sum.mu,
+                    num_users=1,
+                    sample_rate=sampled_sum.sample_rate,
+                    sampling="poisson",
                 ),
                 count,
             )
@@ -194,7 +235,9 @@ def gaussian_epsilons(
         epsilons[_EVERYONE if everyone else _SEEN] = epsilon
     if not epsilons or not math.isfinite(min(epsilons.values())):
         raise ValueError(
-            f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in {sum(count for _, count in rounds)} steps, "
-            f"got {delta!r}: ask for a larger delta or fewer steps, or build the protocol with a smaller delta"
+            f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in "
+            f"{sum(count for _, count in rounds)} steps, "
+            f"got {delta!r}: ask for a larger delta or fewer steps, or build the protocol with a "
+            "smaller delta"
         )
     return epsilons

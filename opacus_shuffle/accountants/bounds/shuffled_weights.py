@@ -1,9 +1,11 @@
 """The bounds of Yang, Ji and Xiang's weight shuffling (WS): DP-SGD with permuted weights, steps that may differ in σ or γ.
 
-No ε smaller than DP-SGD's holds for every data set: a gradient with equal entries looks the same after any permutation. And
-whoever sees the weights before and after a step can undo its permutation; ``published`` and ``pair`` are about an adversary who
-sees each permuted noised gradient by itself. Clipping the sum to c′ is a projection on a ball, which brings no two points
-further apart, so it costs no ε. Parameters that stay where they are have noise of at least the same σ.
+No ε smaller than DP-SGD's holds for every data set: a gradient with equal entries looks the same
+after any permutation. And whoever sees the weights before and after a step can undo its
+permutation; ``published`` and ``pair`` are about an adversary who sees each permuted noised
+gradient by itself. Clipping the sum to c′ is a projection on a ball, which brings no two points
+further apart, so it costs no ε. Parameters that stay where they are have noise of at least the same
+σ.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledWeights
@@ -29,23 +31,34 @@ from opacus_shuffle.accountants.bounds.shuffle_gaussian import shuffled
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.analysis import advanced_composition, fenton_wilkinson, gaussian
 from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon
-from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import (
+    ShuffledRound,
+    sampled_gaussian_epsilon,
+    unshuffled_epsilon,
+)
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee
 from opacus_shuffle.core.solve import safe_root
 
 Rounds = Sequence[tuple[ShuffledWeights, int]]
 SERVER = "the server"
-ALONE = "sees each step's permuted, noised gradient by itself, never two releases that it could match"
+ALONE = (
+    "sees each step's permuted, noised gradient by itself, never two releases that it could match"
+)
 ALL = "sees all weights and noised gradients of every step"
 _ESTIMATE = (
-    "WS Theorem 6 with WS Theorems 1 and 2: an approximation of a lower bound on delta, taken for the truth; for an adversary "
+    "WS Theorem 6 with WS Theorems 1 and 2: an approximation of a lower bound on delta, taken for "
+    "the truth; for an adversary "
     "who sees each step's permuted gradient by itself"
 )
 _PAIR = (
-    "one pair of data sets: the other gradients sum to zero, one record's gradient is a single coordinate as large as both "
+    "one pair of data sets: the other gradients sum to zero, one record's gradient is a single "
+    "coordinate as large as both "
     "clippings let it"
 )
-_HALF, _BEST = "half of delta for the steps", "delta split between steps and composition in the best way"
+_HALF, _BEST = (
+    "half of delta for the steps",
+    "delta split between steps and composition in the best way",
+)
 
 
 def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
@@ -61,20 +74,30 @@ def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
     )
     if mechanism.unshuffled_noise_multiplier is None:
         return permuted
-    return max(permuted, gaussian.compute_epsilon(mu=1 / mechanism.unshuffled_noise_multiplier, delta=delta))
+    return max(
+        permuted,
+        gaussian.compute_epsilon(mu=1 / mechanism.unshuffled_noise_multiplier, delta=delta),
+    )
 
 
 def _estimate(delta_split: float | None, rounds: Rounds, delta: float) -> Answer:
     """Composes WS Theorem 6 over the steps by WS Theorems 2 and 1."""
-    steps = [(functools.partial(step_epsilon, mechanism), mechanism.sample_rate, count) for mechanism, count in rounds]
+    steps = [
+        (functools.partial(step_epsilon, mechanism), mechanism.sample_rate, count)
+        for mechanism, count in rounds
+    ]
     epsilon = advanced_composition.compute_epsilon(steps, delta=delta, delta_split=delta_split)
     if any(mechanism.layers != (1,) for mechanism, _ in rounds):
         return Answer(epsilon)
     plain = f"nothing is permuted (dimension 1): DP-SGD by WS Theorems 1 and 2, {_BEST if delta_split is None else _HALF}"
-    return Answer(epsilon, guarantee=Guarantee.PROVED, covers=EVERY_DATA_SET, adversary=ALL, meaning=plain)
+    return Answer(
+        epsilon, guarantee=Guarantee.PROVED, covers=EVERY_DATA_SET, adversary=ALL, meaning=plain
+    )
 
 
-_of_single_steps = functools.partial(register_bound, ShuffledWeights, trusted=SERVER, adversary=ALONE, zero_out_only=True)
+_of_single_steps = functools.partial(
+    register_bound, ShuffledWeights, trusted=SERVER, adversary=ALONE, zero_out_only=True
+)
 _as_estimate = functools.partial(
     _of_single_steps,
     guarantee=Guarantee.ESTIMATE,
@@ -83,12 +106,20 @@ _as_estimate = functools.partial(
 
 
 @_as_estimate("published", meaning=f"{_ESTIMATE}; {_HALF}", legend="an estimate, as printed")
-def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _published(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     return _estimate(0.5, rounds, delta)
 
 
-@_as_estimate("published_optimised", meaning=f"as published; {_BEST}", legend="an estimate, delta split in the best way")
-def _optimised(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+@_as_estimate(
+    "published_optimised",
+    meaning=f"as published; {_BEST}",
+    legend="an estimate, delta split in the best way",
+)
+def _optimised(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     return _estimate(None, rounds, delta)
 
 
@@ -99,7 +130,9 @@ def _optimised(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     guarantee=Guarantee.PAIR,
     covers=_PAIR,
 )
-def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _pair(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     """Nothing of others, one record's gradient in one of the smallest layer's coordinates."""
     largest = 1e12  # the most noise that has a distribution
     steps = [
@@ -130,12 +163,16 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
     cites="docs/proofs, page 6",
     guarantee=Guarantee.PROVED,
 )
-def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _certified(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     """DP-SGD's own: permuting is post-processing, clipping the sum a contraction."""
     sampled = shuffled(rounds)
     if adjacency is Adjacency.ZERO_OUT:
         return Answer(sampled_gaussian_epsilon(sampled, delta=delta))
-    return Answer(min(_chained(sampled, delta), unshuffled_epsilon(sampled, delta=delta, distance=2.0)))
+    return Answer(
+        min(_chained(sampled, delta), unshuffled_epsilon(sampled, delta=delta, distance=2.0))
+    )
 
 
 @register_bound(
@@ -149,9 +186,15 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     zero_out_only=True,
     guarantee=Guarantee.PROVED,
 )
-def _composition(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+def _composition(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     return Answer(
-        _estimate(0.5, [(dataclasses.replace(mechanism, dimension=1), count) for mechanism, count in rounds], delta).epsilon
+        _estimate(
+            0.5,
+            [(dataclasses.replace(mechanism, dimension=1), count) for mechanism, count in rounds],
+            delta,
+        ).epsilon
     )
 
 

@@ -10,11 +10,23 @@ import importlib
 import pkgutil
 
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
-from opacus_shuffle.accountants.mechanisms.shuffle_gaussian import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
+from opacus_shuffle.accountants.mechanisms.shuffle_gaussian import (
+    ShuffledCheckIn,
+    ShuffleGauss,
+    SubsampledShuffle,
+)
 from opacus_shuffle.accountants.mechanisms.shuffled_sums import ShuffledSums
 from opacus_shuffle.accountants.mechanisms.shuffled_weights import ShuffledWeights
 
 for _found in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_found.name}")
 
-__all__ = ["MECHANISMS", "Mechanism", "ShuffleGauss", "ShuffledCheckIn", "ShuffledSums", "ShuffledWeights", "SubsampledShuffle"]
+__all__ = [
+    "MECHANISMS",
+    "Mechanism",
+    "ShuffleGauss",
+    "ShuffledCheckIn",
+    "ShuffledSums",
+    "ShuffledWeights",
+    "SubsampledShuffle",
+]

@@ -1,7 +1,7 @@
 """Liew and Takahashi's shuffle Gaussian mechanisms (SG): their Theorems 1, 2 and 3, which differ in how users are drawn.
 
-A report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees the round's reports in random
-order (and how many there are): ``noise_multiplier`` is that local σ.
+A report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees the
+round's reports in random order (and how many there are): ``noise_multiplier`` is that local σ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ShuffleGauss(GaussianReports):
         super().__post_init__()
         if self.sample_rate != 1.0:
             raise ValueError(
-                f"shuffle_gauss gains nothing from sampling, got sample_rate={self.sample_rate}: pass num_users = reports "
+                f"shuffle_gauss gains nothing from sampling, got sample_rate={self.sample_rate}: "
+                "pass num_users = reports "
                 "per round, or use subsampled_shuffle or shuffled_checkin"
             )
 

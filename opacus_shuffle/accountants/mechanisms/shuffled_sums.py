@@ -7,10 +7,26 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from opacus_shuffle.accountants.mechanism import Mechanism, described
-from opacus_shuffle.analysis.binomial_sums import MOST_TRIALS, BinomialNoise, BinomialSum, gaussian_equivalent
+from opacus_shuffle.analysis.binomial_sums import (
+    MOST_TRIALS,
+    BinomialNoise,
+    BinomialSum,
+    gaussian_equivalent,
+)
 from opacus_shuffle.analysis.sampled_sums import SampledSum
-from opacus_shuffle.core.validation import instance_of, integer, one_of, open_unit_interval, positive, sampling_rate
-from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, honest_users, published_vector_plan
+from opacus_shuffle.core.validation import (
+    instance_of,
+    integer,
+    one_of,
+    open_unit_interval,
+    positive,
+    sampling_rate,
+)
+from opacus_shuffle.protocols.calibration import (
+    SMALLEST_MULTIPLIER,
+    honest_users,
+    published_vector_plan,
+)
 
 if TYPE_CHECKING:  # it needs PyTorch
     from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -26,25 +42,30 @@ _BITS = ("granularity", "noise_trials", "bit_probability", "tail", "round_epsilo
 class ShuffledSums(Mechanism):
     """One round's sum of clipped vectors, each sent as shuffled bits with noise bits among them.
 
-    The adversary sees every bit with its coordinate, so the sum of all rounded vectors and binomial noise. The plain numbers
-    describe a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: :meth:`of_protocol` reads them off, :meth:`build`
-    chooses them for a noise multiplier.
+    The adversary sees every bit with its coordinate, so the sum of all rounded vectors and binomial
+    noise. The plain numbers describe a
+    :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: :meth:`of_protocol` reads them
+    off, :meth:`build` chooses them for a noise multiplier.
 
     Attributes:
-        noise_multiplier: 2/μ: over the clipping norm, the noise of the Gaussian mechanism on the **sum** that is no more
-            private than a round. (Replacing a record moves the sum by up to twice the norm.) It must follow from the bits.
+        noise_multiplier: 2/μ: over the clipping norm, the noise of the Gaussian mechanism on the
+            **sum** that is no more private than a round. (Replacing a record moves the sum by up to
+            twice the norm.) It must follow from the bits.
         num_users: n, the whole data set.
         sample_rate: γ, the expected share of it in each round.
-        sampling: ``"poisson"``: all n users report in every round, and each tosses a secret coin of rate γ for whether its
-            vector is in its report; else that says zero, and nobody learns which. ``"fixed_size"``: γ·n users, drawn afresh
-            and in secret, report.
+        sampling: ``"poisson"``: all n users report in every round, and each tosses a secret coin of
+            rate γ for whether its vector is in its report; else that says zero, and nobody learns
+            which. ``"fixed_size"``: γ·n users, drawn afresh and in secret, report.
         dimension: d, entries of a vector.
         granularity: g, steps of the grid from −C to C.
-        noise_trials: m, the honest reports' noise bits of one coordinate together, all reports of a round.
+        noise_trials: m, the honest reports' noise bits of one coordinate together, all reports of a
+            round.
         bit_probability: p, that a noise bit is 1.
-        tail: What one round's binomial tails may take of δ; μ covers all but :attr:`lost`, which is no more.
+        tail: What one round's binomial tails may take of δ; μ covers all but :attr:`lost`, which is
+            no more.
         honest_fraction: The share of a round's reports that carry their noise for certain.
-        round_epsilon: ε of one round by SCO Theorem A.6, where the bits have the paper's constants; else None.
+        round_epsilon: ε of one round by SCO Theorem A.6, where the bits have the paper's constants;
+            else None.
         round_delta: Its δ.
 
     Raises:
@@ -58,54 +79,95 @@ class ShuffledSums(Mechanism):
     trains_on_stock_engines: ClassVar[bool] = False
     least_noise: ClassVar[float] = SMALLEST_MULTIPLIER
     # What varies follows from the bits: it may be another SciPy's.
-    noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA", varies=True)
+    noise_multiplier: float = described(
+        "noise of the sum over the clipping norm", "SIGMA", varies=True
+    )
     sampling: str = described(  # type: ignore[assignment, misc]
-        "who takes part: poisson (all report, each takes part by a secret coin) or fixed_size", "KIND", default="poisson"
+        "who takes part: poisson (all report, each takes part by a secret coin) or fixed_size",
+        "KIND",
+        default="poisson",
     )
     dimension: int = described("entries of a vector, the trainable parameters", "D")
-    granularity: int = described("steps of the grid (default: chosen for the noise)", "G", default=0)
-    noise_trials: int = described("noise bits of one coordinate, all honest reports'", "M", default=0)
+    granularity: int = described(
+        "steps of the grid (default: chosen for the noise)", "G", default=0
+    )
+    noise_trials: int = described(
+        "noise bits of one coordinate, all honest reports'", "M", default=0
+    )
     bit_probability: float = described("that a noise bit is 1", "P", default=0.5)
-    tail: float = described("share of delta that binomial tails may take in one round", "P", default=0.0)
-    honest_fraction: float = described("share of the reports that carry their noise for certain", "SHARE", default=1.0)
+    tail: float = described(
+        "share of delta that binomial tails may take in one round", "P", default=0.0
+    )
+    honest_fraction: float = described(
+        "share of the reports that carry their noise for certain", "SHARE", default=1.0
+    )
     round_epsilon: float | None = described(
         "one round's epsilon by the published theorem", "EPSILON", default=None, varies=True
     )
-    round_delta: float | None = described("one round's delta by the published theorem", "DELTA", default=None)
+    round_delta: float | None = described(
+        "one round's delta by the published theorem", "DELTA", default=None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("sampling", self.sampling, ("poisson", "fixed_size"))
         if self.sampling == "fixed_size":
             self._round_the_sample()
-        self._set(**{name: integer(name, getattr(self, name), minimum=0) for name in ("granularity", "noise_trials")})
+        self._set(
+            **{
+                name: integer(name, getattr(self, name), minimum=0)
+                for name in ("granularity", "noise_trials")
+            }
+        )
         if not self.granularity or not self.noise_trials:
             raise ValueError(
-                "shuffled_sums is described by its bits (granularity, noise_trials, ...), not by a noise multiplier alone: let "
-                "ShuffledSums.build choose them, or read them off a ShuffleVectorSum with ShuffledSums.of_protocol"
+                "shuffled_sums is described by its bits (granularity, noise_trials, ...), not by a "
+                "noise multiplier alone: let "
+                "ShuffledSums.build choose them, or read them off a ShuffleVectorSum with "
+                "ShuffledSums.of_protocol"
             )
-        self._set(**{name: integer(name, getattr(self, name)) for name in ("dimension", "granularity", "noise_trials")})
-        self._set(**{name: open_unit_interval(name, getattr(self, name)) for name in ("bit_probability", "tail")})
+        self._set(
+            **{
+                name: integer(name, getattr(self, name))
+                for name in ("dimension", "granularity", "noise_trials")
+            }
+        )
+        self._set(
+            **{
+                name: open_unit_interval(name, getattr(self, name))
+                for name in ("bit_probability", "tail")
+            }
+        )
         open_unit_interval("1 - bit_probability", 1 - self.bit_probability)
         integer("noise_trials", self.noise_trials, maximum=MOST_TRIALS)
-        if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1 and self.sampling != "poisson":
+        if (
+            sampling_rate("honest_fraction", self.honest_fraction) < 1
+            and self.sample_rate < 1
+            and self.sampling != "poisson"
+        ):
             raise ValueError(
-                f"honest_fraction={self.honest_fraction} goes with sampling='poisson' or sample_rate=1, got sampling="
-                f"{self.sampling!r} and sample_rate={self.sample_rate}: who of a sample is honest is random, and dishonest "
+                f"honest_fraction={self.honest_fraction} goes with sampling='poisson' or "
+                "sample_rate=1, got sampling="
+                f"{self.sampling!r} and sample_rate={self.sample_rate}: who of a sample is honest "
+                "is random, and dishonest "
                 "ones know who of them is in it; pass honest_fraction=1"
             )
         follows = 2 / gaussian_equivalent(self._sum, lost=self.tail)[0]
         if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
             raise ValueError(
-                "noise_multiplier must follow from the protocol's own bits (dimension, granularity, noise_trials, "
-                f"bit_probability, tail), which give {follows!r}, got {self.noise_multiplier!r}: let ShuffledSums.build or "
-                "ShuffledSums.of_protocol compute it; a protocol's noise is fixed, another noise takes another protocol"
+                "noise_multiplier must follow from the protocol's own bits (dimension, "
+                "granularity, noise_trials, "
+                f"bit_probability, tail), which give {follows!r}, got {self.noise_multiplier!r}: "
+                "let ShuffledSums.build or "
+                "ShuffledSums.of_protocol compute it; a protocol's noise is fixed, another noise "
+                "takes another protocol"
             )
         if (self.round_epsilon is None) != (self.round_delta is None):
             raise ValueError("round_epsilon and round_delta go together: pass both, or neither")
         if self.round_epsilon is not None and self.round_delta is not None:
             self._check_published(
-                positive("round_epsilon", self.round_epsilon), open_unit_interval("round_delta", self.round_delta)
+                positive("round_epsilon", self.round_epsilon),
+                open_unit_interval("round_delta", self.round_delta),
             )
 
     def _check_published(self, epsilon: float, delta: float) -> None:
@@ -114,15 +176,19 @@ class ShuffledSums(Mechanism):
         plan = published_vector_plan(
             num_users=reports,
             dimension=self.dimension,
-            max_norm=(self.granularity - 0.5) / (2 * math.sqrt(reports)),  # any unit in which this is the printed grid
+            max_norm=(self.granularity - 0.5)
+            / (2 * math.sqrt(reports)),  # any unit in which this is the printed grid
             epsilon=epsilon,
             delta=delta,
             honest_fraction=self.honest_fraction,
         )
         same = (plan.granularity, plan.noise.trials) == (self.granularity, self.noise_trials)
-        if not same or not math.isclose(plan.bit_probability, self.bit_probability, rel_tol=TOLERANCE):
+        if not same or not math.isclose(
+            plan.bit_probability, self.bit_probability, rel_tol=TOLERANCE
+        ):
             raise ValueError(
-                f"round_epsilon={epsilon!r} and round_delta={delta!r} are not what SCO Theorem A.6 made these bits for: leave "
+                f"round_epsilon={epsilon!r} and round_delta={delta!r} are not what SCO Theorem A.6 "
+                "made these bits for: leave "
                 "them out, or read them off the protocol with ShuffledSums.of_protocol"
             )
 
@@ -137,10 +203,16 @@ class ShuffledSums(Mechanism):
             return super().build(**fields)
         given = sorted({name for name in _BITS if name in fields})
         if given:
-            raise ValueError(f"{', '.join(given)} of shuffled_sums needs granularity and noise_trials too: pass all, or none")
+            raise ValueError(
+                f"{', '.join(given)} of shuffled_sums needs granularity and noise_trials too: pass "
+                "all, or none"
+            )
         users = integer("num_users", fields["num_users"])
         rate = sampling_rate("sample_rate", fields.get("sample_rate", 1.0))
-        coins = one_of("sampling", fields.get("sampling", "poisson"), ("poisson", "fixed_size")) == "poisson"
+        coins = (
+            one_of("sampling", fields.get("sampling", "poisson"), ("poisson", "fixed_size"))
+            == "poisson"
+        )
         from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
         protocol = ShuffleVectorSum.with_noise_multiplier(
@@ -153,18 +225,27 @@ class ShuffledSums(Mechanism):
             zero_on_grid=coins,
             rate=rate if coins else 1.0,
         )
-        return cls.of_protocol(protocol, sample_rate=rate) if coins else cls.of_protocol(protocol, num_users=users)
+        return (
+            cls.of_protocol(protocol, sample_rate=rate)
+            if coins
+            else cls.of_protocol(protocol, num_users=users)
+        )
 
     @classmethod
     def of_protocol(
-        cls, protocol: ShuffleVectorSum, *, num_users: int | None = None, sample_rate: float | None = None
+        cls,
+        protocol: ShuffleVectorSum,
+        *,
+        num_users: int | None = None,
+        sample_rate: float | None = None,
     ) -> ShuffledSums:
         """Returns the round that a protocol is, by default with everyone's vector in it.
 
         Args:
             protocol: Its ``num_users`` are the reports of a round.
             num_users: n, of whom they are a fresh sample of fixed size.
-            sample_rate: γ: they are all n, and each one's vector is in its report with this probability, by a secret coin.
+            sample_rate: γ: they are all n, and each one's vector is in its report with this
+                probability, by a secret coin.
 
         Raises:
             ValueError: If both are given.
@@ -174,9 +255,14 @@ class ShuffledSums(Mechanism):
         instance_of("protocol", protocol, (ShuffleVectorSum,))
         if num_users is not None and sample_rate is not None:
             raise ValueError(
-                f"num_users={num_users} is for samples of fixed size, sample_rate={sample_rate} for coins: pass one of them"
+                f"num_users={num_users} is for samples of fixed size, sample_rate={sample_rate} "
+                "for coins: pass one of them"
             )
-        users = protocol.num_users if num_users is None else integer("num_users", num_users, minimum=protocol.num_users)
+        users = (
+            protocol.num_users
+            if num_users is None
+            else integer("num_users", num_users, minimum=protocol.num_users)
+        )
         published = protocol.calibration == "published"
         return cls(
             noise_multiplier=protocol.noise_multiplier,
@@ -197,7 +283,8 @@ class ShuffledSums(Mechanism):
         """Refuses an optimizer that adds no shuffled sums' noise, as a stock engine's."""
         if getattr(optimizer, "aggregator", None) is None:
             raise ValueError(
-                f"this optimizer adds no shuffled sums' noise, got a {type(optimizer).__name__}: train with "
+                f"this optimizer adds no shuffled sums' noise, got a {type(optimizer).__name__}: "
+                "train with "
                 "opacus_shuffle.PrivacyEngine(accountant='shuffled_sums')"
             )
 
@@ -228,12 +315,16 @@ class ShuffledSums(Mechanism):
 
     def sampled_sum(self, mu: float) -> SampledSum:
         """Returns the round as :mod:`opacus_shuffle.analysis.sampled_sums` accounts for it, at some μ under replacement."""
-        return SampledSum(mu=mu, sample_rate=self.sample_rate, lost=self.lost, sampling=str(self.sampling))
+        return SampledSum(
+            mu=mu, sample_rate=self.sample_rate, lost=self.lost, sampling=str(self.sampling)
+        )
 
     @property
     def bits_per_coordinate(self) -> int:
         """As many as the grid has steps, and one user's noise bits: g + b."""
-        return self.granularity + self.noise_trials // honest_users(self.reports, self.honest_fraction)
+        return self.granularity + self.noise_trials // honest_users(
+            self.reports, self.honest_fraction
+        )
 
     @property
     def count_bits_per_coordinate(self) -> int:

@@ -17,15 +17,18 @@ class ShuffledWeights(Mechanism):
     """One step of WS Algorithm 1: the noised sum of a Poisson sample's gradients, and the weights, permuted.
 
     Attributes:
-        noise_multiplier: σ of the **sum** in units of ``clip`` (DP-SGD's own multiplier), for the parameters that are permuted.
+        noise_multiplier: σ of the **sum** in units of ``clip`` (DP-SGD's own multiplier), for the
+            parameters that are permuted.
         num_users: n; no bound depends on it.
-        dimension: d, how many coordinates are permuted; 1 is DP-SGD without shuffling. Several numbers are WS's theorem read
-            layer by layer, each layer a release of its own.
+        dimension: d, how many coordinates are permuted; 1 is DP-SGD without shuffling. Several
+            numbers are WS's theorem read layer by layer, each layer a release of its own.
         clip: c, the norm that each record's gradient is clipped to.
-        batch_clip: c′, the norm that the sum is clipped to before the noise, in the same units; by default c.
-        unshuffled_noise_multiplier: σ₀ ≥ σ of the parameters that stay where they are; None if there are none.
-        orbit: The fewest places that a permuted entry can get to; None for d, as WS takes it (no network's permutations mix
-            all its parameters).
+        batch_clip: c′, the norm that the sum is clipped to before the noise, in the same units; by
+            default c.
+        unshuffled_noise_multiplier: σ₀ ≥ σ of the parameters that stay where they are; None if
+            there are none.
+        orbit: The fewest places that a permuted entry can get to; None for d, as WS takes it (no
+            network's permutations mix all its parameters).
     """
 
     name: ClassVar[str] = "shuffled_fw"
@@ -34,15 +37,25 @@ class ShuffledWeights(Mechanism):
     zeroed: ClassVar[str] = "one record's gradients are zero"
     noise_is_local: ClassVar[bool] = False
     shuffled: ClassVar[bool] = False
-    noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA", varies=True)
+    noise_multiplier: float = described(
+        "noise of the sum over the clipping norm", "SIGMA", varies=True
+    )
     num_users: int = described("n; no bound depends on it", "N", default=1)
     dimension: int | tuple[int, ...] = described(
-        "how many parameters are permuted (1: none); several, one per layer, for the theorem layer by layer", "D[,D...]"
+        "how many parameters are permuted (1: none); several, one per layer, for the theorem layer "
+        "by layer",
+        "D[,D...]",
     )
     clip: float = described("clipping norm of one record's gradient", "C", default=1.0)
-    batch_clip: float | None = described("clipping norm of a batch's sum (default: that of a record)", "C", default=None)
-    unshuffled_noise_multiplier: float | None = described("noise of parameters that stay", "SIGMA", default=None, varies=True)
-    orbit: int | None = described("fewest places that a permuted entry can get to (default: D)", "K", default=None)
+    batch_clip: float | None = described(
+        "clipping norm of a batch's sum (default: that of a record)", "C", default=None
+    )
+    unshuffled_noise_multiplier: float | None = described(
+        "noise of parameters that stay", "SIGMA", default=None, varies=True
+    )
+    orbit: int | None = described(
+        "fewest places that a permuted entry can get to (default: D)", "K", default=None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,11 +70,17 @@ class ShuffledWeights(Mechanism):
         )
         if self.unshuffled_noise_multiplier is None:
             return
-        self._set(unshuffled_noise_multiplier=noise_level("unshuffled_noise_multiplier", self.unshuffled_noise_multiplier))
+        self._set(
+            unshuffled_noise_multiplier=noise_level(
+                "unshuffled_noise_multiplier", self.unshuffled_noise_multiplier
+            )
+        )
         if self.unshuffled_noise_multiplier < self.noise_multiplier:
             raise ValueError(
-                f"unshuffled_noise_multiplier must be at least noise_multiplier={self.noise_multiplier}, got "
-                f"{self.unshuffled_noise_multiplier}: the certified epsilon counts on no less noise in what stays "
+                "unshuffled_noise_multiplier must be at least "
+                f"noise_multiplier={self.noise_multiplier}, got "
+                f"{self.unshuffled_noise_multiplier}: the certified epsilon counts on no less "
+                "noise in what stays "
                 "(WS Algorithm 1, line 16)"
             )
 
@@ -70,13 +89,18 @@ class ShuffledWeights(Mechanism):
         stays = self.unshuffled_noise_multiplier
         if stays is not None and noise_multiplier != self.noise_multiplier:
             stays = max(noise_multiplier, noise_multiplier * (stays / self.noise_multiplier))
-        return dataclasses.replace(self, noise_multiplier=noise_multiplier, unshuffled_noise_multiplier=stays)
+        return dataclasses.replace(
+            self, noise_multiplier=noise_multiplier, unshuffled_noise_multiplier=stays
+        )
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuses a clipping norm that is not the one accounted for."""
-        if self.layers != (1,) and not math.isclose(optimizer.max_grad_norm, self.clip, rel_tol=1e-6):
+        if self.layers != (1,) and not math.isclose(
+            optimizer.max_grad_norm, self.clip, rel_tol=1e-6
+        ):
             raise ValueError(
-                f"max_grad_norm is {optimizer.max_grad_norm}, but shuffled_fw accounts for clip={self.clip}: keep the norm, or "
+                f"max_grad_norm is {optimizer.max_grad_norm}, but shuffled_fw accounts for "
+                f"clip={self.clip}: keep the norm, or "
                 "describe the run with it (engine.accountant.plan)"
             )
 

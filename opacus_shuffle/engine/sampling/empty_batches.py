@@ -1,7 +1,8 @@
 """What a batch of no records looks like, known before the first one is drawn.
 
-Opacus learns the form of batches from the first that has records. Where an empty one comes before it, a list of zeros takes its
-place, whatever the form is; and where batches hold more than tensors, it fails in the middle of an epoch.
+Opacus learns the form of batches from the first that has records. Where an empty one comes before
+it, a list of zeros takes its place, whatever the form is; and where batches hold more than tensors,
+it fails in the middle of an epoch.
 
 >>> loader = DataLoader([{"x": torch.ones(3)}] * 40, batch_size=4)
 >>> from opacus.data_loader import DPDataLoader
@@ -53,11 +54,15 @@ def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: Sa
         return
     collate.first_batch = batch
     odd = next(_odd(batch, "a batch"), None)
-    chance = sampling.steps_per_epoch * math.exp(sampling.num_users * math.log1p(-min(sampling.sample_rate, 1 - 1e-16)))
+    chance = sampling.steps_per_epoch * math.exp(
+        sampling.num_users * math.log1p(-min(sampling.sample_rate, 1 - 1e-16))
+    )
     if odd is not None and chance > NEVER:
         raise ValueError(
-            f"data_loader yields batches with {odd}, of which Opacus cannot make one for a batch of no records, and Poisson "
-            f"sampling draws such batches (about {chance:.2g} per epoch): let collate_fn return tensors in tuples, lists and "
+            f"data_loader yields batches with {odd}, of which Opacus cannot make one for a batch "
+            "of no records, and Poisson "
+            f"sampling draws such batches (about {chance:.2g} per epoch): let collate_fn return "
+            "tensors in tuples, lists and "
             "dictionaries only, or use a larger batch_size"
         )
 
@@ -66,11 +71,14 @@ def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:
     """Lets a private network see batches of no records.
 
     Args:
-        wrapped: Opacus's wrapper or hooks. PyTorch refuses such batches where it holds expanded weights.
+        wrapped: Opacus's wrapper or hooks. PyTorch refuses such batches where it holds expanded
+            weights.
         network: What it wraps. Embeddings would fail where functorch computes their gradients.
     """
     if isinstance(wrapped, GradSampleModuleExpandedWeights):
-        wrapped.forward = types.MethodType(_forward, wrapped)  # bound to the instance: deep copies call their own weights
+        wrapped.forward = types.MethodType(
+            _forward, wrapped
+        )  # bound to the instance: deep copies call their own weights
     for layer in network.modules():
         compute = vars(layer).get("ft_compute_sample_grad")
         if compute is not None and not isinstance(compute, functools.partial):
@@ -81,7 +89,8 @@ def _forward(module: GradSampleModuleExpandedWeights, *args: Any, **keywords: An
     """The class's own forward, or the plain one with no per-sample gradients for a batch of no records."""
     if not args:
         raise ValueError(
-            f"grad_sample_mode='ew' needs the records as first positional argument of the network, got {', '.join(keywords)} "
+            "grad_sample_mode='ew' needs the records as first positional argument of the network, "
+            f"got {', '.join(keywords)} "
             "by keyword: call model(x, ...), or use grad_sample_mode='hooks'"
         )
     if len(args[0]):
@@ -95,7 +104,9 @@ def _forward(module: GradSampleModuleExpandedWeights, *args: Any, **keywords: An
 _forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus's own
 
 
-def _unless_empty(compute: Any, parameters: Any, activations: torch.Tensor, backprops: torch.Tensor) -> Any:
+def _unless_empty(
+    compute: Any, parameters: Any, activations: torch.Tensor, backprops: torch.Tensor
+) -> Any:
     """Each record's gradients of a layer's parameters, of no records too."""
     if len(activations):
         return compute(parameters, activations, backprops)

@@ -53,7 +53,8 @@ class TicketedLoader(DataLoader):
             ValueError: Always.
         """
         raise ValueError(
-            "the data loader that make_private returned holds the data set, and the right to step on its batches, which no "
+            "the data loader that make_private returned holds the data set, and the right to step "
+            "on its batches, which no "
             "other process has: pickle neither it nor what holds it; call make_private there"
         )
 
@@ -62,7 +63,8 @@ class TicketedLoader(DataLoader):
             return super().__iter__()
         if not getattr(self, "in_order", True):
             raise ValueError(
-                "in_order must be True, for batches are accounted in the order in which they were drawn; got False"
+                "in_order must be True, for batches are accounted in the order in which they were "
+                "drawn; got False"
             )
         batches: Any = super().__iter__()
         return _Yielded(self, batches, self.tickets)
@@ -76,7 +78,8 @@ class _Yielded:
     """The batches of one pass over a loader.
 
     Args:
-        loader: What they are of. Its sampler has just begun to note what it draws; if it does not, no ticket is issued.
+        loader: What they are of. Its sampler has just begun to note what it draws; if it does not,
+            no ticket is issued.
         batches: What it yields, in the order in which it was drawn.
         tickets: Where tickets are issued.
     """
@@ -98,7 +101,8 @@ class _Yielded:
         if self._loader.persistent_workers and self._noted() is not self._began:
             self._tickets.issue(None)
             raise ValueError(
-                "this pass over the data loader ended when a later one began, as persistent_workers=True gives both the same "
+                "this pass over the data loader ended when a later one began, as "
+                "persistent_workers=True gives both the same "
                 "workers: end one pass before the next, or leave out persistent_workers=True"
             )
         try:
@@ -138,7 +142,8 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
     """
     if type(data_loader) not in (DataLoader, TicketedLoader):
         raise ValueError(
-            f"poisson_sampling=False needs a plain torch DataLoader, got a {type(data_loader).__name__}: what another class "
+            "poisson_sampling=False needs a plain torch DataLoader, got a "
+            f"{type(data_loader).__name__}: what another class "
             "yields is unknown"
         )
     return with_batch_sampler(data_loader, OwnBatches(data_loader.batch_sampler), tickets)  # type: ignore[arg-type]
@@ -162,21 +167,29 @@ def set_batch_sampler(loader: DataLoader, sampler: TicketedSampler) -> None:
     object.__setattr__(loader, "batch_sampler", sampler)
 
 
-def _physical_loader(dataset: Any, *, batch_sampler: BatchSplittingSampler, **keywords: Any) -> DataLoader:
+def _physical_loader(
+    dataset: Any, *, batch_sampler: BatchSplittingSampler, **keywords: Any
+) -> DataLoader:
     """What ``BatchMemoryManager`` builds: Opacus's own loader, or one with the parts of our tickets."""
     tickets: TicketBook | None = getattr(batch_sampler.optimizer, "tickets", None)
     if tickets is None or not isinstance(batch_sampler.sampler, TicketedSampler):
         return DataLoader(dataset, batch_sampler=batch_sampler, **keywords)
     own = tickets.loader()
     if isinstance(batch_sampler.sampler, SplitBatches):
-        raise ValueError("data_loader is split already: pass the loader that make_private returned to BatchMemoryManager")
+        raise ValueError(
+            "data_loader is split already: pass the loader that make_private returned to "
+            "BatchMemoryManager"
+        )
     if own is None or batch_sampler.sampler is not own.batch_sampler or dataset is not own.dataset:
         raise ValueError(
-            "data_loader is not the one that make_private returned with this optimizer, whose batches are those that are "
+            "data_loader is not the one that make_private returned with this optimizer, whose "
+            "batches are those that are "
             "accounted: pass both of the same call to BatchMemoryManager"
         )
     split = SplitBatches(
-        sampler=batch_sampler.sampler, max_batch_size=batch_sampler.max_batch_size, optimizer=batch_sampler.optimizer
+        sampler=batch_sampler.sampler,
+        max_batch_size=batch_sampler.max_batch_size,
+        optimizer=batch_sampler.optimizer,
     )
     loader = TicketedLoader(dataset, batch_sampler=split, **keywords)
     loader.tickets = tickets

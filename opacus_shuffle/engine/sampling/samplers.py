@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from opacus_shuffle.core.participation import bernoulli_indices, subset
@@ -32,7 +35,8 @@ class TicketedSampler(Sampler[Any]):
     """Mixin for batch samplers, which draw in :meth:`draw`.
 
     Attributes:
-        drawn: Of the latest iterator, the parts that were drawn and not yet yielded; workers prefetch, in order.
+        drawn: Of the latest iterator, the parts that were drawn and not yet yielded; workers
+            prefetch, in order.
     """
 
     drawn: deque[Part]
@@ -60,9 +64,12 @@ class TicketedSampler(Sampler[Any]):
         for records in self.draw():
             if self._planned not in (None, self._law()):
                 changes = zip(_LAW, self._planned or (), self._law(), strict=True)
-                changed = ", ".join(f"{name} from {old} to {new}" for name, old, new in changes if old != new)
+                changed = ", ".join(
+                    f"{name} from {old} to {new}" for name, old, new in changes if old != new
+                )
                 raise ValueError(
-                    f"the sampler of the data loader was changed ({changed}), or its data, so that its batches are not those "
+                    f"the sampler of the data loader was changed ({changed}), or its data, so that "
+                    "its batches are not those "
                     "that are accounted: pass another loader to make_private"
                 )
             yield records
@@ -96,7 +103,10 @@ class ExactPoissonSampler(PoissonSampler):
         """The batches of an epoch."""
         here = self.ranks.share(self.num_samples)
         for _ in range(self.steps):
-            yield [here[place] for place in bernoulli_indices(len(here), self.sample_rate, self.generator)]
+            yield [
+                here[place]
+                for place in bernoulli_indices(len(here), self.sample_rate, self.generator)
+            ]
 
 
 class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplacementSampler):
@@ -109,13 +119,21 @@ class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplaceme
         """The batches of an epoch."""
         order = torch.arange(self.total_size)
         if self.shuffle:
-            order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch))
+            order = torch.randperm(
+                self.total_size,
+                generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch),
+            )
         here = order[self.rank :: self.num_replicas]
         for _ in range(self.num_batches):
             if isinstance(self.generator, SecretGenerator):
-                yield [int(here[place]) for place in bernoulli_indices(len(here), self.sample_rate, self.generator)]
+                yield [
+                    int(here[place])
+                    for place in bernoulli_indices(len(here), self.sample_rate, self.generator)
+                ]
             else:  # as Opacus draws
-                yield here[torch.rand(len(here), generator=self.generator) < self.sample_rate].tolist()
+                yield here[
+                    torch.rand(len(here), generator=self.generator) < self.sample_rate
+                ].tolist()
 
 
 class FixedSizeSampler(TicketedSampler, BatchSampler):
@@ -127,7 +145,8 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
         num_samples: n, the size of the data set.
         batch_size: B ≤ n, records per batch.
         steps: Batches per epoch.
-        generator: Source of the draws; by default one seeded by the operating system. The same on all ranks.
+        generator: Source of the draws; by default one seeded by the operating system. The same on
+            all ranks.
         ranks: The processes that train, each on its own share of every batch.
 
     Raises:
@@ -148,9 +167,13 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
     ) -> None:
         self.num_samples = integer("num_samples", num_samples)
         if integer("batch_size", batch_size) > self.num_samples:
-            raise ValueError(f"batch_size must not exceed the data set's {num_samples} records, got {batch_size}")
+            raise ValueError(
+                f"batch_size must not exceed the data set's {num_samples} records, got {batch_size}"
+            )
         self.ranks = ranks
-        super().__init__(SequentialSampler(range(self.num_samples)), int(batch_size), drop_last=True)
+        super().__init__(
+            SequentialSampler(range(self.num_samples)), int(batch_size), drop_last=True
+        )
         self.steps = integer("steps", steps)
         self.generator = SecretGenerator() if generator is None else generator
 
@@ -160,7 +183,9 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
     def draw(self) -> Iterator[list[int]]:
         """The batches of an epoch."""
         for _ in range(self.steps):
-            yield subset(self.num_samples, self.batch_size, self.generator)[self.ranks.rank :: self.ranks.size]
+            yield subset(self.num_samples, self.batch_size, self.generator)[
+                self.ranks.rank :: self.ranks.size
+            ]
 
 
 class OwnBatches(TicketedSampler, BatchSampler):
@@ -182,14 +207,17 @@ class OwnBatches(TicketedSampler, BatchSampler):
 class SplitBatches(TicketedSampler, BatchSplittingSampler):
     """The physical batches of ``BatchMemoryManager``, cut as Opacus cuts them.
 
-    They carry parts of tickets, so nothing is signalled to the optimizer: signals of batches that were prefetched and never
-    yielded would be obeyed by later ones.
+    They carry parts of tickets, so nothing is signalled to the optimizer: signals of batches that
+    were prefetched and never yielded would be obeyed by later ones.
     """
 
     def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
         for records in inner.as_planned():
-            pieces = np.array_split(np.asarray(records, dtype=np.int64), max(1, math.ceil(len(records) / self.max_batch_size)))
+            pieces = np.array_split(
+                np.asarray(records, dtype=np.int64),
+                max(1, math.ceil(len(records) / self.max_batch_size)),
+            )
             ticket = Ticket(len(records), len(pieces))
             for index, piece in enumerate(pieces):
                 drawn.append(Part(ticket, index, len(piece)))

@@ -1,7 +1,8 @@
 """How many batches of how many records, decided before anything is touched, in exact integers.
 
-Stock Opacus divides floats: ``int(1 / (1 / L))`` is L − 1 for L = 93, and ``int(n * (1 / L))`` is 0 for n = 49, B = 1. Here the
-number of steps is the loader's own length and the averaging batch size is ``round(n / L)``.
+Stock Opacus divides floats: ``int(1 / (1 / L))`` is L − 1 for L = 93, and ``int(n * (1 / L))`` is 0
+for n = 49, B = 1. Here the number of steps is the loader's own length and the averaging batch size
+is ``round(n / L)``.
 
 >>> import torch
 >>> from torch.utils.data import DataLoader, TensorDataset
@@ -16,7 +17,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
@@ -36,7 +43,12 @@ class SamplingPlan:
 
 
 def plan_sampling(
-    accountant: str, data_loader: DataLoader, kind: Kind, *, expected: bool = False, distributed: bool = False
+    accountant: str,
+    data_loader: DataLoader,
+    kind: Kind,
+    *,
+    expected: bool = False,
+    distributed: bool = False,
 ) -> SamplingPlan:
     """Plans the batches of an epoch from this loader's data.
 
@@ -50,12 +62,19 @@ def plan_sampling(
     Raises:
         ValueError: If kind and sampler do not match, or the loader has no fixed length.
     """
-    if isinstance(data_loader.dataset, IterableDataset) or not hasattr(data_loader.dataset, "__len__"):
-        raise ValueError(f"data_loader must be over a data set with a length, got {type(data_loader.dataset).__name__}")
+    if isinstance(data_loader.dataset, IterableDataset) or not hasattr(
+        data_loader.dataset, "__len__"
+    ):
+        raise ValueError(
+            "data_loader must be over a data set with a length, got "
+            f"{type(data_loader.dataset).__name__}"
+        )
     users = len(data_loader.dataset)
     steps = len(data_loader)
     if users < 1 or steps < 1:
-        raise ValueError(f"data_loader yields no batch: {users} records, batch_size={data_loader.batch_size}")
+        raise ValueError(
+            f"data_loader yields no batch: {users} records, batch_size={data_loader.batch_size}"
+        )
     if not (expected and kind == "own"):
         _check_sampler(accountant, kind, data_loader, distributed=expected or distributed)
     if kind == "poisson" or expected:
@@ -66,18 +85,22 @@ def plan_sampling(
         batch = data_loader.batch_sampler.batch_size
     else:
         raise ValueError(
-            f"{accountant} needs batches of one size, got a loader with a {type(data_loader.batch_sampler).__name__}: pass a "
+            f"{accountant} needs batches of one size, got a loader with a "
+            f"{type(data_loader.batch_sampler).__name__}: pass a "
             "plain DataLoader with a batch_size"
         )
     if kind == "own" and users % batch and not data_loader.drop_last:
         raise ValueError(
-            f"{accountant} needs batches of one size, but {users} records in batches of {batch} end in a smaller one: pass "
+            f"{accountant} needs batches of one size, but {users} records in batches of {batch} "
+            "end in a smaller one: pass "
             "drop_last=True, or leave out poisson_sampling=False"
         )
     return SamplingPlan(kind, users, steps, batch, batch / users)
 
 
-def _check_sampler(accountant: str, kind: Kind, data_loader: DataLoader, *, distributed: bool) -> None:
+def _check_sampler(
+    accountant: str, kind: Kind, data_loader: DataLoader, *, distributed: bool
+) -> None:
     """Refuses samplers that would be dropped in silence, as stock Opacus drops a ``WeightedRandomSampler``."""
     if data_loader.batch_size is None:  # a batch sampler of its own
         sampler: object = data_loader.batch_sampler
@@ -85,11 +108,14 @@ def _check_sampler(accountant: str, kind: Kind, data_loader: DataLoader, *, dist
     else:
         sampler = data_loader.sampler
         fits = isinstance(sampler, SequentialSampler) or (
-            isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(data_loader.dataset)  # type: ignore[arg-type]
+            isinstance(sampler, RandomSampler)
+            and not sampler.replacement
+            and sampler.num_samples == len(data_loader.dataset)  # type: ignore[arg-type]
         )
         fits = fits or (isinstance(sampler, DistributedSampler) and distributed)
     if not fits:
         raise ValueError(
-            f"{accountant} cannot account for batches drawn by a {type(sampler).__name__}: pass a DataLoader with a "
+            f"{accountant} cannot account for batches drawn by a {type(sampler).__name__}: pass a "
+            "DataLoader with a "
             "batch_size and shuffle=True or False (select records with torch.utils.data.Subset)"
         )

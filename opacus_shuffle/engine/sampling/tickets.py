@@ -1,8 +1,9 @@
 """Tickets: one for each batch that the loader of ``make_private`` yields, so that no step is released that is not accounted.
 
-A step takes the ticket of the batch that was yielded last, and leaves it spent; a batch that is split into physical ones has
-one ticket with several parts, each of which is taken once. What has no ticket (a batch of another loader, a cached one, the
-same one again) is refused before anything of it is released. A batch that nobody stepped on is void when the next one comes.
+A step takes the ticket of the batch that was yielded last, and leaves it spent; a batch that is
+split into physical ones has one ticket with several parts, each of which is taken once. What has no
+ticket (a batch of another loader, a cached one, the same one again) is refused before anything of
+it is released. A batch that nobody stepped on is void when the next one comes.
 
 >>> book = TicketBook()
 >>> book.issue(Part(Ticket(3)))
@@ -79,7 +80,8 @@ class TicketBook:
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
         unsplit: No batch may come in parts, as other processes wait for every backward pass.
-        warns_of_fewer: Fewer records than were drawn are warned of, not refused, as Opacus's own accountants are used to it.
+        warns_of_fewer: Fewer records than were drawn are warned of, not refused, as Opacus's own
+            accountants are used to it.
 
     Args:
         drop_outs: Fewer records than were drawn may report, because the protocol covers that.
@@ -127,12 +129,14 @@ class TicketBook:
         part = self.latest
         if part is None:
             raise ValueError(
-                "optimizer.step() has no fresh batch: none was drawn from the data loader of make_private, or since then a "
+                "optimizer.step() has no fresh batch: none was drawn from the data loader of "
+                "make_private, or since then a "
                 f"checkpoint was loaded or the process forked; {REMEDY}"
             )
         if part.ticket.released or part.index in part.ticket.summed:
             raise ValueError(
-                "optimizer.step() has no fresh batch: the last batch of the data loader has been stepped on already; " + REMEDY
+                "optimizer.step() has no fresh batch: the last batch of the data loader has been "
+                "stepped on already; " + REMEDY
             )
         return part
 
@@ -144,7 +148,8 @@ class TicketBook:
         """Refuses a step that does not take what its part holds.
 
         Args:
-            rows: Numbers of records that parameters have gradients of; empty where they cannot be counted.
+            rows: Numbers of records that parameters have gradients of; empty where they cannot be
+                counted.
             more: The rest of the part comes with a later step.
 
         Raises:
@@ -153,14 +158,16 @@ class TicketBook:
         part = self.fresh()
         if self.unsplit and part.ticket.parts > 1:
             raise ValueError(
-                f"this batch comes in {part.ticket.parts} parts, and DistributedDataParallel waits in every backward pass for "
+                f"this batch comes in {part.ticket.parts} parts, and DistributedDataParallel waits "
+                "in every backward pass for "
                 "ranks whose batches may come in fewer: wrap the network in Opacus's "
                 "DifferentiallyPrivateDistributedDataParallel, or leave out BatchMemoryManager"
             )
         expected = part.waiting
         if more and part.is_last and (not rows or max(rows) >= expected):
             raise ValueError(
-                "signal_skip_step would add this whole batch to the next one, where a record may be in both: step once on each "
+                "signal_skip_step would add this whole batch to the next one, where a record may "
+                "be in both: step once on each "
                 "batch, and split large ones with BatchMemoryManager"
             )
         if not rows or rows == {expected} or (self.random_record and expected == 0 and rows == {1}):
@@ -172,14 +179,18 @@ class TicketBook:
         counts = " and ".join(map(str, sorted(rows)))
         if len(rows) == 1 and max(rows) < expected and self.warns_of_fewer:
             warnings.warn(
-                f"optimizer.step() got gradients of {counts} records, this batch has {expected}: unless others were left out, "
-                "these are no records (is batch_first right?), and no ε is meant for what is released",
+                f"optimizer.step() got gradients of {counts} records, this batch has {expected}: "
+                "unless others were left out, "
+                "these are no records (is batch_first right?), and no ε is meant for what is "
+                "released",
                 stacklevel=2,
             )
             return
         raise ValueError(
-            f"optimizer.step() got gradients of {counts} records, this batch has {expected}: each of its records must have one "
-            "gradient, clipped as a whole; pass the batch as the loader yields it, and let no layer turn one record into "
+            f"optimizer.step() got gradients of {counts} records, this batch has {expected}: each "
+            "of its records must have one "
+            "gradient, clipped as a whole; pass the batch as the loader yields it, and let no "
+            "layer turn one record into "
             "several (or several into one) along the batch axis"
         )
 
@@ -205,11 +216,16 @@ class TicketBook:
         """
         ticket = self._sum
         if ticket is None:
-            raise ValueError("there is no batch to release: call loss.backward() and optimizer.step() for each; " + REMEDY)
+            raise ValueError(
+                "there is no batch to release: call loss.backward() and optimizer.step() for each; "
+                + REMEDY
+            )
         if len(ticket.summed) != ticket.parts:
             raise ValueError(
-                f"{len(ticket.summed)} of the {ticket.parts} physical batches of this batch were summed, so its step is not "
-                "released: call optimizer.step() for each, and where one fails, leave the loop; the next batch trains as usual"
+                f"{len(ticket.summed)} of the {ticket.parts} physical batches of this batch were "
+                "summed, so its step is not "
+                "released: call optimizer.step() for each, and where one fails, leave the loop; "
+                "the next batch trains as usual"
             )
 
     def release(self) -> None:
@@ -244,7 +260,9 @@ class YieldedTensors:
     def remember(self, batch: Any, ticket: Any) -> None:
         """Note a batch's tensors; what is gone is forgotten now and then."""
         if len(self._known) > 2 * self._kept + 16:
-            self._known = {key: memory for key, memory in self._known.items() if not memory[0].expired()}
+            self._known = {
+                key: memory for key, memory in self._known.items() if not memory[0].expired()
+            }
             self._kept = len(self._known)
         for storage in _storages(batch):
             self._known[storage._cdata] = StorageWeakRef(storage), ticket  # type: ignore[no-untyped-call]
@@ -252,7 +270,9 @@ class YieldedTensors:
     def is_stale(self, inputs: Any, latest: Any) -> bool:
         """Whether any of these tensors came with another ticket than the latest."""
         known = [self._known.get(storage._cdata) for storage in _storages(inputs)]
-        return any(each is not None and each[1] is not latest and not each[0].expired() for each in known)
+        return any(
+            each is not None and each[1] is not latest and not each[0].expired() for each in known
+        )
 
 
 def _storages(batch: Any) -> Iterator[torch.UntypedStorage]:
@@ -260,7 +280,10 @@ def _storages(batch: Any) -> Iterator[torch.UntypedStorage]:
     if isinstance(batch, torch.Tensor):
         try:
             yield batch.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse ones, and those inside of functorch, have none
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ):  # sparse ones, and those inside of functorch, have none
             return
     elif isinstance(batch, Mapping):
         for each in batch.values():

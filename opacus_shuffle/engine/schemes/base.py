@@ -1,7 +1,8 @@
 """``Scheme``: one way of training, from the checks before it to the step that is accounted.
 
-A scheme is one file of this folder. It derives a class from :class:`Scheme`, names the mechanisms that it trains, and overrides
-what is its own; ``make_private`` goes through the verbs of the class in the order in which they are written here.
+A scheme is one file of this folder. It derives a class from :class:`Scheme`, names the mechanisms
+that it trains, and overrides what is its own; ``make_private`` goes through the verbs of the class
+in the order in which they are written here.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
 >>> Scheme.of_mechanism(ShuffledCheckIn).__name__
@@ -59,7 +60,8 @@ class Scheme:
     """How an engine trains what its accountant accounts for.
 
     Args:
-        engine: Its accountant is told what will run; nothing else of it is changed before :meth:`attach`.
+        engine: Its accountant is told what will run; nothing else of it is changed before
+            :meth:`attach`.
 
     Attributes:
         mechanisms: The classes of mechanisms that this scheme trains.
@@ -73,7 +75,9 @@ class Scheme:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         for mechanism in cls.mechanisms:
-            refuse_taken(f"the training of {mechanism.name}", Scheme._by_mechanism.get(mechanism), cls)
+            refuse_taken(
+                f"the training of {mechanism.name}", Scheme._by_mechanism.get(mechanism), cls
+            )
         Scheme._by_mechanism.update(dict.fromkeys(cls.mechanisms, cls))
 
     def __init__(self, engine: Any) -> None:
@@ -94,10 +98,12 @@ class Scheme:
                 return Scheme._by_mechanism[kind]
         raise ValueError(
             f"accountant {mechanism.name!r} has no scheme to train by: derive one from "
-            f"opacus_shuffle.engine.schemes.base.Scheme that names {mechanism.__name__} among its mechanisms"
+            f"opacus_shuffle.engine.schemes.base.Scheme that names {mechanism.__name__} among its "
+            "mechanisms"
         )
 
-    # ---- check: what will run, or a refusal by name --------------------------------------------------------------------------
+    # ---- check: what will run, or a refusal by name
+    # --------------------------------------------------------------------------
 
     def check(self, request: Request) -> Run:
         """Decides what will run; changes nothing.
@@ -110,7 +116,10 @@ class Scheme:
         noise_multiplier = self.check_noise(request)
         generator, device = request.noise_generator, self.noise_device(request)
         if generator is not None and generator.device.type != device.type:
-            raise ValueError(f"noise_generator lives on {generator.device}, the noise is drawn on {device}: make one there")
+            raise ValueError(
+                f"noise_generator lives on {generator.device}, the noise is drawn on {device}: "
+                "make one there"
+            )
         spec = self.find_spec(request)
         return Run(request, sampling, noise_multiplier, spec, self.plan_batch_clip(request, spec))
 
@@ -133,21 +142,29 @@ class Scheme:
     def check_noise(self, request: Request) -> float:
         """The noise multiplier, in the range that can be accounted for."""
         if request.noise_multiplier is None:
-            raise ValueError("noise_multiplier is missing: pass it, or call make_private_with_epsilon")
+            raise ValueError(
+                "noise_multiplier is missing: pass it, or call make_private_with_epsilon"
+            )
         return noise_level("noise_multiplier", request.noise_multiplier)
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
         """How batches will be drawn from this loader's data; refuses what the mechanism does not account for."""
-        sampling, poisson_sampling = self.accountant.mechanism_class.sampling, request.poisson_sampling
+        sampling, poisson_sampling = (
+            self.accountant.mechanism_class.sampling,
+            request.poisson_sampling,
+        )
         if sampling == "poisson" and poisson_sampling is False:
             raise ValueError(
-                f"{self.name} accounts for Poisson batches, got poisson_sampling=False: leave it out, or use an accountant for "
+                f"{self.name} accounts for Poisson batches, got poisson_sampling=False: leave it "
+                "out, or use an accountant for "
                 "batches of one size, such as 'subsampled_shuffle'"
             )
         if sampling != "poisson" and poisson_sampling:
             raise ValueError(
-                f"{self.name} accounts for batches of one size, got poisson_sampling=True: leave it out (the engine installs a "
-                "fixed-size sampler), or use an accountant for Poisson batches, such as 'shuffled_checkin'"
+                f"{self.name} accounts for batches of one size, got poisson_sampling=True: leave "
+                "it out (the engine installs a "
+                "fixed-size sampler), or use an accountant for Poisson batches, such as "
+                "'shuffled_checkin'"
             )
         kind: Kind = sampling or ("own" if poisson_sampling is False else "fixed_size")
         return plan_on_ranks(self.name, request, kind, secure_mode=self.engine.secure_mode)
@@ -167,12 +184,17 @@ class Scheme:
             engine=self.engine,
         )
 
-    def plan_batch_clip(self, request: Request, spec: PermutationSpec | None) -> BatchClipPlan | None:
+    def plan_batch_clip(
+        self, request: Request, spec: PermutationSpec | None
+    ) -> BatchClipPlan | None:
         """How the sum of a batch will be clipped: by default not at all."""
-        request.shuffling.refuse(("batch_clip", "dimension", "unshuffled_noise_multiplier"), self.name)
+        request.shuffling.refuse(
+            ("batch_clip", "dimension", "unshuffled_noise_multiplier"), self.name
+        )
         return None
 
-    # ---- calibrate: the noise for a budget -----------------------------------------------------------------------------------
+    # ---- calibrate: the noise for a budget
+    # -----------------------------------------------------------------------------------
 
     def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
         """Finds the smallest noise within a budget; warns where the bound does not cover every data set.
@@ -196,14 +218,17 @@ class Scheme:
         return {"noise_multiplier": sigma}
 
     @staticmethod
-    def warn_of_assumption(rounds: list[tuple[Mechanism, int]], budget: Budget, *, emulated: bool = False) -> None:
+    def warn_of_assumption(
+        rounds: list[tuple[Mechanism, int]], budget: Budget, *, emulated: bool = False
+    ) -> None:
         """Warns if the bound of the budget is not proved for every data set, naming the value that is."""
         answer = budget.spent(rounds)
         if answer.guarantee is not Guarantee.PROVED:
             sentence = assumption(answer, budget.spent(rounds, "certified"), emulated=emulated)
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=4)
 
-    # ---- describe: what the accountant will see ------------------------------------------------------------------------------
+    # ---- describe: what the accountant will see
+    # ------------------------------------------------------------------------------
 
     def describe(self, run: Run) -> None:
         """Tells the accountant what every round will be.
@@ -213,16 +238,27 @@ class Scheme:
         """
         accountant, sampling, asked = self.accountant, run.sampling, run.request
         alike = ("max_grad_norm", "clipping", "loss_reduction", "local_noise", "grad_sample_mode")
-        facts = {"accountant": self.name, "noise_multiplier": run.noise_multiplier, "data_loader": sampling}
-        asked.ranks.agree({**facts, **{name: getattr(asked, name) for name in alike}, "seed": self.engine.seed})
+        facts = {
+            "accountant": self.name,
+            "noise_multiplier": run.noise_multiplier,
+            "data_loader": sampling,
+        }
+        asked.ranks.agree(
+            {**facts, **{name: getattr(asked, name) for name in alike}, "seed": self.engine.seed}
+        )
         if accountant.num_users not in (None, sampling.num_users):
             raise ValueError(
-                f"this engine accounts for num_users={accountant.num_users}, got a data set of {sampling.num_users}: use a new "
+                f"this engine accounts for num_users={accountant.num_users}, got a data set of "
+                f"{sampling.num_users}: use a new "
                 "PrivacyEngine"
             )
-        accountant.plan(self.mechanism(run, run.noise_multiplier), emulated=self.emulated(run.request))
+        accountant.plan(
+            self.mechanism(run, run.noise_multiplier), emulated=self.emulated(run.request)
+        )
         accountant.num_users, accountant.batch_size = sampling.num_users, sampling.batch_size
-        accountant.predictable = tuple(dict.fromkeys((*accountant.predictable, *self.predictable(run))))
+        accountant.predictable = tuple(
+            dict.fromkeys((*accountant.predictable, *self.predictable(run)))
+        )
 
     def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """One round of this run, at an optimizer's noise multiplier; more than one batch may be accumulated in it."""
@@ -239,13 +275,16 @@ class Scheme:
         """Whether noise that is added once to the sum stands for that of the reports."""
         return bool(self.accountant.mechanism_class.noise_is_local) and not request.local_noise
 
-    # ---- sampler, build_optimizer: what Opacus's make_private asks for -------------------------------------------------------
+    # ---- sampler, build_optimizer: what Opacus's make_private asks for
+    # -------------------------------------------------------
 
     def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
         """The loader that Opacus made, with the sampler that is accounted for, in whole numbers, and its tickets."""
         plan = run.sampling
         generator = self.sampling_generator(run)
-        tickets = TicketBook(drop_outs=self.covers_drop_outs(run), random_record=run.request.rand_on_empty)
+        tickets = TicketBook(
+            drop_outs=self.covers_drop_outs(run), random_record=run.request.rand_on_empty
+        )
         if plan.kind == "own":
             return ticketed_copy(loader, tickets)
         if plan.kind == "poisson":
@@ -260,7 +299,9 @@ class Scheme:
         )
         return with_batch_sampler(loader, fixed, tickets)
 
-    def poisson_sampler(self, run: Run, generator: torch.Generator | None, opacus: Any) -> TicketedSampler:
+    def poisson_sampler(
+        self, run: Run, generator: torch.Generator | None, opacus: Any
+    ) -> TicketedSampler:
         """Every record's own coin, in every step, in the place of the sampler that Opacus made."""
         plan = run.sampling
         return ExactPoissonSampler(
@@ -293,7 +334,11 @@ class Scheme:
     def fresh_generator(self, use: str, device: torch.device | str = "cpu") -> torch.Generator:
         """A secret generator, or where the engine has a seed a repeatable one for this use."""
         seed, runs = self.engine.seed, self.engine.runs
-        return SecretGenerator(device) if seed is None else seeded_generator(device, seed, f"{use} of run {runs}")
+        return (
+            SecretGenerator(device)
+            if seed is None
+            else seeded_generator(device, seed, f"{use} of run {runs}")
+        )
 
     def named_before(self, run: Run, optimizer: Any) -> list[torch.Generator | None]:
         """The generators that :meth:`predictable` has named: the user's own, and those of the engine's seed."""
@@ -301,7 +346,9 @@ class Scheme:
         named = [asked.noise_generator, asked.data_loader.generator]
         drawing = [generator for _, generator in _no_secrets(optimizer)]
         return [
-            generator for generator in drawing if self.engine.seed is not None or any(generator is other for other in named)
+            generator
+            for generator in drawing
+            if self.engine.seed is not None or any(generator is other for other in named)
         ]
 
     @property
@@ -321,7 +368,9 @@ class Scheme:
             names.append("noise_generator")
         return tuple(names)
 
-    def build_optimizer(self, run: Run, *, distributed: bool, noise_generator: Any, **keywords: Any) -> PrivateOptimizer:
+    def build_optimizer(
+        self, run: Run, *, distributed: bool, noise_generator: Any, **keywords: Any
+    ) -> PrivateOptimizer:
         """The optimizer that adds the noise that is accounted for; its keywords are Opacus's."""
         modes = {name: keywords.pop(name) for name in ("clipping", "grad_sample_mode")}
         clipping = clipping_for(**modes, distributed=distributed)
@@ -354,7 +403,8 @@ class Scheme:
         """What a sum is divided by, from public numbers alone; Opacus rounds it down."""
         return run.sampling.batch_size / run.request.ranks.size
 
-    # ---- attach: what runs beside every step ---------------------------------------------------------------------------------
+    # ---- attach: what runs beside every step
+    # ---------------------------------------------------------------------------------
 
     def attach(self, run: Run, made: tuple[Any, ...]) -> None:
         """Starts the shuffling of weights, the clipping of sums, and the accounting of every step.
@@ -375,9 +425,12 @@ class Scheme:
         generator = run.request.shuffling.generator
         if generator is None and self.engine.seed is not None:
             generator = self.fresh_generator("permutations")
-        self.engine.shuffler = start_shuffling(run.request.module, module, optimizer, run.spec, generator=generator)
+        self.engine.shuffler = start_shuffling(
+            run.request.module, module, optimizer, run.spec, generator=generator
+        )
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
-        # None if any batch may be stepped on, as with Opacus's accountants and the user's own loader.
+        # None if any batch may be stepped on, as with Opacus's accountants and the user's own
+        # loader.
         tickets: TicketBook | None = getattr(made[-1], "tickets", None)
         if tickets is not None:
             tickets.unsplit = isinstance(run.request.module, DistributedDataParallel)
@@ -390,8 +443,8 @@ class Scheme:
     def account(self, run: Run) -> Callable[[PrivateOptimizer], None]:
         """What records every round, before its noise is drawn.
 
-        A kept network keeps it, and neither data nor engine: these may be gone when :meth:`round` is called, which reads
-        ``run.sampling`` instead.
+        A kept network keeps it, and neither data nor engine: these may be gone when :meth:`round`
+        is called, which reads ``run.sampling`` instead.
         """
         scheme, loader = copy.copy(self), weakref.proxy(run.request.data_loader)
         scheme.engine = weakref.proxy(self.engine)
@@ -427,7 +480,9 @@ class Scheme:
         Raises:
             ValueError: If it is not one of this run's.
         """
-        mechanism = self.mechanism(run, optimizer.noise_multiplier, optimizer.accumulated_iterations)
+        mechanism = self.mechanism(
+            run, optimizer.noise_multiplier, optimizer.accumulated_iterations
+        )
         mechanism.check_optimizer(optimizer)
         return mechanism
 
@@ -452,36 +507,56 @@ def refuse_ranks(accountant: str, request: Request) -> None:
     Raises:
         ValueError: If there is any of it.
     """
-    sharded = [layer for layer in request.module.modules() if isinstance(layer, FSDPModule | FullyShardedDataParallel)]
+    sharded = [
+        layer
+        for layer in request.module.modules()
+        if isinstance(layer, FSDPModule | FullyShardedDataParallel)
+    ]
     if sharded:
         raise ValueError(
-            f"{accountant} does not train sharded networks, got a {type(sharded[0]).__name__}: wrap the network in "
-            "DistributedDataParallel or in Opacus's DifferentiallyPrivateDistributedDataParallel, or use one of Opacus's own "
+            f"{accountant} does not train sharded networks, got a {type(sharded[0]).__name__}: "
+            "wrap the network in "
+            "DistributedDataParallel or in Opacus's DifferentiallyPrivateDistributedDataParallel, "
+            "or use one of Opacus's own "
             "accountants with grad_sample_mode='ghost_fsdp'"
         )
     if not request.ranks.distributed:
         return
-    for name, generator in (("noise_generator", request.noise_generator), ("the data_loader's", request.data_loader.generator)):
+    for name, generator in (
+        ("noise_generator", request.noise_generator),
+        ("the data_loader's", request.data_loader.generator),
+    ):
         if not (generator is None or isinstance(generator, SecretGenerator)):
             raise ValueError(
-                f"{name} generator may be in the same state on all ranks, whose noise and coins would then be copies: leave it "
+                f"{name} generator may be in the same state on all ranks, whose noise and coins "
+                "would then be copies: leave it "
                 "out; PrivacyEngine(seed=...) makes a repeatable one for each rank"
             )
     if request.rand_on_empty:
         raise ValueError(
-            "rand_on_empty=True puts a random record where a rank has none, which another rank may have, too: leave it out"
+            "rand_on_empty=True puts a random record where a rank has none, which another rank may "
+            "have, too: leave it out"
         )
-    if half := [parameter.dtype for parameter in request.trainable if parameter.dtype in (torch.bfloat16, torch.float16)]:
+    if half := [
+        parameter.dtype
+        for parameter in request.trainable
+        if parameter.dtype in (torch.bfloat16, torch.float16)
+    ]:
         raise ValueError(
-            f"parameters of {half[0]} are added up among ranks in that precision, which moves sums by more than is accounted: "
-            "keep them in float32 (torch.autocast computes in half precision all the same), or train on one process"
+            f"parameters of {half[0]} are added up among ranks in that precision, which moves sums "
+            "by more than is accounted: "
+            "keep them in float32 (torch.autocast computes in half precision all the same), or "
+            "train on one process"
         )
 
 
-def plan_on_ranks(accountant: str, request: Request, kind: Kind, *, secure_mode: bool = False) -> SamplingPlan:
+def plan_on_ranks(
+    accountant: str, request: Request, kind: Kind, *, secure_mode: bool = False
+) -> SamplingPlan:
     """Plans the batches of all processes together; ``batch_size`` and rate are those of the sum.
 
-    As in Opacus, a loader's batch size is that of all ranks together, and with a ``DistributedSampler`` one rank's share.
+    As in Opacus, a loader's batch size is that of all ranks together, and with a
+    ``DistributedSampler`` one rank's share.
 
     Raises:
         ValueError: If kind and loader do not match, or ranks would have no share of a batch.
@@ -492,20 +567,26 @@ def plan_on_ranks(accountant: str, request: Request, kind: Kind, *, secure_mode:
         return plan
     if plan.kind == "own":
         raise ValueError(
-            "poisson_sampling=False keeps the data loader's own batches, of which nobody sees whether two ranks hold one "
+            "poisson_sampling=False keeps the data loader's own batches, of which nobody sees "
+            "whether two ranks hold one "
             "record: leave it out"
         )
     if isinstance(request.data_loader.sampler, DistributedSampler) and plan.kind == "fixed_size":
-        batch = min(plan.num_users, plan.batch_size * ranks.size)  # what the loader calls its batch is one rank's share
+        batch = min(
+            plan.num_users, plan.batch_size * ranks.size
+        )  # what the loader calls its batch is one rank's share
         plan = dataclasses.replace(plan, batch_size=batch, sample_rate=batch / plan.num_users)
     if plan.kind == "fixed_size" and plan.batch_size < ranks.size:
         raise ValueError(
-            f"data_loader's batch_size, of all {ranks.size} ranks together, is {plan.batch_size}: take one record for each at "
+            f"data_loader's batch_size, of all {ranks.size} ranks together, is {plan.batch_size}: "
+            "take one record for each at "
             "least"
         )
     if plan.kind == "fixed_size" and secure_mode:
         raise ValueError(
-            f"secure_mode=True draws on each rank by itself, but samples of fixed size ({accountant}) are drawn by all ranks "
-            "alike: use an accountant of Poisson batches, such as 'shuffled_checkin', or train on one process"
+            "secure_mode=True draws on each rank by itself, but samples of fixed size "
+            f"({accountant}) are drawn by all ranks "
+            "alike: use an accountant of Poisson batches, such as 'shuffled_checkin', or train on "
+            "one process"
         )
     return plan

@@ -1,8 +1,9 @@
 """Opacus's own accountants train as Opacus does, bit by bit: the same batches, noise and errors under ``torch.manual_seed``.
 
-That includes its arithmetic in floating-point numbers: where it makes 92 batches of 93 and accounts for the rate 1/92, which is
-no less than is spent, so does this. What is refused besides is what would train on nothing, and settings of which nothing would
-come in silence. With a flag of this package, such as ``shuffle_weights``, noise and participation are secret instead.
+That includes its arithmetic in floating-point numbers: where it makes 92 batches of 93 and accounts
+for the rate 1/92, which is no less than is spent, so does this. What is refused besides is what
+would train on nothing, and settings of which nothing would come in silence. With a flag of this
+package, such as ``shuffle_weights``, noise and participation are secret instead.
 """
 
 from __future__ import annotations
@@ -47,14 +48,18 @@ class OpacusOwn(Scheme):
         """Refuses what Opacus does not know."""
         if request.local_noise:
             raise ValueError(
-                f"local_noise=True needs an accountant that knows it, got {self.name!r}: use 'shuffle_gauss', "
+                f"local_noise=True needs an accountant that knows it, got {self.name!r}: use "
+                "'shuffle_gauss', "
                 "'subsampled_shuffle' or 'shuffled_checkin'"
             )
         self.refuse_aggregator(request)
-        if self.engine.secure_mode and (isinstance(request.module, PARALLEL) or request.grad_sample_mode.startswith("ghost_")):
+        if self.engine.secure_mode and (
+            isinstance(request.module, PARALLEL) or request.grad_sample_mode.startswith("ghost_")
+        ):
             raise ValueError(
                 f"secure_mode=True is for one process, got a {type(request.module).__name__} with "
-                f"grad_sample_mode={request.grad_sample_mode!r}: its sampler has no secure form; leave it out"
+                f"grad_sample_mode={request.grad_sample_mode!r}: its sampler has no secure form; "
+                "leave it out"
             )
 
     def check_noise(self, request: Request) -> float:
@@ -73,13 +78,17 @@ class OpacusOwn(Scheme):
         batch = int(plan.num_users * rate)
         if batch < 1:
             raise ValueError(
-                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, of which Opacus's arithmetic "
-                "makes an expected_batch_size of 0, so that gradients would be divided by it: take a larger batch_size, or a "
+                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, of "
+                "which Opacus's arithmetic "
+                "makes an expected_batch_size of 0, so that gradients would be divided by it: take "
+                "a larger batch_size, or a "
                 "shuffle accountant"
             )
         return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
 
-    def poisson_sampler(self, run: Run, generator: torch.Generator | None, opacus: Any) -> TicketedSampler:
+    def poisson_sampler(
+        self, run: Run, generator: torch.Generator | None, opacus: Any
+    ) -> TicketedSampler:
         """Opacus's, number by number (with a flag of ours the exact one): drawn at the rate of the loader that was passed."""
         plan = run.sampling
         if isinstance(opacus, DistributedUniformWithReplacementSampler):
@@ -97,7 +106,11 @@ class OpacusOwn(Scheme):
 
     def sampling_generator(self, run: Run) -> torch.Generator | None:
         """Opacus's: the loader's, or PyTorch's own."""
-        return run.request.data_loader.generator if self.is_opacus(run.request) else super().sampling_generator(run)
+        return (
+            run.request.data_loader.generator
+            if self.is_opacus(run.request)
+            else super().sampling_generator(run)
+        )
 
     def noise_generator(self, request: Request) -> torch.Generator | None:
         """Opacus's: PyTorch's own."""
@@ -109,7 +122,11 @@ class OpacusOwn(Scheme):
 
     def is_opacus(self, request: Request) -> bool:
         """Whether nothing was asked for that Opacus does not have."""
-        return request.shuffling.groups is False and not self.engine.secure_mode and self.engine.seed is None
+        return (
+            request.shuffling.groups is False
+            and not self.engine.secure_mode
+            and self.engine.seed is None
+        )
 
     def named_before(self, run: Run, optimizer: Any) -> list[torch.Generator | None]:
         """PyTorch's own alone, where that is what Opacus draws from."""
@@ -124,28 +141,37 @@ class OpacusOwn(Scheme):
         """As Opacus, all is: there nothing is said of it."""
         return () if self.is_opacus(run.request) else super().predictable(run)
 
-    def plan_batch_clip(self, request: Request, spec: PermutationSpec | None) -> BatchClipPlan | None:
+    def plan_batch_clip(
+        self, request: Request, spec: PermutationSpec | None
+    ) -> BatchClipPlan | None:
         """Clips sums only where it was asked for."""
         request.shuffling.refuse(("dimension", "unshuffled_noise_multiplier"), self.name)
         if spec is None or request.shuffling.batch_clip is None:
             return None
         return plan_batch_clip(
-            request.shuffling, spec, request.module, max_grad_norm=request.max_grad_norm, optimizer=request.optimizer
+            request.shuffling,
+            spec,
+            request.module,
+            max_grad_norm=request.max_grad_norm,
+            optimizer=request.optimizer,
         )
 
     def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
         """Finds Opacus's noise multiplier; for a step more where Opacus would count one less than will run."""
         if (budget.bound, budget.adjacency) != ("certified", "zero_out"):
             raise ValueError(
-                f"accountant {self.name!r} has one ε only, got bound={budget.bound!r}, adjacency={budget.adjacency!r}: leave "
+                f"accountant {self.name!r} has one ε only, got bound={budget.bound!r}, "
+                f"adjacency={budget.adjacency!r}: leave "
                 "them out or use a shuffle accountant"
             )
         self.refuse(request)
         sampling, rate = self.plan_sampling(request), 1 / len(request.data_loader)
         if budget.target_epsilon > (largest := LARGEST_TARGETS.get(self.name, LARGEST_TARGET)):
             raise ValueError(
-                f"target_epsilon must be at most {largest:g} with accountant {self.name!r}, whose search does not end "
-                f"above, got {budget.target_epsilon!r}: ask for less, or pass noise_multiplier to make_private"
+                f"target_epsilon must be at most {largest:g} with accountant {self.name!r}, whose "
+                "search does not end "
+                f"above, got {budget.target_epsilon!r}: ask for less, or pass noise_multiplier to "
+                "make_private"
             )
         try:
             sigma = get_noise_multiplier(
@@ -157,8 +183,10 @@ class OpacusOwn(Scheme):
             )
         except ValueError as error:
             raise ValueError(
-                f"accountant {self.name!r} finds no noise for target_epsilon={budget.target_epsilon!r} at "
-                f"target_delta={budget.target_delta!r} ({error}): ask for other ones, or use another accountant"
+                f"accountant {self.name!r} finds no noise for "
+                f"target_epsilon={budget.target_epsilon!r} at "
+                f"target_delta={budget.target_delta!r} ({error}): ask for other ones, or use "
+                "another accountant"
             ) from error
         return {"noise_multiplier": float(sigma)}
 
@@ -171,9 +199,12 @@ class OpacusOwn(Scheme):
         if run.sampling.kind == "own":
             engine.poisson = False
             warnings.warn(
-                f"poisson_sampling=False: {self.name} accounts for Poisson samples, which the batches of this data loader are "
-                "not, and nobody sees how often each is stepped on, so that no ε of it is a guarantee; leave it out, or use "
-                "'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', which account for batches of one size",
+                f"poisson_sampling=False: {self.name} accounts for Poisson samples, which the "
+                "batches of this data loader are "
+                "not, and nobody sees how often each is stepped on, so that no ε of it is a "
+                "guarantee; leave it out, or use "
+                "'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', which account for "
+                "batches of one size",
                 PrivacyAssumptionWarning,
                 stacklevel=3,
             )

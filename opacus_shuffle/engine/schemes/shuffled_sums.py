@@ -1,7 +1,8 @@
 """Cheu, Joseph, Mao and Peng's shuffled sums (SCO Algorithm 2) in place of Gaussian noise, on secret samples.
 
-By default all users report in every round, and each tosses a secret coin for whether its gradient is in its report: the sum is
-Poisson-subsampled DP-SGD's. With ``poisson_sampling=False`` a secret sample of fixed size reports.
+By default all users report in every round, and each tosses a secret coin for whether its gradient
+is in its report: the sum is Poisson-subsampled DP-SGD's. With ``poisson_sampling=False`` a secret
+sample of fixed size reports.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class VectorSums(Scheme):
                 *sizes, run.noise_multiplier, delta=ROUND_DELTA, **_rounding(run.sampling)
             )
         self.check_aggregator(protocol, request, run.sampling)
-        return dataclasses.replace(run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol)
+        return dataclasses.replace(
+            run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol
+        )
 
     def refuse(self, request: Request) -> None:
         """Refuses what takes a gradient per record, or binomials, that are not there."""
@@ -59,7 +62,8 @@ class VectorSums(Scheme):
         one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew"))
         if request.rand_on_empty and request.poisson_sampling is not False:
             raise ValueError(
-                "rand_on_empty=True puts a random record into an empty batch, which tells that no coin put a record in: leave "
+                "rand_on_empty=True puts a random record into an empty batch, which tells that no "
+                "coin put a record in: leave "
                 "it out (everyone reports zero then), or pass poisson_sampling=False"
             )
 
@@ -70,13 +74,18 @@ class VectorSums(Scheme):
         instance_of("aggregator", request.aggregator, (ShuffleVectorSum,))
         if request.noise_multiplier is not None:
             raise ValueError(
-                f"noise_multiplier follows from the aggregator, got noise_multiplier={request.noise_multiplier!r}: leave "
+                "noise_multiplier follows from the aggregator, got "
+                f"noise_multiplier={request.noise_multiplier!r}: leave "
                 "one of them out"
             )
 
     def check_noise(self, request: Request) -> float:
         """The noise multiplier, or that of the protocol."""
-        return super().check_noise(request) if request.aggregator is None else request.aggregator.noise_multiplier
+        return (
+            super().check_noise(request)
+            if request.aggregator is None
+            else request.aggregator.noise_multiplier
+        )
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
         """How batches will be drawn: by every record's own coin, or of one size where Poisson batches are not wanted."""
@@ -88,34 +97,44 @@ class VectorSums(Scheme):
         return torch.device("cpu")
 
     @staticmethod
-    def check_aggregator(protocol: ShuffleVectorSum, request: Request, sampling: SamplingPlan) -> None:
+    def check_aggregator(
+        protocol: ShuffleVectorSum, request: Request, sampling: SamplingPlan
+    ) -> None:
         """Refuses a protocol that is not made for this run."""
         norm, coins = positive("max_grad_norm", request.max_grad_norm), sampling.kind == "poisson"
         if coins and protocol.num_users != sampling.num_users:
             raise ValueError(
-                f"the aggregator sums num_users={protocol.num_users} reports, but all {sampling.num_users} records report in "
-                f"every round, those that are not in the batch zero: build it with num_users={sampling.num_users}, or pass "
+                f"the aggregator sums num_users={protocol.num_users} reports, but all "
+                f"{sampling.num_users} records report in "
+                "every round, those that are not in the batch zero: build it with "
+                f"num_users={sampling.num_users}, or pass "
                 "poisson_sampling=False for batches of one size"
             )
         if not coins and protocol.num_users != sampling.batch_size:
             raise ValueError(
-                f"the aggregator sums num_users={protocol.num_users} reports, a batch holds {sampling.batch_size} records: "
+                f"the aggregator sums num_users={protocol.num_users} reports, a batch holds "
+                f"{sampling.batch_size} records: "
                 f"build it with num_users={sampling.batch_size}"
             )
         if protocol.honest_fraction < 1 and sampling.sample_rate < 1 and not coins:
             raise ValueError(
-                f"the aggregator's honest_fraction is {protocol.honest_fraction:.3g}, but batches are samples of the data set: "
-                "who of a sample is honest is random, and dishonest ones know who of them is in it; leave out "
-                "poisson_sampling=False, so that everyone reports, or build it with honest_fraction=1"
+                f"the aggregator's honest_fraction is {protocol.honest_fraction:.3g}, but batches "
+                "are samples of the data set: "
+                "who of a sample is honest is random, and dishonest ones know who of them is in "
+                "it; leave out "
+                "poisson_sampling=False, so that everyone reports, or build it with "
+                "honest_fraction=1"
             )
         if protocol.dimension != _entries(request):
             raise ValueError(
-                f"the aggregator's dimension is {protocol.dimension}, the optimizer trains {_entries(request)} entries: build "
+                f"the aggregator's dimension is {protocol.dimension}, the optimizer trains "
+                f"{_entries(request)} entries: build "
                 f"it with dimension={_entries(request)}"
             )
         if not math.isclose(protocol.max_norm, norm, rel_tol=1e-9):
             raise ValueError(
-                f"the aggregator's max_norm is {protocol.max_norm}, max_grad_norm is {norm}: they are the same bound on one "
+                f"the aggregator's max_norm is {protocol.max_norm}, max_grad_norm is {norm}: they "
+                "are the same bound on one "
                 "record's gradient"
             )
 
@@ -132,14 +151,18 @@ class VectorSums(Scheme):
         epsilon = budget.spent([(_mechanism(protocol, sampling), steps)]).epsilon
         if epsilon > budget.target_epsilon * (1 + 1e-9):
             raise ValueError(
-                f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} steps spend {epsilon:.6g} by "
-                f"bound={budget.bound!r}; leave the aggregator out, so that one is built for the budget, or train fewer epochs"
+                f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} "
+                f"steps spend {epsilon:.6g} by "
+                f"bound={budget.bound!r}; leave the aggregator out, so that one is built for the "
+                "budget, or train fewer epochs"
             )
         return {"aggregator": protocol}
 
     def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """One round of the protocol, whose noise is its own."""
-        return _mechanism(instance_of("aggregator", run.aggregator, (ShuffleVectorSum,)), run.sampling)
+        return _mechanism(
+            instance_of("aggregator", run.aggregator, (ShuffleVectorSum,)), run.sampling
+        )
 
     def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
         """The round that was planned; the optimizer has looked after that while it counted."""
@@ -185,18 +208,27 @@ def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSu
     return ShuffledSums.of_protocol(protocol, num_users=sampling.num_users)
 
 
-def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: Request) -> ShuffleVectorSum:
+def _protocol_for(
+    budget: Budget, steps: int, sampling: SamplingPlan, request: Request
+) -> ShuffleVectorSum:
     """The protocol of each of ``steps`` rounds that together stay within a budget.
 
-    ``bound="published"`` is about SCO Algorithm 5, every round's share by Theorem A.6, and gains nothing from sampling. By
-    ``"certified"`` it is the least noise by the cheaper of the rows that hold for the adjacency.
+    ``bound="published"`` is about SCO Algorithm 5, every round's share by Theorem A.6, and gains
+    nothing from sampling. By ``"certified"`` it is the least noise by the cheaper of the rows that
+    hold for the adjacency.
     """
-    sizes = (_reports(sampling), _entries(request), positive("max_grad_norm", request.max_grad_norm))
+    sizes = (
+        _reports(sampling),
+        _entries(request),
+        positive("max_grad_norm", request.max_grad_norm),
+    )
     epsilon, delta = budget.target_epsilon, budget.target_delta
     if budget.bound == "published":
         return ShuffleVectorSum(*sizes, epsilon, delta, "published", rounds=steps)
     if budget.adjacency == "replace" and sampling.kind == "fixed_size":
-        return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=sampling.sample_rate)
+        return ShuffleVectorSum(
+            *sizes, epsilon, delta, rounds=steps, sample_rate=sampling.sample_rate
+        )
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
     like = SampledSum(
         mu=1.0,
@@ -207,7 +239,11 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: R
 
     def spent(noise_multiplier: float) -> float:
         rounds = [(dataclasses.replace(like, mu=2 / noise_multiplier), steps)]
-        return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
+        return min(
+            gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values()
+        )
 
     sigma = smallest_noise(spent, target_epsilon=epsilon)
-    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps, **_rounding(sampling))
+    return ShuffleVectorSum.with_noise_multiplier(
+        *sizes, sigma, delta=delta, rounds=steps, **_rounding(sampling)
+    )

@@ -13,7 +13,12 @@ from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
-from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, noise_ratio, plan_batch_clip, whole_norm
+from opacus_shuffle.engine.weights.batch_clip_plan import (
+    BatchClipPlan,
+    noise_ratio,
+    plan_batch_clip,
+    whole_norm,
+)
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
 
@@ -29,7 +34,8 @@ class ShuffledDPSGD(Scheme):
         run = super().check(request)
         if request.shuffle_weights is False:
             warnings.warn(
-                "shuffled_fw without shuffle_weights is plain DP-SGD by the looser composition of WS Theorems 1 and 2: pass "
+                "shuffled_fw without shuffle_weights is plain DP-SGD by the looser composition of "
+                "WS Theorems 1 and 2: pass "
                 "shuffle_weights=True, or quote bound='certified'",
                 stacklevel=3,
             )
@@ -52,11 +58,13 @@ class ShuffledDPSGD(Scheme):
         """Finds σ by the bound for the shuffled parameters, and σ₀ by the same bound without shuffling for the others.
 
         Warns:
-            UserWarning: If σ ≥ σ₀ by the published bound: then it is plain DP-SGD with σ₀, neither shuffled nor clipped as a
-                batch (line 11).
+            UserWarning: If σ ≥ σ₀ by the published bound: then it is plain DP-SGD with σ₀, neither
+                shuffled nor clipped as a batch (line 11).
         """
         if request.shuffling.unshuffled_noise_multiplier is not None:
-            raise ValueError("unshuffled_noise_multiplier is what make_private_with_epsilon finds: leave it out")
+            raise ValueError(
+                "unshuffled_noise_multiplier is what make_private_with_epsilon finds: leave it out"
+            )
         one_of("bound", budget.bound, bounds_of(ShuffledWeights))
         self.refuse(request)
         spec = self.find_spec(request)
@@ -64,10 +72,16 @@ class ShuffledDPSGD(Scheme):
         run = Run(request, self.plan_sampling(request), 1.0, spec, clipping)
         each, steps = self.mechanism(run, 1.0), budget.epochs * run.sampling.steps_per_epoch
         sigma, plain = calibrated_noise(each, steps, budget)
-        if spec is not None and budget.bound.startswith("published") and sigma >= plain * (1 - 1e-6):
+        if (
+            spec is not None
+            and budget.bound.startswith("published")
+            and sigma >= plain * (1 - 1e-6)
+        ):
             warnings.warn(
-                f"shuffling asks for noise_multiplier {sigma:.4g}, plain DP-SGD for {plain:.4g}: WS Algorithm 1 falls back to "
-                "plain DP-SGD, with no shuffling and no clipping of sums (a smaller batch_clip asks for less)",
+                f"shuffling asks for noise_multiplier {sigma:.4g}, plain DP-SGD for {plain:.4g}: "
+                "WS Algorithm 1 falls back to "
+                "plain DP-SGD, with no shuffling and no clipping of sums (a smaller batch_clip "
+                "asks for less)",
                 stacklevel=3,
             )
             return {"noise_multiplier": plain, "shuffle_weights": WeightShuffling(groups=False)}
@@ -76,16 +90,26 @@ class ShuffledDPSGD(Scheme):
             ratio = max(1.0, plain / sigma)
 
         def rounds(sigma: float) -> list[tuple[Mechanism, int]]:
-            return [(_with_noise(each, sigma, None if ratio is None else noise_ratio(sigma, sigma * ratio)), steps)]
+            return [
+                (
+                    _with_noise(
+                        each, sigma, None if ratio is None else noise_ratio(sigma, sigma * ratio)
+                    ),
+                    steps,
+                )
+            ]
 
-        # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it is rounding.
+        # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it
+        # is rounding.
         if ratio is not None and budget.spent(rounds(sigma)).epsilon > budget.target_epsilon:
             sigma = budget.smallest_noise(rounds)
         self.warn_of_assumption(rounds(sigma), budget)
         if spec is None:
             return {"noise_multiplier": sigma}
         unshuffled = None if ratio is None else sigma * ratio
-        shuffling = dataclasses.replace(request.shuffling, groups=spec, unshuffled_noise_multiplier=unshuffled)
+        shuffling = dataclasses.replace(
+            request.shuffling, groups=spec, unshuffled_noise_multiplier=unshuffled
+        )
         return {"noise_multiplier": sigma, "shuffle_weights": shuffling}
 
     def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> ShuffledWeights:
@@ -113,8 +137,10 @@ class ShuffledDPSGD(Scheme):
             as_planned = (plan.batch_clip, plan.unshuffled_noise_ratio or 1.0, shuffled)
             if told != as_planned or not shuffled <= trained or stays != bool(trained - shuffled):
                 raise ValueError(
-                    "parameters were frozen or thawed, or the optimizer's batch_clip or unshuffled_noise_ratio set, after "
-                    "make_private: shuffled_fw accounts for what make_private found; call it on a new engine"
+                    "parameters were frozen or thawed, or the optimizer's batch_clip or "
+                    "unshuffled_noise_ratio set, after "
+                    "make_private: shuffled_fw accounts for what make_private found; call it on a "
+                    "new engine"
                 )
         return mechanism
 
@@ -129,7 +155,8 @@ def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> tuple
         return budget.smallest_noise(lambda sigma: [(_with_noise(step, sigma), steps)])
 
     shuffled = smallest(each)
-    # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′ is less.
+    # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′
+    # is less.
     plain = dataclasses.replace(each, dimension=1, batch_clip=math.inf, orbit=None)
     return shuffled, smallest(plain) if budget.bound != "certified" else shuffled
 

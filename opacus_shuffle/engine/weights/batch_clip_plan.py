@@ -50,21 +50,32 @@ def plan_batch_clip(
 ) -> BatchClipPlan:
     """Plans the clipping of the shuffled parameters' sum, by default to the norm of one record's gradient.
 
-    The arguments are as of ``make_private``: ``noise_multiplier`` is σ of the shuffled parameters, None while it is unknown.
-    What an optimizer does not hold is not trained; without one, every parameter that requires a gradient is.
+    The arguments are as of ``make_private``: ``noise_multiplier`` is σ of the shuffled parameters,
+    None while it is unknown. What an optimizer does not hold is not trained; without one, every
+    parameter that requires a gradient is.
     """
     network = unwrap(module)
-    held = network.parameters() if optimizer is None else (p for group in optimizer.param_groups for p in group["params"])
+    held = (
+        network.parameters()
+        if optimizer is None
+        else (p for group in optimizer.param_groups for p in group["params"])
+    )
     trained = {id(parameter) for parameter in held if parameter.requires_grad}
     moving = {key: tensor for key, tensor in spec.tensors(network).items() if id(tensor) in trained}
-    layers = tuple(round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items())
+    layers = tuple(
+        round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items()
+    )
     if not layers:
-        raise ValueError("shuffle_weights permutes no trainable parameter: unfreeze some, or use another accountant")
+        raise ValueError(
+            "shuffle_weights permutes no trainable parameter: unfreeze some, or use another "
+            "accountant"
+        )
     stays = not trained <= set(map(id, moving.values()))
     unshuffled = shuffling.unshuffled_noise_multiplier
     if unshuffled is not None and not stays:
         raise ValueError(
-            f"unshuffled_noise_multiplier={unshuffled!r} is for parameters that stay, and all are shuffled: leave it out"
+            f"unshuffled_noise_multiplier={unshuffled!r} is for parameters that stay, and all are "
+            "shuffled: leave it out"
         )
     clip = whole_norm(max_grad_norm)
     d = shuffling.dimension
@@ -84,7 +95,8 @@ def noise_ratio(noise_multiplier: float | None, unshuffled: float | None) -> flo
         return 1.0
     if noise_level("unshuffled_noise_multiplier", unshuffled) < noise_multiplier:
         raise ValueError(
-            f"unshuffled_noise_multiplier must be at least noise_multiplier={noise_multiplier}, got {unshuffled}: the "
+            f"unshuffled_noise_multiplier must be at least noise_multiplier={noise_multiplier}, "
+            f"got {unshuffled}: the "
             "certified epsilon counts on it"
         )
     return max(1.0, unshuffled / noise_multiplier * (1 + 1e-12))
@@ -92,6 +104,10 @@ def noise_ratio(noise_multiplier: float | None, unshuffled: float | None) -> flo
 
 def whole_norm(max_grad_norm: float | Sequence[float]) -> float:
     """Returns the norm of one record's whole gradient, also where each layer is clipped by itself."""
-    if not isinstance(max_grad_norm, Sequence) or isinstance(max_grad_norm, str) or not max_grad_norm:
+    if (
+        not isinstance(max_grad_norm, Sequence)
+        or isinstance(max_grad_norm, str)
+        or not max_grad_norm
+    ):
         return positive("max_grad_norm", max_grad_norm)
     return math.hypot(*(positive("max_grad_norm", norm) for norm in max_grad_norm))

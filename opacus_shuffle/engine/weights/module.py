@@ -116,7 +116,9 @@ class ShuffleGradSampleModule(AbstractGradSampleModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Is copied and pickled as Opacus's plain wrapper, without the shuffler."""
-        state = {name: value for name, value in leaving(self.__dict__).items() if name != "shuffler"}
+        state = {
+            name: value for name, value in leaving(self.__dict__).items() if name != "shuffler"
+        }
         return object.__new__, (type(self).__bases__[0],), state
 
 

@@ -118,7 +118,8 @@ class WeightShuffler:
             ValueError: Always.
         """
         raise ValueError(
-            "a WeightShuffler cannot be copied or pickled: it moves the weights of its own network alone; keep "
+            "a WeightShuffler cannot be copied or pickled: it moves the weights of its own network "
+            "alone; keep "
             "its state_dict(), or engine.save_checkpoint(...)"
         )
 
@@ -164,10 +165,16 @@ class WeightShuffler:
             ValueError: If it is no copy.
         """
         copied = unwrap(instance_of("average", average, (nn.Module,)))
-        state = [{**dict(module.named_parameters()), **dict(module.named_buffers())} for module in (self._network, copied)]
+        state = [
+            {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            for module in (self._network, copied)
+        ]
         shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in state]
         if copied is self._network or shapes[0] != shapes[1]:
-            raise ValueError(f"average must be a copy of the network, got {type(average).__name__}: pass copy.deepcopy(model)")
+            raise ValueError(
+                f"average must be a copy of the network, got {type(average).__name__}: pass "
+                "copy.deepcopy(model)"
+            )
         with torch.no_grad():
             for name, tensor in state[0].items():
                 state[1][name].copy_(tensor)
@@ -183,7 +190,8 @@ class WeightShuffler:
             return
         if average.n_averaged:
             raise ValueError(
-                f"{type(average).__name__} has averaged weights whose units are in another order than the network's: "
+                f"{type(average).__name__} has averaged weights whose units are in another order "
+                "than the network's: "
                 "make it of what make_private returned, and load its state afterwards"
             )
         self.follow(average)
@@ -195,7 +203,9 @@ class WeightShuffler:
             ValueError: In the middle of a batch, whose gradients would stay behind.
         """
         if any(waits_for_step(parameter) for parameter in self._network.parameters()):
-            raise ValueError("shuffle_() in the middle of a batch would leave its gradients behind: step first")
+            raise ValueError(
+                "shuffle_() in the middle of a batch would leave its gradients behind: step first"
+            )
         self._shuffle()
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +215,12 @@ class WeightShuffler:
         backwards to them.
         """
         generator = None if self._generator is None else self._generator.get_state()
-        return {"key": self._keys.key, "generator": generator, "steps": self.steps, "shuffles": self.shuffles}
+        return {
+            "key": self._keys.key,
+            "generator": generator,
+            "steps": self.steps,
+            "shuffles": self.shuffles,
+        }
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses what :meth:`load_state_dict` could not load.
@@ -214,19 +229,30 @@ class WeightShuffler:
             ValueError: If it is no state of a shuffler, damaged, or of another kind of secret.
         """
         if not isinstance(state, dict) or set(state) != {"key", "generator", "steps", "shuffles"}:
-            raise ValueError(f"state must come from WeightShuffler.state_dict(), got {type(state).__name__}")
+            raise ValueError(
+                f"state must come from WeightShuffler.state_dict(), got {type(state).__name__}"
+            )
         for name in ("steps", "shuffles"):
             integer(f"{name} in state", state[name], minimum=0)
         if (state["generator"] is None) != (self._generator is None):
-            raise ValueError("state was saved with a generator of your own and loaded without, or the reverse: use the same")
+            raise ValueError(
+                "state was saved with a generator of your own and loaded without, or the reverse: "
+                "use the same"
+            )
         size = len(self._keys.key)
-        if not isinstance(state["key"], bytes) or len(state["key"]) != size:  # which no message shows
-            raise ValueError(f"key in state must be {size} bytes, got something else: the state was damaged")
+        if (
+            not isinstance(state["key"], bytes) or len(state["key"]) != size
+        ):  # which no message shows
+            raise ValueError(
+                f"key in state must be {size} bytes, got something else: the state was damaged"
+            )
         if state["generator"] is not None:
             try:
                 torch.Generator().set_state(state["generator"])
             except (TypeError, RuntimeError) as error:
-                raise ValueError(f"generator in state must be a generator's state ({error}): it was damaged") from None
+                raise ValueError(
+                    f"generator in state must be a generator's state ({error}): it was damaged"
+                ) from None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from :meth:`state_dict`, with the weights that were released then.
@@ -247,7 +273,9 @@ class WeightShuffler:
         tensors = self._tensors()
         trained = set(map(id, _parameters_of(inner)))
         if not any(id(tensor) in trained for tensor in tensors.values()):
-            raise ValueError(f"optimizer {type(inner).__name__} trains none of the parameters that would move")
+            raise ValueError(
+                f"optimizer {type(inner).__name__} trains none of the parameters that would move"
+            )
         self.spec.followers(tensors, inner)
         return inner
 
@@ -256,7 +284,8 @@ class WeightShuffler:
         parameters = self._network.named_parameters(remove_duplicate=False)
         if later := [name for name, _ in parameters if name not in self._known]:
             raise ValueError(
-                f"module has got new parameters since its permutations were found, {', '.join(later)}, which may "
+                "module has got new parameters since its permutations were found, "
+                f"{', '.join(later)}, which may "
                 "not fit the units that move: take them out, or call make_private again"
             )
         return self.spec.tensors(self._network)
@@ -270,8 +299,10 @@ class WeightShuffler:
         self.steps += 1
         if self._loaded == {"weights"}:
             warnings.warn(
-                f"weights were loaded, and the state of {type(optimizer).__name__} was not: if this run has shown "
-                "them before, their units are in another order than those of its momentum and the like; load the "
+                f"weights were loaded, and the state of {type(optimizer).__name__} was not: if "
+                "this run has shown "
+                "them before, their units are in another order than those of its momentum and the "
+                "like; load the "
                 "state that was saved with them, or begin with optimizer.state.clear()",
                 stacklevel=3,
             )
@@ -289,7 +320,9 @@ class WeightShuffler:
     def _draw(self) -> PermutationPlan:
         self.shuffles += 1
         _MOVED.add(self._network)
-        return self.spec.sample(self._keys.next_generator() if self._generator is None else self._generator)
+        return self.spec.sample(
+            self._keys.next_generator() if self._generator is None else self._generator
+        )
 
     def _watch_network(self) -> Any:
         return self._network.register_load_state_dict_pre_hook(_LoadHook(self))  # type: ignore[no-untyped-call]
@@ -298,7 +331,9 @@ class WeightShuffler:
         """Notes what was loaded since the last update, where the optimizer keeps anything of single units."""
         states = [] if self._optimizer is None else self._optimizer.state.values()
         values = (value for state in states for value in state.values())
-        if what == "state" or any(isinstance(value, torch.Tensor) and value.dim() for value in values):
+        if what == "state" or any(
+            isinstance(value, torch.Tensor) and value.dim() for value in values
+        ):
             self._loaded |= {what}
 
 
@@ -353,9 +388,12 @@ def warn_of_another_order(network: nn.Module) -> None:
     """Warns where a shuffled run starts from weights that another one has moved: places mean other units than before it."""
     if network in _MOVED:
         warnings.warn(
-            f"{type(network).__name__} has weights whose units another shuffled run has put in an order of its own: an "
-            "average with weights of other runs, such as other clients', would mix different units, and nothing would "
-            "show it; average only weights of runs without shuffle_weights (docs/weight_shuffling.rst)",
+            f"{type(network).__name__} has weights whose units another shuffled run has put in an "
+            "order of its own: an "
+            "average with weights of other runs, such as other clients', would mix different "
+            "units, and nothing would "
+            "show it; average only weights of runs without shuffle_weights "
+            "(docs/weight_shuffling.rst)",
             stacklevel=2,
         )
 
@@ -380,10 +418,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"{keeps} factored, flat or sparse state, which {cannot_follow}")
     own = set(map(id, _parameters_of(optimizer)))
     for name, value in vars(optimizer).items():
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
+        tensors = [
+            leaf
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in own
+        ]
         known = name in ("state", "param_groups", "defaults")
         if not known and any(tensor.numel() > 1 for tensor in tensors):
-            raise ValueError(f"{keeps} tensors in its attribute {name!r}, outside of its state, where they {cannot_follow}")
+            raise ValueError(
+                f"{keeps} tensors in its attribute {name!r}, outside of its state, where they "
+                f"{cannot_follow}"
+            )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

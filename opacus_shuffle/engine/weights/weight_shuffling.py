@@ -14,7 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
+from opacus_shuffle.core.opacus_compat import (
+    refuse_broken_attention,
+    refuse_tied_ghost,
+    refuse_unclipped_engine,
+)
 from opacus_shuffle.core.progress import progress
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
@@ -74,7 +78,8 @@ class WeightShuffling:
     def __post_init__(self) -> None:
         if not isinstance(self.groups, bool | str | PermutationSpec):
             raise ValueError(
-                f"shuffle_weights (groups) must be True, False, one of {', '.join(map(repr, LEVELS))}, a "
+                "shuffle_weights (groups) must be True, False, one of "
+                f"{', '.join(map(repr, LEVELS))}, a "
                 f"PermutationSpec or a WeightShuffling, got {self.groups!r}"
             )
         if isinstance(self.groups, str):
@@ -90,7 +95,8 @@ class WeightShuffling:
             integer("dimension", self.dimension)
         if self.groups is False and (given := self.given()):
             raise ValueError(
-                f"{_listed(given)} is about shuffled parameters: pass shuffle_weights=True (or groups) too, or leave it out"
+                f"{_listed(given)} is about shuffled parameters: pass shuffle_weights=True (or "
+                "groups) too, or leave it out"
             )
 
     @classmethod
@@ -107,7 +113,10 @@ class WeightShuffling:
     def refuse(self, names: tuple[str, ...], accountant: str) -> None:
         """Refuses fields that an accountant does not know of."""
         if given := {name: value for name, value in self.given().items() if name in names}:
-            raise ValueError(f"{_listed(given)} does not go with accountant {accountant!r}: use accountant='shuffled_fw'")
+            raise ValueError(
+                f"{_listed(given)} does not go with accountant {accountant!r}: use "
+                "accountant='shuffled_fw'"
+            )
 
 
 def find_spec(
@@ -135,7 +144,11 @@ def find_spec(
         return None
     network = unwrap(module)
     _refuse_sharded(module)
-    one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, ("hooks", "functorch", "ew", "ghost", "no_op"))
+    one_of(
+        "grad_sample_mode (with shuffle_weights)",
+        grad_sample_mode,
+        ("hooks", "functorch", "ew", "ghost", "no_op"),
+    )
     check_optimizer(innermost(optimizer))
     refuse_unclipped_engine(engine)
     refuse_broken_attention(network)
@@ -147,8 +160,10 @@ def find_spec(
         run_quietly(network, args, kwargs)
     except Exception as error:
         raise ValueError(
-            f"data_loader's first records do not run through {type(network).__name__}: {type(error).__name__}: {error}; "
-            "pass shuffle_weights=find_permutations(module, sample_input) if its batches are not what the network gets"
+            f"data_loader's first records do not run through {type(network).__name__}: "
+            f"{type(error).__name__}: {error}; "
+            "pass shuffle_weights=find_permutations(module, sample_input) if its batches are not "
+            "what the network gets"
         ) from error
     with progress("finding permutations"):
         others = _other_records(network, data_loader)
@@ -185,13 +200,21 @@ def warn_of_what_stays(spec: PermutationSpec, network: nn.Module) -> None:
             held[reason] += size
     reasons = [f"{reason} ({size:,} entries)" for reason, size in held.most_common(MOST_REASONS)]
     named, more = ", ".join(spec.unreached[:MOST_NAMED]), len(spec.unreached) - MOST_NAMED
-    unreached = f" Not reached by the first records: {named}{f' and {more} more' if more > 0 else ''}." if named else ""
+    unreached = (
+        f" Not reached by the first records: {named}{f' and {more} more' if more > 0 else ''}."
+        if named
+        else ""
+    )
     warnings.warn(
-        f"shuffle_weights moves {share:.1%} of the parameters of {type(network).__name__}; the others stay where they "
+        f"shuffle_weights moves {share:.1%} of the parameters of {type(network).__name__}; the "
+        "others stay where they "
         f"are in all that is released. What holds most of them: {'; '.join(reasons)}."
-        f"{unreached} Have the network return no more than the loss needs (logits, no hidden states); delete "
-        "parameters that nothing uses, or pass shuffle_weights=find_permutations(module, sample_input, "
-        "more_samples=[...]) with inputs that reach them, which also ends this warning; print what it returns "
+        f"{unreached} Have the network return no more than the loss needs (logits, no hidden "
+        "states); delete "
+        "parameters that nothing uses, or pass shuffle_weights=find_permutations(module, "
+        "sample_input, "
+        "more_samples=[...]) with inputs that reach them, which also ends this warning; print what "
+        "it returns "
         "with describe() to see all",
         stacklevel=2,
     )
@@ -205,14 +228,20 @@ def _other_records(network: nn.Module, data_loader: DataLoader) -> list[Call]:
     """
     try:
         batch = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
-        tensors = [leaf.cpu() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        tensors = [
+            leaf.cpu()
+            for leaf in tree_leaves(batch)
+            if isinstance(leaf, torch.Tensor) and leaf.dim()
+        ]
         sums = torch.zeros(max(map(len, tensors)), dtype=torch.float64)
         for tensor in tensors:
             if len(tensor) == len(sums) and tensor.numel() and not tensor.is_complex():
                 total = tensor.reshape(len(sums), -1).double().nan_to_num().sum(1)
                 sums += total / (total.max() - total.min()).clamp(min=1e-300)
         places = [int(sums.argmin()), int(sums.argmax())]
-        two = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True, places=places))
+        two = from_batch(
+            network, first_records(data_loader, OTHER_RECORDS, everywhere=True, places=places)
+        )
         run_quietly(network, *two)
     except Exception:
         return []
@@ -224,7 +253,8 @@ def _refuse_sharded(module: nn.Module) -> None:
     for name, part in (*module.named_modules(), *module.named_parameters()):
         if isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor):
             raise ValueError(
-                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is of class "
+                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is of "
+                "class "
                 f"{type(part).__name__}; use DistributedDataParallel or Opacus's "
                 "DifferentiallyPrivateDistributedDataParallel"
             )

@@ -1,7 +1,7 @@
 """Federated training in the shuffle model on Flower's Message API: ``pip install -e ".[federated]"``.
 
-``ReportMod`` is a client's, ``ShuffledStrategy`` the server's, and ``LocalGrid`` runs a ``ClientApp`` for thousands of virtual
-clients in this process, without Ray.
+``ReportMod`` is a client's, ``ShuffledStrategy`` the server's, and ``LocalGrid`` runs a
+``ClientApp`` for thousands of virtual clients in this process, without Ray.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from opacus_shuffle.core import extras
 try:
     import flwr  # noqa: F401
 except ImportError as error:
-    raise ImportError(extras.missing("opacus_shuffle.federated.flower", "flwr", "federated")) from error
+    raise ImportError(
+        extras.missing("opacus_shuffle.federated.flower", "flwr", "federated")
+    ) from error
 
 from opacus_shuffle.federated.flower.local_grid import LocalGrid
 from opacus_shuffle.federated.flower.report_mod import ReportMod

@@ -1,6 +1,7 @@
 """What both ways of training on Flower have in common, by a shuffler and by secure aggregation.
 
-A client's book and update, waiting for nodes, and Flower's records of arrays as one vector and back.
+A client's book and update, waiting for nodes, and Flower's records of arrays as one vector and
+back.
 """
 
 from __future__ import annotations
@@ -51,15 +52,24 @@ class StateBook(ClientBook):
         self.state[STATE] = ConfigRecord({"rounds": rounds, "last": last})
 
 
-def reporter_of(format: ReportFormat, context: Context, max_rounds: int, book: Books | None) -> Reporter:
+def reporter_of(
+    format: ReportFormat, context: Context, max_rounds: int, book: Books | None
+) -> Reporter:
     """A client with its book."""
-    return Reporter(format, max_rounds=max_rounds, book=StateBook(context) if book is None else FileBook(book(context)))
+    return Reporter(
+        format,
+        max_rounds=max_rounds,
+        book=StateBook(context) if book is None else FileBook(book(context)),
+    )
 
 
 def check_size(weights: torch.Tensor, format: ReportFormat, whose: str = "the server sent") -> None:
     """Refuses weights of another network, before any coin is tossed."""
     if len(weights) != format.dimension:
-        raise ValueError(f"{whose} {len(weights)} weights, the format has dimension={format.dimension}: change one of them")
+        raise ValueError(
+            f"{whose} {len(weights)} weights, the format has dimension={format.dimension}: change "
+            "one of them"
+        )
 
 
 def enough(nodes: Callable[[], Collection[Any]], fewest: int) -> Collection[Any]:
@@ -93,10 +103,14 @@ def shaped_like(vector: torch.Tensor, arrays: Arrays) -> Arrays:
     sizes = [array.size for array in arrays]
     if sum(sizes) != len(vector):
         raise ValueError(
-            f"vector has {len(vector)} entries, the arrays have {sum(sizes)}: was the format made for another network?"
+            f"vector has {len(vector)} entries, the arrays have {sum(sizes)}: was the format made "
+            "for another network?"
         )
     parts = torch.split(vector, sizes)
-    return [part.numpy().reshape(old.shape).astype(old.dtype) for part, old in zip(parts, arrays, strict=True)]
+    return [
+        part.numpy().reshape(old.shape).astype(old.dtype)
+        for part, old in zip(parts, arrays, strict=True)
+    ]
 
 
 def as_vector(arrays: ArrayRecord) -> torch.Tensor:
@@ -107,7 +121,9 @@ def as_vector(arrays: ArrayRecord) -> torch.Tensor:
 def as_arrays(vector: torch.Tensor, like: ArrayRecord) -> ArrayRecord:
     """A record of the same names, shapes and types."""
     values = shaped_like(vector, like.to_numpy_ndarrays())
-    return ArrayRecord({name: Array(array) for name, array in zip(like.keys(), values, strict=True)})
+    return ArrayRecord(
+        {name: Array(array) for name, array in zip(like.keys(), values, strict=True)}
+    )
 
 
 def only_arrays(content: RecordDict) -> ArrayRecord:
@@ -118,5 +134,8 @@ def only_arrays(content: RecordDict) -> ArrayRecord:
     """
     records = list(content.array_records.values())
     if len(records) != 1:
-        raise ValueError(f"a message must hold one ArrayRecord, got {len(records)}: reply with the trained weights alone")
+        raise ValueError(
+            f"a message must hold one ArrayRecord, got {len(records)}: reply with the trained "
+            "weights alone"
+        )
     return records[0]

@@ -1,6 +1,7 @@
 """``LocalGrid``: runs a Flower ``ClientApp`` for many virtual clients in this process, one after the other, without Ray.
 
-With a thousand clients a round takes what they train and encode; Flower's own simulation takes most of a minute besides.
+With a thousand clients a round takes what they train and encode; Flower's own simulation takes most
+of a minute besides.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ class LocalGrid(Grid):
 
     Args:
         client_app: What clients run; it is called in this process.
-        num_clients: How many there are. Each finds its number as ``partition-id`` in ``context.node_config``.
+        num_clients: How many there are. Each finds its number as ``partition-id`` in
+            ``context.node_config``.
         run_config: What the app's ``context.run_config`` holds.
     """
 
-    def __init__(self, client_app: Any, num_clients: int, run_config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, client_app: Any, num_clients: int, run_config: dict[str, Any] | None = None
+    ) -> None:
         self.client_app, self.num_clients = client_app, integer("num_clients", num_clients)
         self.run_config = dict(run_config or {})
         self._contexts: dict[int, Context] = {}
@@ -47,7 +51,12 @@ class LocalGrid(Grid):
         return self._run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """A message to a client."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
@@ -68,16 +77,27 @@ class LocalGrid(Grid):
         """Not here; see :meth:`push_messages`."""
         raise NotImplementedError("clients of a LocalGrid answer at once: use send_and_receive")
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """What the clients answer; a client that fails answers with an error, as on Flower's own grid."""
         replies = []
         for sent in messages:
-            message = copy.deepcopy(sent)  # as if it had travelled: no client sees what another one did to it
+            message = copy.deepcopy(
+                sent
+            )  # as if it had travelled: no client sees what another one did to it
             node = message.metadata.dst_node_id
             if node not in self._contexts:
-                place: dict[str, Any] = {"partition-id": node - FIRST_NODE, "num-partitions": self.num_clients}
+                place: dict[str, Any] = {
+                    "partition-id": node - FIRST_NODE,
+                    "num-partitions": self.num_clients,
+                }
                 self._contexts[node] = Context(
-                    run_id=0, node_id=node, node_config=place, state=RecordDict(), run_config=self.run_config
+                    run_id=0,
+                    node_id=node,
+                    node_config=place,
+                    state=RecordDict(),
+                    run_config=self.run_config,
                 )
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
             try:

@@ -1,9 +1,11 @@
 """``SecureSums``: sums of bits by Flower's SecAgg+ in the place of a shuffler, at the same ε.
 
-A round of :class:`~opacus_shuffle.federated.bit_sums.BitSums` tells its server one count for each coordinate. A secure
-aggregation that reveals only the sum of the clients' counts shows just that, so that no shuffler is needed. Flower has SecAgg+
-for its older workflow alone, in ``flwr.client.mod`` and ``flwr.server.workflow``. This module carries counts through it without
-a loss: every client sends whole numbers, and the average that the workflow computes is turned back into their sum.
+A round of :class:`~opacus_shuffle.federated.bit_sums.BitSums` tells its server one count for each
+coordinate. A secure aggregation that reveals only the sum of the clients' counts shows just that,
+so that no shuffler is needed. Flower has SecAgg+ for its older workflow alone, in
+``flwr.client.mod`` and ``flwr.server.workflow``. This module carries counts through it without a
+loss: every client sends whole numbers, and the average that the workflow computes is turned back
+into their sum.
 """
 
 from __future__ import annotations
@@ -47,40 +49,50 @@ class SecureSums:
 
     Args:
         format: What reports look like, with ``messages="counts"``.
-        largest_coordinate: No coordinate of the sum of all updates is larger, in the updates' own unit; a smaller modulus
-            follows. By default the modulus has room for every sum.
+        largest_coordinate: No coordinate of the sum of all updates is larger, in the updates' own
+            unit; a smaller modulus follows. By default the modulus has room for every sum.
         simulated: Clients and server are in one process, as a report then says.
 
     Attributes:
         modulus: M, which masked counts travel by.
 
     Formal Guarantees:
-        Against a server that **follows the protocol** SecAgg+ shows each coordinate's sum of counts modulo M, and no more: the
-        round of ``shuffled_sums`` that ``format`` accounts for. Flower's own (1.42) does not hold against another one: the
-        server hands out the clients' public keys, masks are drawn from 32 bits of a shared secret, and clients never compare
-        what they were told. :meth:`mod` refuses a server that is set up otherwise than agreed or says what no honest one
-        says; one that lies to each client differently can still have the sum of fewer than ``format.fewest_reports``. A client
-        that drops out once it has shared its keys takes its noise with it, as with a shuffler; one that is gone before halts
-        the round, which stays accounted.
+        Against a server that **follows the protocol** SecAgg+ shows each coordinate's sum of counts
+        modulo M, and no more: the round of ``shuffled_sums`` that ``format`` accounts for. Flower's
+        own (1.42) does not hold against another one: the server hands out the clients' public keys,
+        masks are drawn from 32 bits of a shared secret, and clients never compare what they were
+        told. :meth:`mod` refuses a server that is set up otherwise than agreed or says what no
+        honest one says; one that lies to each client differently can still have the sum of fewer
+        than ``format.fewest_reports``. A client that drops out once it has shared its keys takes
+        its noise with it, as with a shuffler; one that is gone before halts the round, which stays
+        accounted.
 
     Raises:
         ValueError: If the format is not one of counts, or half of the clients may be missing.
     """
 
-    def __init__(self, format: BitSums, *, largest_coordinate: float | None = None, simulated: bool = False) -> None:
+    def __init__(
+        self, format: BitSums, *, largest_coordinate: float | None = None, simulated: bool = False
+    ) -> None:
         self.format = instance_of("format", format, (BitSums,))
         if format.messages != "counts":
-            raise ValueError(f"format must have messages='counts', got {format.messages!r}: single bits are a shuffler's")
+            raise ValueError(
+                f"format must have messages='counts', got {format.messages!r}: single bits are a "
+                "shuffler's"
+            )
         dishonest = format.fewest_reports - format.honest_reports
         if 2 * format.fewest_reports <= format.num_users + dishonest:
             raise ValueError(
-                f"format has min_reports={format.fewest_reports} of {format.num_users} clients, {dishonest} of which may be "
-                "dishonest: more than half must be there, and the dishonest ones besides, or two sums could be unmasked"
+                f"format has min_reports={format.fewest_reports} of {format.num_users} clients, "
+                f"{dishonest} of which may be "
+                "dishonest: more than half must be there, and the dishonest ones besides, or two "
+                "sums could be unmasked"
             )
         self.simulated, self.predictable = boolean("simulated", simulated), ()
         self._levels = 1 << max(1, format.bits.bit_length())  # more than any count
         fewest = smallest_modulus(format.protocol, largest_coordinate)
-        # Flower asks for a modulus above the levels, and divides by the number of clients modulo it.
+        # Flower asks for a modulus above the levels, and divides by the number of clients modulo
+        # it.
         self.modulus = max(fewest, 2 * self._levels, 1 << format.num_users.bit_length())
         self._masked = contextvars.ContextVar("masked", default=False)
         self._open: int | None = None
@@ -96,17 +108,20 @@ class SecureSums:
         """
         if not self._masked.get():
             raise ValueError(
-                "nothing masks what this client sends: make its app with ClientApp(client_fn=..., mods=[sums.mod])"
+                "nothing masks what this client sends: make its app with ClientApp(client_fn=..., "
+                "mods=[sums.mod])"
             )
         counts = self.format.counts_of(self.format.open(report).numbers)
         return [(counts - self._levels / 2) * self._levels]
 
-    def mod(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def mod(
+        self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
         """Flower's own mod for ``ClientApp(client_fn=..., mods=[sums.mod])``, for no other settings than these.
 
         Raises:
-            ValueError: If the server asks for another modulus or scale, for a lower threshold or fewer neighbours, or to unmask
-                anything but the sum of enough clients.
+            ValueError: If the server asks for another modulus or scale, for a lower threshold or
+                fewer neighbours, or to unmask anything but the sum of enough clients.
         """
         for record in message.content.config_records.values():
             asked: dict[str, Any] = dict(record)
@@ -114,11 +129,17 @@ class SecureSums:
             if stage == Stage.SETUP:
                 self._check_settings(asked)
             elif stage == Stage.COLLECT_MASKED_VECTORS:
-                self._check_clients("whose keys were shared", [*asked[Key.SOURCE_LIST], message.metadata.dst_node_id])
+                self._check_clients(
+                    "whose keys were shared",
+                    [*asked[Key.SOURCE_LIST], message.metadata.dst_node_id],
+                )
             elif stage == Stage.UNMASK:
                 self._check_clients("in the sum", asked[Key.ACTIVE_NODE_ID_LIST])
                 if both := set(asked[Key.ACTIVE_NODE_ID_LIST]) & set(asked[Key.DEAD_NODE_ID_LIST]):
-                    raise ValueError(f"the server says of {len(both)} clients that they are there and that they are not")
+                    raise ValueError(
+                        f"the server says of {len(both)} clients that they are there and that they "
+                        "are not"
+                    )
         masked = self._masked.set(True)
         try:
             answer: Message = secaggplus_mod(message, context, call_next)
@@ -129,7 +150,8 @@ class SecureSums:
     def _check_clients(self, which: str, clients: Sequence[int]) -> None:
         if len(set(clients)) != len(clients) or len(clients) < self.format.fewest_reports:
             raise ValueError(
-                f"the server names {len(set(clients))} clients {which}, this one agreed to {self.format.fewest_reports} at "
+                f"the server names {len(set(clients))} clients {which}, this one agreed to "
+                f"{self.format.fewest_reports} at "
                 "least, each once: it sends nothing"
             )
 
@@ -139,17 +161,25 @@ class SecureSums:
             Key.TARGET_RANGE: self._levels,
             Key.MOD_RANGE: self.modulus,
             Key.MAX_WEIGHT: float(self._levels),
-            Key.SHARE_NUMBER: asked.get(Key.SAMPLE_NUMBER),  # everyone is everyone's neighbour, and sees how many are there
+            Key.SHARE_NUMBER: asked.get(
+                Key.SAMPLE_NUMBER
+            ),  # everyone is everyone's neighbour, and sees how many are there
         }
         for name, value in expected.items():
             if asked.get(name) != value:
                 raise ValueError(
-                    f"the server asks for {name}={asked.get(name)}, this client agreed to {value}: it sends nothing"
+                    f"the server asks for {name}={asked.get(name)}, this client agreed to {value}: "
+                    "it sends nothing"
                 )
-        if asked[Key.SAMPLE_NUMBER] > self.format.most_reports or asked[Key.THRESHOLD] < self.format.fewest_reports:
+        if (
+            asked[Key.SAMPLE_NUMBER] > self.format.most_reports
+            or asked[Key.THRESHOLD] < self.format.fewest_reports
+        ):
             raise ValueError(
-                f"the server would unmask the sum of {asked[Key.THRESHOLD]} of {asked[Key.SAMPLE_NUMBER]} clients, this one "
-                f"agreed to {self.format.fewest_reports} of {self.format.most_reports}: it sends nothing"
+                f"the server would unmask the sum of {asked[Key.THRESHOLD]} of "
+                f"{asked[Key.SAMPLE_NUMBER]} clients, this one "
+                f"agreed to {self.format.fewest_reports} of {self.format.most_reports}: it sends "
+                "nothing"
             )
 
     # What the server does
@@ -176,11 +206,21 @@ class SecureSums:
         """Takes the workflow's average over so many clients; :meth:`close_round` hands it over."""
         if self._open is None:
             raise ValueError("no round is open: open it with the ledger first")
-        reports = integer("num_reports", num_reports, minimum=self.format.fewest_reports, maximum=self.format.most_reports)
+        reports = integer(
+            "num_reports",
+            num_reports,
+            minimum=self.format.fewest_reports,
+            maximum=self.format.most_reports,
+        )
         weights = flat(average).numpy()
         exact = weights * (reports / self._levels) + reports * (self._levels / 2)
-        if weights.shape != (self.format.dimension,) or not np.abs(exact - np.rint(exact)).max() < 1e-3:  # nor is NaN
-            raise ValueError("average is none of whole counts: clients and server must go by the same SecureSums")
+        if (
+            weights.shape != (self.format.dimension,)
+            or not np.abs(exact - np.rint(exact)).max() < 1e-3
+        ):  # nor is NaN
+            raise ValueError(
+                "average is none of whole counts: clients and server must go by the same SecureSums"
+            )
         residues = torch.from_numpy(np.rint(exact).astype(np.int64))
         counts = unwrapped(self.format.protocol, residues, reports, self.modulus)
         self._released = Released(self._open, reports, (counts.numpy().astype("<i8").tobytes(),))
@@ -197,7 +237,9 @@ class SecureSums:
             UnknownRoundError: If the aggregation was halted, as too few clients were there.
         """
         if self._released is None or self._released.round != number:
-            raise UnknownRoundError(f"round {number} was not aggregated: too few clients, or another process's")
+            raise UnknownRoundError(
+                f"round {number} was not aggregated: too few clients, or another process's"
+            )
         return self._released
 
     def forget_round(self, number: int) -> None:
@@ -213,8 +255,8 @@ class SecureSumClient(NumPyClient):
         context: The client's, in whose state the rounds are noted that it has answered.
         train: Gets the weights, returns the trained ones.
         max_rounds: Rounds that this client agrees to take part in.
-        book: Gets the context, returns the name of the file in which this client notes which rounds it has answered. None notes
-            them in Flower's state, for simulations alone.
+        book: Gets the context, returns the name of the file in which this client notes which rounds
+            it has answered. None notes them in Flower's state, for simulations alone.
         always_train: Train whatever the coin says, so that the time it takes tells nothing.
     """
 
@@ -229,7 +271,10 @@ class SecureSumClient(NumPyClient):
         always_train: bool = True,
     ) -> None:
         if not callable(train):
-            raise ValueError(f"train must take weights and return the trained ones, got {train!r}: pass a function")
+            raise ValueError(
+                f"train must take weights and return the trained ones, got {train!r}: pass a "
+                "function"
+            )
         self.sums, self.train = instance_of("sums", sums, (SecureSums,)), train
         self.reporter = reporter_of(sums.format, context, integer("max_rounds", max_rounds), book)
         self.always_train = boolean("always_train", always_train)
@@ -240,7 +285,9 @@ class SecureSumClient(NumPyClient):
         check_size(received, self.sums.format)
 
         def update() -> torch.Tensor:
-            return trained_update(lambda: flat(self.train([array.copy() for array in parameters])), received)
+            return trained_update(
+                lambda: flat(self.train([array.copy() for array in parameters])), received
+            )
 
         self.reporter.answer(config[ROUND], update, sent.append, always_train=self.always_train)
         return self.sums.arrays_of(sent[0]), 1, {}
@@ -252,12 +299,15 @@ class SecureSumStrategy(Strategy):
     Args:
         ledger: The book of the run, with a :class:`SecureSums` as its shuffler.
         weights: Where training starts, if the book does not say.
-        learning_rate: What the mean is multiplied by: the sum over the expected number of clients that take part.
+        learning_rate: What the mean is multiplied by: the sum over the expected number of clients
+            that take part.
         min_nodes: Nodes to wait for before a round; by default as many as a round needs.
-        evaluate_fn: Gets the weights after each round, returns a loss and metrics, on data of the server's own.
+        evaluate_fn: Gets the weights after each round, returns a loss and metrics, on data of the
+            server's own.
 
     Formal Guarantees:
-        A round is in the book before any client is asked. When the target ε is reached nobody is asked any more.
+        A round is in the book before any client is asked. When the target ε is reached nobody is
+        asked any more.
     """
 
     def __init__(
@@ -272,27 +322,42 @@ class SecureSumStrategy(Strategy):
         self.ledger = instance_of("ledger", ledger, (Ledger,))
         self.sums = instance_of("ledger.shuffler", ledger.shuffler, (SecureSums,))
         self.learning_rate, self.evaluate_fn = positive("learning_rate", learning_rate), evaluate_fn
-        self.min_nodes = ledger.format.fewest_reports if min_nodes is None else integer("min_nodes", min_nodes)
-        self.weights = weights if ledger.result is None else shaped_like(ledger.result["weights"], weights)
+        self.min_nodes = (
+            ledger.format.fewest_reports if min_nodes is None else integer("min_nodes", min_nodes)
+        )
+        self.weights = (
+            weights if ledger.result is None else shaped_like(ledger.result["weights"], weights)
+        )
         check_size(flat(self.weights), ledger.format, "the model has")
 
     def initialize_parameters(self, client_manager: Any) -> Parameters:
         """Where training starts."""
         return ndarrays_to_parameters(self.weights)
 
-    def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[Any]:
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: Any
+    ) -> list[Any]:
         """Writes the next round down, and asks everyone; nobody if the target ε is reached."""
         if self.ledger.begun:  # it was halted, or its server was killed
             self.ledger.close()
-            log(WARNING, "round %s was dropped, too few clients stayed: it is accounted", self.ledger.round)
+            log(
+                WARNING,
+                "round %s was dropped, too few clients stayed: it is accounted",
+                self.ledger.round,
+            )
             self.ledger.finish({"weights": flat(self.weights)})
         if not self.ledger.affords_another():
-            log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
+            log(
+                INFO,
+                "target epsilon is reached after %s rounds: nobody is asked any more",
+                self.ledger.round,
+            )
             return []
         clients = list(enough(lambda: client_manager.all().values(), self.min_nodes))
         if len(clients) > self.ledger.format.most_reports:
             raise ValueError(
-                f"{len(clients)} nodes are there, num_users={self.ledger.format.most_reports} were agreed on: every client "
+                f"{len(clients)} nodes are there, num_users={self.ledger.format.most_reports} were "
+                "agreed on: every client "
                 "would refuse; end the others"
             )
         number = self.ledger.open()
@@ -304,23 +369,34 @@ class SecureSumStrategy(Strategy):
         self, server_round: int, results: list[Any], failures: list[Any]
     ) -> tuple[Parameters | None, dict[str, Any]]:
         """Takes the sum, and moves the weights."""
-        average = parameters_to_ndarrays(results[0][1].parameters)  # the workflow gives all of them the same
+        average = parameters_to_ndarrays(
+            results[0][1].parameters
+        )  # the workflow gives all of them the same
         self.sums.aggregated(average, len(results))
         released = self.ledger.close()
         mean = self.ledger.estimated_mean(released)
         if mean is not None:
             self.weights = shaped_like(flat(self.weights) + self.learning_rate * mean, self.weights)
         self.ledger.finish({"weights": flat(self.weights)})
-        return ndarrays_to_parameters(self.weights), {"reports": released.num_reports, "rounds": self.ledger.round}
+        return ndarrays_to_parameters(self.weights), {
+            "reports": released.num_reports,
+            "rounds": self.ledger.round,
+        }
 
-    def configure_evaluate(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[Any]:
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: Any
+    ) -> list[Any]:
         """Nobody: what clients would answer has no noise."""
         return []
 
-    def aggregate_evaluate(self, server_round: int, results: Any, failures: Any) -> tuple[float | None, dict[str, Any]]:
+    def aggregate_evaluate(
+        self, server_round: int, results: Any, failures: Any
+    ) -> tuple[float | None, dict[str, Any]]:
         """Nothing."""
         return None, {}
 
-    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Any]] | None:
+    def evaluate(
+        self, server_round: int, parameters: Parameters
+    ) -> tuple[float, dict[str, Any]] | None:
         """On data of the server's own."""
         return None if self.evaluate_fn is None else self.evaluate_fn(self.weights)

@@ -33,22 +33,29 @@ class ShuffledStrategy(Strategy):
 
     Args:
         ledger: The book of the run, with its format, shuffler, δ and target ε.
-        learning_rate: What the mean is multiplied by. It is the sum over the expected number of clients that take part, γ·n,
-            which is public; how many did is not used.
+        learning_rate: What the mean is multiplied by. It is the sum over the expected number of
+            clients that take part, γ·n, which is public; how many did is not used.
         min_nodes: Nodes to wait for before a round; by default as many as a round needs.
-        epsilon_every: In every so many rounds all of the mechanism's bounds are computed for the metrics.
+        epsilon_every: In every so many rounds all of the mechanism's bounds are computed for the
+            metrics.
 
-    Metrics of each round: ``reports`` that clients sent (0: the round was dropped), ``rounds`` accounted, and every few rounds
-    ``epsilon-certified`` (proved for every data set) and the mechanism's other bounds under their names, which are guarantees
-    only as far as ``ledger.epsilon(bound=...)`` says.
+    Metrics of each round: ``reports`` that clients sent (0: the round was dropped), ``rounds``
+    accounted, and every few rounds ``epsilon-certified`` (proved for every data set) and the
+    mechanism's other bounds under their names, which are guarantees only as far as
+    ``ledger.epsilon(bound=...)`` says.
 
     Formal Guarantees:
-        The replies of the nodes are not looked at. When the target ε is reached no node is asked any more, and the weights stay
-        as they are.
+        The replies of the nodes are not looked at. When the target ε is reached no node is asked
+        any more, and the weights stay as they are.
     """
 
     def __init__(
-        self, ledger: Ledger, *, learning_rate: float = 1.0, min_nodes: int | None = None, epsilon_every: int = 10
+        self,
+        ledger: Ledger,
+        *,
+        learning_rate: float = 1.0,
+        min_nodes: int | None = None,
+        epsilon_every: int = 10,
     ) -> None:
         self.ledger = instance_of("ledger", ledger, (Ledger,))
         self.learning_rate = positive("learning_rate", learning_rate)
@@ -63,28 +70,49 @@ class ShuffledStrategy(Strategy):
         log(INFO, "\t├──> Every round: %s", self.ledger.format.mechanism)
         log(INFO, "\t└──> Released with %s reports at least", self.ledger.format.fewest_reports)
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
         """Opens the next round at the shuffler and asks every node; none if the target ε is reached."""
         known = self.ledger.result
         self.arrays = as_arrays(known["weights"], arrays) if known is not None else arrays
         check_size(as_vector(self.arrays), self.ledger.format, "the model has")
         if self._asked and not self.ledger.affords_another():
-            log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
+            log(
+                INFO,
+                "target epsilon is reached after %s rounds: nobody is asked any more",
+                self.ledger.round,
+            )
         self._asked = self.ledger.affords_another()
-        if not self._asked or self.ledger.begun:  # by a process that was killed: its reports are at the shuffler
+        if (
+            not self._asked or self.ledger.begun
+        ):  # by a process that was killed: its reports are at the shuffler
             return []
         there = len(list(grid.get_node_ids()))
         if isinstance(grid, LocalGrid) and there < self.min_nodes:
-            raise ValueError(f"min_nodes={self.min_nodes} never are on a LocalGrid of {there}: give it as many clients")
-        nodes = self.ledger.format.ask(list(enough(lambda: list(grid.get_node_ids()), self.min_nodes)))
+            raise ValueError(
+                f"min_nodes={self.min_nodes} never are on a LocalGrid of {there}: give it as many "
+                "clients"
+            )
+        nodes = self.ledger.format.ask(
+            list(enough(lambda: list(grid.get_node_ids()), self.min_nodes))
+        )
         number = self.ledger.open()
         settings = ConfigRecord({**config, ROUND: number})
         content = RecordDict({ARRAYS: self.arrays, SETTINGS: settings})
         return [
-            Message(content=content, message_type=MessageType.TRAIN, dst_node_id=node, group_id=str(number)) for node in nodes
+            Message(
+                content=content,
+                message_type=MessageType.TRAIN,
+                dst_node_id=node,
+                group_id=str(number),
+            )
+            for node in nodes
         ]
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Accounts for the round, takes it from the shuffler, and moves the weights."""
         for _ in replies:
             pass  # they say nothing
@@ -93,7 +121,12 @@ class ShuffledStrategy(Strategy):
         released = self.ledger.close()
         if released.dropped:
             fewest = self.ledger.format.fewest_reports
-            log(WARNING, "round %s was dropped, fewer than %s clients reported: it is accounted", released.round, fewest)
+            log(
+                WARNING,
+                "round %s was dropped, fewer than %s clients reported: it is accounted",
+                released.round,
+                fewest,
+            )
         mean = self.ledger.estimated_mean(released)
         if mean is not None:
             self.arrays = as_arrays(self.moved(as_vector(self.arrays), mean), self.arrays)
@@ -101,17 +134,23 @@ class ShuffledStrategy(Strategy):
         metrics: dict[str, Any] = {"reports": released.num_reports, "rounds": self.ledger.round}
         if server_round % self.epsilon_every == 0 or not self.ledger.affords_another():
             for bound in bounds_of(type(self.ledger.format.mechanism)):
-                metrics[f"epsilon-{bound}"] = float(round_up(self.ledger.epsilon(bound=bound).epsilon))
+                metrics[f"epsilon-{bound}"] = float(
+                    round_up(self.ledger.epsilon(bound=bound).epsilon)
+                )
         return self.arrays, MetricRecord(metrics)
 
     def moved(self, weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """The new weights, from the old ones and the mean update: override it for another server optimizer."""
         return weights + self.learning_rate * mean
 
-    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
         """Nobody: what clients would answer has no noise. Pass ``evaluate_fn`` to ``start``, with data of the server's own."""
         return []
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """Nothing."""
         return None

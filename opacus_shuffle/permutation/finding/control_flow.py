@@ -1,8 +1,8 @@
 """Noticing where values decide what a network does next, and answering otherwise there.
 
-Permutations have to keep the function on every input, and a run shows one way through the network alone. So each line at
-which a value is read (``if x.sum() < 0``, the number of an expert, a mask that chooses) is noted, and the network runs once
-more for each of them, with another answer there.
+Permutations have to keep the function on every input, and a run shows one way through the network
+alone. So each line at which a value is read (``if x.sum() < 0``, the number of an expert, a mask
+that chooses) is noted, and the network runs once more for each of them, with another answer there.
 """
 
 from __future__ import annotations
@@ -41,15 +41,24 @@ class ControlFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the lines at which values that vary decide, and answers otherwise at some of them.
 
     Args:
-        varying: Tensors whose values vary: inputs, parameters, buffers. What is computed from them varies, and so does noise.
-        otherwise: Lines at which to answer otherwise: no for yes, another number, all entries for those that a mask chose.
+        varying: Tensors whose values vary: inputs, parameters, buffers. What is computed from them
+            varies, and so does noise.
+        otherwise: Lines at which to answer otherwise: no for yes, another number, all entries for
+            those that a mask chose.
         always: Whether to answer yes everywhere else, and have every mask choose all entries.
 
     Attributes:
-        decisions: The lines at which values decided, each with whether what it asked for was yes or no.
+        decisions: The lines at which values decided, each with whether what it asked for was yes or
+            no.
     """
 
-    def __init__(self, varying: Iterable[torch.Tensor] = (), otherwise: Collection[str] = (), *, always: bool = False) -> None:
+    def __init__(
+        self,
+        varying: Iterable[torch.Tensor] = (),
+        otherwise: Collection[str] = (),
+        *,
+        always: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions: dict[str, bool] = {}
         self._otherwise, self._always = otherwise, always
@@ -83,7 +92,9 @@ class ControlFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _answer(self, line: str, value: Any) -> Any:
         """Returns what reading a value gives: the value, or something else where that is asked for."""
         self.decisions[line] = self.decisions.get(line, True) and isinstance(value, bool)
-        if (line not in self._otherwise and not (self._always and isinstance(value, bool))) or not self._may_answer(line):
+        if (
+            line not in self._otherwise and not (self._always and isinstance(value, bool))
+        ) or not self._may_answer(line):
             return value
         if line not in self._otherwise:
             return True
@@ -110,7 +121,10 @@ class ControlFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _chooses(func: Any, tensor: torch.Tensor) -> bool:
     """Returns whether an argument of an operation is a mask, or is asked for the places of its entries that are not zero."""
-    return func.overloadpacket is torch.ops.aten.nonzero or tensor.dtype in (torch.bool, torch.uint8)
+    return func.overloadpacket is torch.ops.aten.nonzero or tensor.dtype in (
+        torch.bool,
+        torch.uint8,
+    )
 
 
 def network_frames() -> Iterator[FrameType]:
@@ -131,7 +145,9 @@ def line_of(operation: Any) -> str:
     """Returns the innermost line of the network's code, outside of PyTorch if there is one, with an operation's name."""
     name = operation if isinstance(operation, str) else operation.overloadpacket.__name__
     frames = list(network_frames())
-    own = (frame for frame in frames if not str(frame.f_globals.get("__name__")).startswith("torch."))
+    own = (
+        frame for frame in frames if not str(frame.f_globals.get("__name__")).startswith("torch.")
+    )
     if (frame := next(own, frames[0] if frames else None)) is None:
         return f"? ({name})"
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({name})"
@@ -145,4 +161,6 @@ def was_raised(error: BaseException) -> bool:
     if trace is None:
         return False
     instructions = dis.get_instructions(trace.tb_frame.f_code)
-    return any(step.offset == trace.tb_lasti and step.opname == "RAISE_VARARGS" for step in instructions)
+    return any(
+        step.offset == trace.tb_lasti and step.opname == "RAISE_VARARGS" for step in instructions
+    )

@@ -31,14 +31,17 @@ from opacus_shuffle.permutation.finding.traced_run import TracedRun
 class ModuleAxes:
     """Which axes of a module's tensors are the same.
 
-    A pattern names the axes of one tensor, separated by spaces: equal names are permuted together; ``_`` stays in place; an
-    axis made of several is written in parentheses, major first, such as ``(gate unit)``; a leading ``...`` stands for all axes
-    before. An axis named in ``inputs`` or ``outputs`` takes part in the rest of the network.
+    A pattern names the axes of one tensor, separated by spaces: equal names are permuted together;
+    ``_`` stays in place; an axis made of several is written in parentheses, major first, such as
+    ``(gate unit)``; a leading ``...`` stands for all axes before. An axis named in ``inputs`` or
+    ``outputs`` takes part in the rest of the network.
 
     Attributes:
-        parameters: Patterns of the module's own parameters and buffers by name; those not named stay in place.
+        parameters: Patterns of the module's own parameters and buffers by name; those not named
+            stay in place.
         inputs: Pattern of the first tensor argument, or one for each.
-        outputs: Pattern of the first tensor returned, or one for each; ``...`` means the same axes as in the first input.
+        outputs: Pattern of the first tensor returned, or one for each; ``...`` means the same axes
+            as in the first input.
         sizes: Of axes inside parentheses, all but one of each.
         fixed: Names of axes that stay in place though they have a name.
     """
@@ -50,15 +53,23 @@ class ModuleAxes:
     fixed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind, values in (("parameters", str, "patterns"), ("sizes", numbers.Integral, "whole numbers")):
+        for name, kind, values in (
+            ("parameters", str, "patterns"),
+            ("sizes", numbers.Integral, "whole numbers"),
+        ):
             given = getattr(self, name)
-            if not isinstance(given, Mapping) or not all(isinstance(each, kind) for each in given.values()):
+            if not isinstance(given, Mapping) or not all(
+                isinstance(each, kind) for each in given.values()
+            ):
                 raise ValueError(f"{name} must be a dict from names to {values}, got {given!r}")
         for name in ("inputs", "outputs", "fixed"):
             given = getattr(self, name)
             words = (given,) if isinstance(given, str) and name != "fixed" else given
             if not isinstance(words, tuple) or not all(isinstance(each, str) for each in words):
-                raise ValueError(f"{name} must be a tuple of strings{', or one' * (name != 'fixed')}, got {given!r}")
+                raise ValueError(
+                    f"{name} must be a tuple of strings{', or one' * (name != 'fixed')}, got "
+                    f"{given!r}"
+                )
 
 
 class HandlerError(ValueError):
@@ -73,8 +84,9 @@ _AXIS = re.compile(r"([^\s()]+)|\(([^()]*)\)")
 def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
     """Registers what the axes of all modules of a class are, in place of tracing their inside.
 
-    The handler gets the module and returns :class:`ModuleAxes`, or None to have this one traced after all. It is trusted, and
-    then checked numerically with everything else. Subclasses need their own.
+    The handler gets the module and returns :class:`ModuleAxes`, or None to have this one traced
+    after all. It is trusted, and then checked numerically with everything else. Subclasses need
+    their own.
 
     Example::
 
@@ -89,11 +101,15 @@ def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
         ValueError: If it is not one.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ValueError(f"kind must be a class of modules, got {kind!r}: pass nn.Bilinear, not nn.Bilinear(...)")
+        raise ValueError(
+            f"kind must be a class of modules, got {kind!r}: pass nn.Bilinear, not nn.Bilinear(...)"
+        )
 
     def register(handler: Handler) -> Handler:
         if not callable(handler):
-            raise ValueError(f"handler must be a function from a module to ModuleAxes or None, got {handler!r}")
+            raise ValueError(
+                f"handler must be a function from a module to ModuleAxes or None, got {handler!r}"
+            )
         _HANDLERS[kind] = handler
         return handler
 
@@ -113,7 +129,10 @@ def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
                 continue
             if not isinstance(axes, ModuleAxes):
                 kind = type(module).__name__
-                raise ValueError(f"the handler of {kind} must return ModuleAxes or None, got {type(axes).__name__}")
+                raise ValueError(
+                    f"the handler of {kind} must return ModuleAxes or None, got "
+                    f"{type(axes).__name__}"
+                )
             replaced.append((module, vars(module).get("forward")))
             module.forward = _labelled_forward(module, axes, tracer, names)  # type: ignore[method-assign]
         yield
@@ -124,7 +143,9 @@ def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
                 module.forward = own
 
 
-def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names: Mapping[int, str]) -> Callable[..., Any]:
+def _labelled_forward(
+    module: nn.Module, axes: ModuleAxes, tracer: Tracer, names: Mapping[int, str]
+) -> Callable[..., Any]:
     """Returns a forward that is labelled by the declaration and not traced inside."""
     forward = module.forward
 
@@ -136,14 +157,21 @@ def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names
             with because(f"the handler of {type(module).__name__}"):
                 _declare_call(tracer.run, module, axes, names, (args, kwargs), result)
         except (ValueError, IncompatibleError) as error:
-            raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
+            raise HandlerError(
+                f"the handler of {type(module).__name__} does not fit: {error}"
+            ) from error
         return result
 
     return labelled
 
 
 def _declare_call(
-    run: TracedRun, module: nn.Module, axes: ModuleAxes, names: Mapping[int, str], arguments: Any, result: Any
+    run: TracedRun,
+    module: nn.Module,
+    axes: ModuleAxes,
+    names: Mapping[int, str],
+    arguments: Any,
+    result: Any,
 ) -> None:
     """Labels a module's own tensors, its inputs and its outputs as declared."""
     shared: dict[str, Axis] = {}
@@ -160,9 +188,13 @@ def _declare_call(
         leading = leading or run.dimensions(tensor)[:count]
     outputs = _patterns(axes.outputs, result)
     for tensor, pattern in outputs:
-        found = [_factors(part, tensor.shape[dim], axes, shared) for dim, part in _places(pattern, tensor)]
+        found = [
+            _factors(part, tensor.shape[dim], axes, shared)
+            for dim, part in _places(pattern, tensor)
+        ]
         run.set(tensor, [*leading, *found] if pattern.startswith("...") else found)
-    # Inside, an axis may occur by itself: no permutation of its own for each position along another one.
+    # Inside, an axis may occur by itself: no permutation of its own for each position along another
+    # one.
     run.occurrences += [[[axis]] for axis in shared.values()]
     run.contraction(*[tensor for tensor, _ in outputs])
 
@@ -175,14 +207,19 @@ def _in_place(tensor: torch.Tensor) -> str:
 def _patterns(declared: str | tuple[str, ...], values: Any) -> list[tuple[torch.Tensor, str]]:
     """Returns the tensors in a nest of values, each with its pattern; those without one stay in place."""
     patterns = (declared,) if isinstance(declared, str) else declared
-    return [(each, patterns[i] if i < len(patterns) else _in_place(each)) for i, each in enumerate(_tensors(values))]
+    return [
+        (each, patterns[i] if i < len(patterns) else _in_place(each))
+        for i, each in enumerate(_tensors(values))
+    ]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _declare(run: TracedRun, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]) -> int:
+def _declare(
+    run: TracedRun, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]
+) -> int:
     """Makes a tensor's labels agree with its pattern; returns how many leading axes ``...`` stands for."""
     dims = run.dimensions(tensor)
     places = _places(pattern, tensor)
@@ -196,15 +233,24 @@ def _places(pattern: str, tensor: torch.Tensor) -> list[tuple[int, list[str]]]:
     parts = _parse(pattern)
     open_ended = parts[:1] == [["..."]]
     parts = parts[1:] if open_ended else parts
-    if len(parts) > tensor.dim() or (len(parts) < tensor.dim() and not open_ended) or ["..."] in parts:
-        raise ValueError(f"pattern {pattern!r} does not fit a tensor of shape {tuple(tensor.shape)}")
+    if (
+        len(parts) > tensor.dim()
+        or (len(parts) < tensor.dim() and not open_ended)
+        or ["..."] in parts
+    ):
+        raise ValueError(
+            f"pattern {pattern!r} does not fit a tensor of shape {tuple(tensor.shape)}"
+        )
     return [(index - len(parts), part) for index, part in enumerate(parts)]
 
 
 def _parse(pattern: str) -> list[list[str]]:
     """Returns the names in a pattern, one list per axis."""
     if left := _AXIS.sub("", pattern).strip():
-        raise ValueError(f"pattern {pattern!r} has {left[0]!r} without its other parenthesis, or inside of another pair")
+        raise ValueError(
+            f"pattern {pattern!r} has {left[0]!r} without its other parenthesis, or inside of "
+            "another pair"
+        )
     return [[word] if word else several.split() for word, several in _AXIS.findall(pattern)]
 
 
@@ -224,5 +270,8 @@ def _factors(names: list[str], size: int, axes: ModuleAxes, shared: dict[str, Ax
         else:
             found.append(shared.setdefault(name, Axis(each, fixed=name in axes.fixed)))
     if (total := math.prod(axis.size for axis in found)) != size:
-        raise ValueError(f"axis {' '.join(names)!r} of size {size} does not fit what was said before: its factors make {total}")
+        raise ValueError(
+            f"axis {' '.join(names)!r} of size {size} does not fit what was said before: its "
+            f"factors make {total}"
+        )
     return found

@@ -1,8 +1,8 @@
 """Labels of axes, which say what coordinates of different tensors are one and the same.
 
-An axis is an *atom*, a product of axes (a view split it, major factor first) or a sum of axes (a concatenation). Atoms that
-meet in one operation become one; an atom that an operation tells apart by position is *fixed*. What is left free at the end
-may be permuted.
+An axis is an *atom*, a product of axes (a view split it, major factor first) or a sum of axes (a
+concatenation). Atoms that meet in one operation become one; an atom that an operation tells apart
+by position is *fixed*. What is left free at the end may be permuted.
 
 >>> units = Axis(6)
 >>> heads, width = regroup([units], [2, 3])
@@ -141,7 +141,11 @@ def product(axes: Sequence[Axis]) -> Axis:
 def summands(axis: Axis) -> list[Axis]:
     """Opens a sum."""
     axis = axis.root
-    return [summand for part in axis.parts for summand in summands(part)] if axis.kind == "sum" else [axis]
+    return (
+        [summand for part in axis.parts for summand in summands(part)]
+        if axis.kind == "sum"
+        else [axis]
+    )
 
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
@@ -157,7 +161,10 @@ def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     if axis.kind != "sum" and len(sizes) == 1:
         return [axis]
     if axis.kind == "atom":
-        axis.kind, axis.parts = "sum", [Axis(size, fixed=axis.fixed, cause=axis.cause) for size in sizes]
+        axis.kind, axis.parts = (
+            "sum",
+            [Axis(size, fixed=axis.fixed, cause=axis.cause) for size in sizes],
+        )
         return axis.parts
     if axis.kind == "product":
         fix_all([axis])
@@ -219,7 +226,10 @@ def _regroup_block(inside: Factors, outside: Sequence[int]) -> list[Factors]:
                 left //= axis.size
             elif axis.size % left == 0 and axis.kind == "atom":
                 sizes = (left, axis.size // left)
-                axis.kind, axis.parts = "product", [Axis(size, fixed=axis.fixed, cause=axis.cause) for size in sizes]
+                axis.kind, axis.parts = (
+                    "product",
+                    [Axis(size, fixed=axis.fixed, cause=axis.cause) for size in sizes],
+                )
                 taken.append(axis.parts[0])
                 waiting.appendleft(axis.parts[1])
                 left = 1
@@ -272,11 +282,13 @@ def unify_dimensions(ones: Iterable[Factors], others: Iterable[Factors]) -> None
         unify_all(one, other)
 
 
-def grids(axes: Sequence[Axis], kind: str = "product") -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
+def grids(
+    axes: Sequence[Axis], kind: str = "product"
+) -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
     """Returns where the entries of a product or a sum of axes lie: grids, each its offset and the stride of every atom.
 
-    The entry of a grid at place i of one atom, j of the next is number offset + i·stride + j·stride′. A product of atoms is one
-    grid; a sum has those of each of its parts.
+    The entry of a grid at place i of one atom, j of the next is number offset + i·stride +
+    j·stride′. A product of atoms is one grid; a sum has those of each of its parts.
     """
     found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [] if kind == "sum" else [(0, ())]
     start, stride = 0, math.prod(axis.root.size for axis in axes)

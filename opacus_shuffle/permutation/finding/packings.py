@@ -8,11 +8,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, Factors, concatenation, product
+from opacus_shuffle.permutation.finding.labels import (
+    Axis,
+    Dimensions,
+    Factors,
+    concatenation,
+    product,
+)
 
 Packing = tuple[int, int, int, int]
 """A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
-are (0, 1, 3, d)."""
+are (0, 1, 3, d).
+"""
 
 LARGEST_JOINT_AXIS = 2**24
 """The largest size at which several axes are seen as one: their index vector needs 8 bytes for each entry."""
@@ -26,7 +33,9 @@ class Stacked:
     """Labels of a tensor whose slices along one dimension are different things, as query, key and value after ``view``."""
 
     marker: Axis  # the dimension's own atom, fixed
-    alternatives: list[Dimensions]  # the labels of each slice, of full rank, with the marker in place of the dimension
+    alternatives: list[
+        Dimensions
+    ]  # the labels of each slice, of full rank, with the marker in place of the dimension
 
 
 def first_labels(name: str, shape: tuple[int, ...], packings: Packings) -> Dimensions:

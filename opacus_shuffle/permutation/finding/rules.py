@@ -1,8 +1,9 @@
 """Rules say what each ATen operation does to axis labels: a small one per operation, and none on a guess.
 
-A rule holds if permuting the operands along their labels permutes the result along its labels. Where an operation sums over an
-axis it also notes the intermediate result without it, because a permutation of one axis may depend on the position along
-another only where that position is known. Operations that work entry by entry need no rule of their own.
+A rule holds if permuting the operands along their labels permutes the result along its labels.
+Where an operation sums over an axis it also notes the intermediate result without it, because a
+permutation of one axis may depend on the position along another only where that position is known.
+Operations that work entry by entry need no rule of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def find_rule(call: Call) -> Rule | None:
     return elementwise if found is None and call.pointwise else found
 
 
-@rule("copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform exponential cauchy geometric")
+@rule(
+    "copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform "
+    "exponential cauchy geometric"
+)
 @rule("log_normal poisson binomial _standard_gamma")
 @rule("rrelu_with_noise hardswish log_sigmoid_forward _prelu_kernel prelu polar complex")
 # Of these PyTorch does not mark every variant as working entry by entry.
@@ -52,8 +56,11 @@ def elementwise(run: TracedRun, call: Call) -> None:
     """Works entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]
     for tensor in call.outputs:
-        # An empty result that is not made of its operands is a buffer that this device has no use for.
-        if not tensor.numel() and tensor.shape != torch.broadcast_shapes(*(each.shape for each in operands)):  # type: ignore[no-untyped-call]
+        # An empty result that is not made of its operands is a buffer that this device has no use
+        # for.
+        if not tensor.numel() and tensor.shape != torch.broadcast_shapes(
+            *(each.shape for each in operands)
+        ):  # type: ignore[no-untyped-call]
             run.set(tensor, fixed_dimensions(tensor.shape))
             continue
         if len(operands) == 1 and operands[0].shape == tensor.shape:
@@ -84,7 +91,10 @@ def broadcast(operands: Iterable[Dimensions], rank: int) -> Dimensions:
     return result
 
 
-@rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like")
+@rule(
+    "zeros ones full empty rand randn new_zeros new_ones new_full new_empty zeros_like ones_like "
+    "full_like empty_like"
+)
 @rule("empty_strided new_empty_strided")
 def uniform(run: TracedRun, call: Call) -> None:
     """Makes entries that are all alike, or independent and alike: any permutation will do."""

@@ -1,7 +1,7 @@
 """Rules of operations that choose entries by position or by rank: indexing, embeddings, sorting, running sums, padding.
 
-What is chosen by position is fixed; the axes that only come along are untouched. Index tensors hold positions of fixed axes, so
-their values are the same whatever is permuted.
+What is chosen by position is fixed; the axes that only come along are untouched. Index tensors hold
+positions of fixed axes, so their values are the same whatever is permuted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def index_put(run: TracedRun, call: Call) -> None:
     """Writes at positions along some dimensions: fixed there; elsewhere the values' axes are those of the target."""
     target, values = run.dimensions(call["self"]), call["values"]
     left, place = _untouched(run, call, target)
-    chosen = max(1 if index.dtype in MASKS else index.dim() for index in call["indices"] if index is not None)
+    chosen = max(
+        1 if index.dtype in MASKS else index.dim() for index in call["indices"] if index is not None
+    )
     labels: list[Factors | None] = [*left[:place], *[None] * chosen, *left[place:]]
     for dim in range(-values.dim(), 0):
         if values.shape[dim] > 1:
@@ -103,7 +105,9 @@ def embedded(run: TracedRun, call: Call) -> None:
     rows, columns = run.dimensions(call["weight"])
     fix_all(rows)
     run.set(call.out, [*run.dimensions(call["indices"]), columns])
-    run.occurrences.append([columns])  # the places of the indices are not those of the rows, were they labelled as these
+    run.occurrences.append(
+        [columns]
+    )  # the places of the indices are not those of the rows, were they labelled as these
     run.contraction(call.out)
 
 
@@ -153,7 +157,14 @@ def pixels(run: TracedRun, call: Call) -> None:
     fewer = min(source.shape[-3], out.shape[-3])
     channels, places = regroup(dims[-3], [fewer, source.shape[-3] // fewer])
     fix_all(places, dims[-2], dims[-1])
-    run.set(out, [*dims[:-3], [*channels, *fixed_factors(out.shape[-3] // fewer)], *fixed_dimensions(out.shape[-2:])])
+    run.set(
+        out,
+        [
+            *dims[:-3],
+            [*channels, *fixed_factors(out.shape[-3] // fewer)],
+            *fixed_dimensions(out.shape[-2:]),
+        ],
+    )
 
 
 @rule("channel_shuffle native_channel_shuffle")
@@ -170,8 +181,9 @@ def channel_shuffle(run: TracedRun, call: Call) -> None:
 def ranked(run: TracedRun, call: Call) -> None:
     """Chooses entries along one dimension by rank, whatever their order was; where that is asked for, too, it is fixed.
 
-    Equal entries and NaN (the largest) have the same values at the same ranks in any order. Fixed, too, are results without an
-    order (``topk(sorted=False)``) and a choice between equally frequent values, of which PyTorch promises nothing (``mode``).
+    Equal entries and NaN (the largest) have the same values at the same ranks in any order. Fixed,
+    too, are results without an order (``topk(sorted=False)``) and a choice between equally frequent
+    values, of which PyTorch promises nothing (``mode``).
     """
     if call.arguments.get("dim") is None:
         reduction(run, call)
@@ -185,12 +197,17 @@ def ranked(run: TracedRun, call: Call) -> None:
             fix_all(dims[dim])
         run.fix_if_read(places, dims[dim])
         run.reduced(dims, [dim])
-        dims[dim : dim + 1] = [fixed_factors(values.shape[dim])] if values.dim() == len(dims) else []
+        dims[dim : dim + 1] = (
+            [fixed_factors(values.shape[dim])] if values.dim() == len(dims) else []
+        )
     for tensor in call.outputs:
         run.set(tensor, dims)
 
 
-@rule("flip roll cumsum cumprod logcumsumexp cummax cummin _fft_c2c _fft_r2c _fft_c2r tril triu index_select")
+@rule(
+    "flip roll cumsum cumprod logcumsumexp cummax cummin _fft_c2c _fft_r2c _fft_c2r tril triu "
+    "index_select"
+)
 @rule("constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d")
 def along(run: TracedRun, call: Call) -> None:
     """Depends on the order along some dimensions (all that change their size, at least): fixed there, untouched elsewhere."""
@@ -204,7 +221,9 @@ def along(run: TracedRun, call: Call) -> None:
     elif name.startswith("reflection_pad"):
         touched = {rank - 1 - i for i in range(len(call["padding"]) // 2)}
     else:
-        touched = {dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))} or set(range(rank))
+        touched = {
+            dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))
+        } or set(range(rank))
     result = with_fixed(run, call, touched)
     for tensor in call.outputs:
         run.set(tensor, result)

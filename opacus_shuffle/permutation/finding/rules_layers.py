@@ -64,7 +64,9 @@ def grouped_product(run: TracedRun, call: Call) -> None:
     fix_all([*left[0], *right[0]])
     unify_all(left[1], right[1])
     run.occurrences.append([left[0], left[1], right[2]])
-    if set(atoms(left[0])) & set(atoms(right[0])):  # labelled alike, but a row's place is not that of its group
+    if set(atoms(left[0])) & set(
+        atoms(right[0])
+    ):  # labelled alike, but a row's place is not that of its group
         run.occurrences.append([left[1], right[2]])
     run.set(call.out, [left[0], right[2]])
     run.contraction(call.out)
@@ -96,7 +98,10 @@ def group_norm(run: TracedRun, call: Call) -> None:
         run.set(tensor, [dims[0], group])
 
 
-@rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm")
+@rule(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
+    "cudnn_batch_norm"
+)
 @rule("_batch_norm_with_update _batch_norm_no_update batch_norm")
 def batch_norm(run: TracedRun, call: Call) -> None:
     """Works channel by channel; scale, shift and statistics follow."""
@@ -107,7 +112,12 @@ def batch_norm(run: TracedRun, call: Call) -> None:
     run.reduced(dims, [i for i in range(len(dims)) if i != 1])
     for tensor in call.outputs:
         each = dims if tensor.shape == source.shape else [dims[1]]
-        run.set(tensor, each if tensor.shape in (source.shape, source.shape[1:2]) else fixed_dimensions(tensor.shape))
+        run.set(
+            tensor,
+            each
+            if tensor.shape in (source.shape, source.shape[1:2])
+            else fixed_dimensions(tensor.shape),
+        )
 
 
 @rule("_softmax _log_softmax _safe_softmax softmax log_softmax")
@@ -116,7 +126,10 @@ def softmax(run: TracedRun, call: Call) -> None:
     _symmetric(run, call, run.dimensions(call["self"]), [call["dim"]])
 
 
-@rule("linalg_vector_norm norm mean sum nansum prod amax amin any all _is_all_true _is_any_true logsumexp aminmax")
+@rule(
+    "linalg_vector_norm norm mean sum nansum prod amax amin any all _is_all_true _is_any_true "
+    "logsumexp aminmax"
+)
 @rule("var std var_mean std_mean count_nonzero argmax argmin")
 def reduction(run: TracedRun, call: Call) -> None:
     """Treats all that is reduced alike; where the result says which entry has won, what is reduced is fixed."""
@@ -130,7 +143,14 @@ def reduction(run: TracedRun, call: Call) -> None:
         fix_all(*(dims[dim] for dim in gone))
     for tensor in call.outputs:
         keep = tensor.dim() == rank
-        run.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
+        run.set(
+            tensor,
+            [
+                [] if dim in gone else each
+                for dim, each in enumerate(dims)
+                if keep or dim not in gone
+            ],
+        )
 
 
 @rule("glu")

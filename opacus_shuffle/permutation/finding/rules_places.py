@@ -23,7 +23,10 @@ def convolution(run: TracedRun, call: Call) -> None:
     source, kernel = map(run.dimensions, call.inputs[:2])
     result = _link_channels(run, call, source, kernel)
     places = len(kernel) - 2
-    left = [_meet(run, call, place - places, source[place - places], kernel[place - places]) for place in range(places)]
+    left = [
+        _meet(run, call, place - places, source[place - places], kernel[place - places])
+        for place in range(places)
+    ]
     for bias in call.inputs[2:3]:
         unify_all(run.dimensions(bias)[0], result)
     head = source[: -places - 1]
@@ -34,8 +37,8 @@ def convolution(run: TracedRun, call: Call) -> None:
 def _meet(run: TracedRun, call: Call, dim: int, places: Factors, taps: Factors) -> Factors:
     """Returns what is left of the places along one dimension, after they have met the kernel's taps there.
 
-    A kernel of one tap does the same at every place, and leaves all of them where they are. One that spans all places sums over
-    them, as a matrix product does.
+    A kernel of one tap does the same at every place, and leaves all of them where they are. One
+    that spans all places sums over them, as a matrix product does.
     """
     size, count = call.inputs[0].shape[dim], call.inputs[1].shape[dim]
     plain = not call.arguments.get("transposed") and not any(as_list(call["padding"]))
@@ -58,7 +61,9 @@ def _link_channels(run: TracedRun, call: Call, dims: Dimensions, weight: Dimensi
             entering, result = result, entering
         unify_all(channels, entering)
         run.occurrences.append([dims[0], channels, result])
-    elif call.arguments.get("transposed"):  # input (group, in), kernel ((group, in), out), result (group, out)
+    elif call.arguments.get(
+        "transposed"
+    ):  # input (group, in), kernel ((group, in), out), result (group, out)
         unify_all(channels, result)
         group, inside = regroup(channels, [groups, product(weight[0]).size // groups])
         run.occurrences.append([dims[0], group, inside, entering])
@@ -73,11 +78,15 @@ def _link_channels(run: TracedRun, call: Call, dims: Dimensions, weight: Dimensi
 
 
 POOLING = (
-    "max_pool2d_with_indices max_pool3d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d "
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "max_pool2d_with_indices max_pool3d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d "
+    "avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d "
+    "adaptive_avg_pool1d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d "
     "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d mkldnn_max_pool2d "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+    "mkldnn_max_pool2d "
     "replication_pad1d replication_pad2d replication_pad3d"
 )
 

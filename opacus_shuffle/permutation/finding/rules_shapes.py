@@ -36,14 +36,19 @@ def shape_rule(names: str) -> Callable[[Rearrangement], Rearrangement]:
     def register(function: Rearrangement) -> Rearrangement:
         def apply(run: TracedRun, call: Call) -> None:
             labels = run.labels(call.inputs[0])
-            if call.out is call.inputs[0] and call.name.endswith("_"):  # the tensor itself has another shape now
+            if call.out is call.inputs[0] and call.name.endswith(
+                "_"
+            ):  # the tensor itself has another shape now
                 changed = function(call, run.dimensions(call.out))
                 run.forget(call.out)
                 run.set(call.out, changed)
             elif isinstance(labels, list):
                 run.set(call.out, function(call, labels))
             else:
-                run.set(call.out, Stacked(labels.marker, [function(call, each) for each in labels.alternatives]))
+                run.set(
+                    call.out,
+                    Stacked(labels.marker, [function(call, each) for each in labels.alternatives]),
+                )
 
         rule(names)(apply)
         return function
@@ -51,7 +56,9 @@ def shape_rule(names: str) -> Callable[[Rearrangement], Rearrangement]:
     return register
 
 
-@shape_rule("detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy lift dropout to _conj")
+@shape_rule(
+    "detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy lift dropout to _conj"
+)
 def same(call: Call, dims: Dimensions) -> Dimensions:
     """Keeps the axes."""
     return list(dims)
@@ -96,8 +103,12 @@ def view(run: TracedRun, call: Call) -> None:
     labels = run.labels(call.inputs[0])
     if call.inputs[0].dtype != call.out.dtype:
         raise IncompatibleError
-    shape = [max(size, 1) for size in call.out.shape]  # an empty dimension has no factors, as one of size 1
-    if not call.out.numel() and math.prod(max(size, 1) for size in call.inputs[0].shape) != math.prod(shape):
+    shape = [
+        max(size, 1) for size in call.out.shape
+    ]  # an empty dimension has no factors, as one of size 1
+    if not call.out.numel() and math.prod(
+        max(size, 1) for size in call.inputs[0].shape
+    ) != math.prod(shape):
         raise IncompatibleError
     if not isinstance(labels, list):
         rows = ([axis for each in dims for axis in each] for dims in labels.alternatives)
@@ -106,10 +117,21 @@ def view(run: TracedRun, call: Call) -> None:
     row = factors([axis for each in labels for axis in each])
     before = 1
     for place, axis in enumerate(row):
-        parts = axis.parts if axis.kind == "sum" and len({part.size for part in axis.parts}) == 1 else []
-        places = [i for i, size in enumerate(shape) if parts and size == len(parts) and math.prod(shape[:i]) == before]
+        parts = (
+            axis.parts
+            if axis.kind == "sum" and len({part.size for part in axis.parts}) == 1
+            else []
+        )
+        places = [
+            i
+            for i, size in enumerate(shape)
+            if parts and size == len(parts) and math.prod(shape[:i]) == before
+        ]
         if places:
-            results = [regroup([*row[:place], part, *row[place + 1 :]], _without(shape, places[0])) for part in parts]
+            results = [
+                regroup([*row[:place], part, *row[place + 1 :]], _without(shape, places[0]))
+                for part in parts
+            ]
             _stack(run, call.out, places[0], results)
             return
         before *= axis.size
@@ -121,8 +143,16 @@ def repeated(run: TracedRun, call: Call) -> None:
     """Lays copies end to end: (copy, position). They are alike, so any permutation of them will do."""
     source, out = call.inputs[0], call.out
     new = out.dim() - source.dim()
-    before: list[tuple[int, Factors]] = [(1, [])] * new + list(zip(source.shape, run.dimensions(source), strict=True))
-    run.set(out, [[*free_factors(b // max(a, 1)), *each] for (a, each), b in zip(before, out.shape, strict=True)])
+    before: list[tuple[int, Factors]] = [(1, [])] * new + list(
+        zip(source.shape, run.dimensions(source), strict=True)
+    )
+    run.set(
+        out,
+        [
+            [*free_factors(b // max(a, 1)), *each]
+            for (a, each), b in zip(before, out.shape, strict=True)
+        ],
+    )
 
 
 @rule("select select_copy unbind unbind_copy")
@@ -166,17 +196,30 @@ def sliced(run: TracedRun, call: Call) -> None:
         _cut(run, source, dim, [start, end - start, size - end], [None, out, None])
 
 
-@rule("split split_with_sizes split_copy split_with_sizes_copy chunk unsafe_split unsafe_chunk tensor_split")
+@rule(
+    "split split_with_sizes split_copy split_with_sizes_copy chunk unsafe_split unsafe_chunk "
+    "tensor_split"
+)
 def split(run: TracedRun, call: Call) -> None:
     """Cuts a sum into pieces."""
     dim = call["dim"] % call.inputs[0].dim()
     _cut(run, call.inputs[0], dim, [tensor.shape[dim] for tensor in call.outputs], call.outputs)
 
 
-def _cut(run: TracedRun, source: torch.Tensor, dim: int, sizes: Sequence[int], pieces: Sequence[torch.Tensor | None]) -> None:
+def _cut(
+    run: TracedRun,
+    source: torch.Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    pieces: Sequence[torch.Tensor | None],
+) -> None:
     """Labels the pieces of one dimension."""
     labels = run.labels(source)
-    if not isinstance(labels, list) and labels.alternatives[0][dim] == [labels.marker] and set(sizes) <= {0, 1}:
+    if (
+        not isinstance(labels, list)
+        and labels.alternatives[0][dim] == [labels.marker]
+        and set(sizes) <= {0, 1}
+    ):
         present = [piece for size, piece in zip(sizes, pieces, strict=True) if size]
         for chosen, piece in zip(labels.alternatives, present, strict=True):
             if piece is not None:
@@ -189,7 +232,9 @@ def _cut(run: TracedRun, source: torch.Tensor, dim: int, sizes: Sequence[int], p
     minor = whole.size // majors
     if majors > 1 and set(sizes) <= {0, minor}:
         run.note_packing(row[0])
-    if majors > 1 and minor > 1 and all(size % minor == 0 for size in sizes):  # whole majors, as (3, d) cut into thirds
+    if (
+        majors > 1 and minor > 1 and all(size % minor == 0 for size in sizes)
+    ):  # whole majors, as (3, d) cut into thirds
         fix_all(row[:1])
         parts = [product([*fixed_factors(size // minor), *row[1:]]) for size in sizes if size]
     else:
@@ -227,7 +272,12 @@ def _end_to_end(pieces: Sequence[Factors]) -> Factors:
 @rule("stack")
 def stacked(run: TracedRun, call: Call) -> None:
     """Stacks tensors along a new dimension."""
-    _stack(run, call.out, call["dim"] % call.out.dim(), [run.dimensions(tensor) for tensor in call["tensors"]])
+    _stack(
+        run,
+        call.out,
+        call["dim"] % call.out.dim(),
+        [run.dimensions(tensor) for tensor in call["tensors"]],
+    )
 
 
 def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensions]) -> None:

@@ -27,7 +27,12 @@ from opacus_shuffle.permutation.network import plain_attention, recomputed_weigh
 
 LEAVING = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__),
-    *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__),
+    *(
+        torch.Tensor.untyped_storage,
+        torch.Tensor.storage,
+        torch.Tensor.__deepcopy__,
+        torch.Tensor.__reduce_ex__,
+    ),
 )
 """Methods by which a tensor's values leave PyTorch, to be read where nothing can follow them."""
 
@@ -55,7 +60,9 @@ class Tracer(ControlFlow):  # type: ignore[no-untyped-call]
         *,
         always: bool = False,
     ) -> None:
-        super().__init__([*varying, *network.parameters(), *network.buffers()], otherwise, always=always)
+        super().__init__(
+            [*varying, *network.parameters(), *network.buffers()], otherwise, always=always
+        )
         self.run = run
         self._network = network
         self._parts = {id(part): name for name, part in network.named_modules() if name}
@@ -66,7 +73,9 @@ class Tracer(ControlFlow):  # type: ignore[no-untyped-call]
         # Fused kernels would make of a recurrent layer one operation that nobody can look into.
         recurrent = any(isinstance(part, nn.RNNBase) for part in self._network.modules())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # before the flags are set: PyTorch warns of Intel GPUs when they are
+            warnings.simplefilter(
+                "ignore"
+            )  # before the flags are set: PyTorch warns of Intel GPUs when they are
             with (
                 plain_attention(),
                 torch.backends.mkldnn.flags(enabled=not recurrent),
@@ -77,7 +86,8 @@ class Tracer(ControlFlow):  # type: ignore[no-untyped-call]
                 outputs = forward()
         with because("an output of the network"):
             self.run.fix(results(outputs))
-        # What is left when nobody refers to the results is kept by something for later: for a loss, or for the next call.
+        # What is left when nobody refers to the results is kept by something for later: for a loss,
+        # or for the next call.
         del outputs
         gc.collect()
         with because("an activation that is kept after the pass"):
@@ -100,7 +110,14 @@ class Tracer(ControlFlow):  # type: ignore[no-untyped-call]
                 self._label(func, args, kwargs or {}, result, strides)
         return result
 
-    def _label(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, strides: Sequence[int] | None) -> None:
+    def _label(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+        strides: Sequence[int] | None,
+    ) -> None:
         """Labels what an operation returned; ``strides`` are those of the operand of ``as_strided`` before it."""
         if strides is not None and _same_entries(args, strides):
             if result is not args[0]:
@@ -109,7 +126,9 @@ class Tracer(ControlFlow):  # type: ignore[no-untyped-call]
         call = bind(func, args, kwargs, result)
         self.run.follow(call)
         self.run.label(call, find_rule(call))
-        if kwargs.get("generator") is not None:  # somebody's own, which may be seeded alike before every pass
+        if (
+            kwargs.get("generator") is not None
+        ):  # somebody's own, which may be seeded alike before every pass
             self.run.stay(call.outputs)
         if func.overloadpacket in REPLACING:
             self.run.forget(args[0])
@@ -147,5 +166,9 @@ def _same_entries(args: Sequence[Any], strides: Sequence[int]) -> bool:
     return (
         tuple(size) == tuple(source.shape)
         and offset == source.storage_offset()
-        and all(stride[dim] == strides[dim] for dim, count in enumerate(size) if count > 1 and dim < len(strides))
+        and all(
+            stride[dim] == strides[dim]
+            for dim, count in enumerate(size)
+            if count > 1 and dim < len(strides)
+        )
     )

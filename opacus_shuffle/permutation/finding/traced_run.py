@@ -1,7 +1,8 @@
 """What is known of the tensors of one run of a network: which coordinates of which are the same, and what they came from.
 
-:mod:`~opacus_shuffle.permutation.finding.trace` tells it every operation, and the rules of the operations say here what they
-do to the labels. An operation without a rule *fixes* every axis that it touches: nothing is permuted on a guess.
+:mod:`~opacus_shuffle.permutation.finding.trace` tells it every operation, and the rules of the
+operations say here what they do to the labels. An operation without a rule *fixes* every axis that
+it touches: nothing is permuted on a guess.
 """
 
 from __future__ import annotations
@@ -38,17 +39,47 @@ from opacus_shuffle.permutation.finding.packings import Packing, Packings, Stack
 from opacus_shuffle.permutation.network import movable_tensors, storage, tensors_in
 
 VIEWS = (
-    *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
-    *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
+    *(
+        "alias",
+        "clone",
+        "detach",
+        "expand",
+        "permute",
+        "repeat",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+    ),
+    *(
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+        "_to_copy",
+        "_unsafe_view",
+        "unsafe_split",
+    ),
 )
 """Operations whose results have equal entries if their input has."""
 
-SHAPES_ONLY = frozenset(f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")) | frozenset(
-    f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")
-)
+SHAPES_ONLY = frozenset(
+    f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")
+) | frozenset(f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided"))
 """Operations that ask a tensor for its shape alone."""
 
-UNFIT = (IncompatibleError, LookupError, ArithmeticError, ValueError, AttributeError, TypeError, AssertionError)
+UNFIT = (
+    IncompatibleError,
+    LookupError,
+    ArithmeticError,
+    ValueError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+)
 """What a rule raises that does not fit the operation."""
 
 
@@ -83,7 +114,9 @@ def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) ->
     arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
     written = tensors_in([arguments[argument] for argument in mutable])
     inputs = [] if name in SHAPES_ONLY else tensors_in((args, kwargs))
-    return Call(name, arguments, inputs, tensors_in(result), written, torch.Tag.pointwise in func.tags)
+    return Call(
+        name, arguments, inputs, tensors_in(result), written, torch.Tag.pointwise in func.tags
+    )
 
 
 @functools.cache
@@ -92,8 +125,15 @@ def _schema_of(func: Any) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     schema = func._schema.arguments
     return (
         str(func.overloadpacket),
-        {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema},
-        tuple(argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write),
+        {
+            argument.name: argument.default_value if argument.has_default_value() else None
+            for argument in schema
+        },
+        tuple(
+            argument.name
+            for argument in schema
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
     )
 
 
@@ -103,8 +143,8 @@ class TracedRun:
     Args:
         module: The network; its parameters' and moving buffers' axes begin as free atoms.
         packings: Axes to begin as packed parts instead, keyed by (tensor name, axis).
-        written: Which constants of equal entries, by what made them and where, are written to later. All others have no axes
-            to speak of. None: any may be.
+        written: Which constants of equal entries, by what made them and where, are written to
+            later. All others have no axes to speak of. None: any may be.
     """
 
     def __init__(
@@ -117,15 +157,28 @@ class TracedRun:
         self.tensors: dict[str, torch.Tensor] = {}
         self.parameter_names = {name for name, _ in module.named_parameters()}
         self.aliases: dict[str, list[str]] = {}  # other names of tied tensors, by the first one
-        self.occurrences: list[Dimensions] = []  # labels of every activation, and of every reduced tensor inside an operation
-        self.streams: list[Axis] = []  # axes along which results of different layers were added (skip connections)
+        self.occurrences: list[
+            Dimensions
+        ] = []  # labels of every activation, and of every reduced tensor inside an operation
+        self.streams: list[
+            Axis
+        ] = []  # axes along which results of different layers were added (skip connections)
         self.heads: list[Axis] = []  # batch axes of products of two activations (attention heads)
-        self.contracted: list[Axis] = []  # axes contracted in such products (query and key dimensions)
-        self.unknown: Counter[str] = Counter()  # operations without a rule, with their numbers of calls
-        self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
-        # Constants of equal entries that were written to and not known to be; the labels are worthless then.
+        self.contracted: list[
+            Axis
+        ] = []  # axes contracted in such products (query and key dimensions)
+        self.unknown: Counter[str] = (
+            Counter()
+        )  # operations without a rule, with their numbers of calls
+        self.new_packings: dict[
+            tuple[str, int], set[Packing]
+        ] = {}  # axes met that are packed and were not known to be
+        # Constants of equal entries that were written to and not known to be; the labels are
+        # worthless then.
         self.newly_written: set[str] = set()
-        self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
+        self.used: set[str] = (
+            set()
+        )  # parameters and buffers that went, entire or a part of them, into something not empty
         self._written = None if written is None else frozenset(written)
         # Constants without axes to speak of, with what made them.
         self._equal_entries: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
@@ -137,7 +190,9 @@ class TracedRun:
         # Which of them a tensor is a view or a copy of.
         self._shown: MutableMapping[torch.Tensor, frozenset[str]] = WeakIdKeyDictionary()
         # Axes whose order a tensor tells, as places of sorted entries do.
-        self._fixed_if_read: MutableMapping[torch.Tensor, tuple[Factors, str]] = WeakIdKeyDictionary()
+        self._fixed_if_read: MutableMapping[torch.Tensor, tuple[Factors, str]] = (
+            WeakIdKeyDictionary()
+        )
         self._contractions = 0
         for name, tensor in movable_tensors(module):
             if tensor in self._names:
@@ -159,7 +214,9 @@ class TracedRun:
 
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
-        if memories := {storage(tensor) for tensor in call.written} - {0}:  # of views, too, that have labels of their own
+        if memories := {storage(tensor) for tensor in call.written} - {
+            0
+        }:  # of views, too, that have labels of their own
             known = self._equal_entries.items()
             self.newly_written.update(made for tensor, made in known if storage(tensor) in memories)
         if not call.outputs:  # it writes to lists of tensors, compares two, or reads a number
@@ -170,7 +227,9 @@ class TracedRun:
             for tensor in call.outputs:
                 self._equal_entries[tensor] = self._equal_entries[call.views]
             return
-        if not call.inputs and call.name == "aten._to_copy":  # a number, which ``torch.vmap`` made a tensor
+        if (
+            not call.inputs and call.name == "aten._to_copy"
+        ):  # a number, which ``torch.vmap`` made a tensor
             rule = None
         if rule is None and not all(self.is_constant(tensor) for tensor in call.inputs):
             self.unknown[call.name] += 1
@@ -187,7 +246,10 @@ class TracedRun:
         except UNFIT as error:
             self.unknown[f"{call.name} ({type(error).__name__})"] += 1
             self.fix_everything(call)
-        if any(tensor not in self._labels and tensor not in self._equal_entries for tensor in call.outputs):
+        if any(
+            tensor not in self._labels and tensor not in self._equal_entries
+            for tensor in call.outputs
+        ):
             self.fix_everything(call)
         self._note_what_is_carried(call)
         if self._contractions == contractions:
@@ -273,7 +335,9 @@ class TracedRun:
     def fix_survivors(self, spared: Iterable[torch.Tensor]) -> None:
         """Fixes every tensor that is still there, but for parameters, buffers and those to be ``spared``."""
         known = {id(tensor) for tensor in (*self.tensors.values(), *spared)}
-        self.stay(tensor for tensor in [*self._labels, *self._equal_entries] if id(tensor) not in known)
+        self.stay(
+            tensor for tensor in [*self._labels, *self._equal_entries] if id(tensor) not in known
+        )
 
     def show(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Labels a tensor that was given the memory of another one (``tensor.data = source``)."""
@@ -285,7 +349,11 @@ class TracedRun:
 
     def unreached(self) -> list[str]:
         """Returns the parameters, and buffers of numbers, that the run has not reached: nobody knows what they do."""
-        return [name for name, tensor in self.tensors.items() if name not in self.used and tensor.dtype != torch.bool]
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if name not in self.used and tensor.dtype != torch.bool
+        ]
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Forgets a tensor's labels: it is to be labelled anew."""
@@ -312,8 +380,8 @@ class TracedRun:
     def _note_what_is_carried(self, call: Call) -> None:
         """Notes that no input knows the position along a fixed axis of the result that this input lacks.
 
-        An operation that mixes positions (a reversal, a choice by indices) makes its axis anew, whatever axis that may turn out
-        to be the same as later.
+        An operation that mixes positions (a reversal, a choice by indices) makes its axis anew,
+        whatever axis that may turn out to be the same as later.
         """
         inputs = [set(self._atoms(tensor)) for tensor in call.inputs]
         for dimensions in itertools.chain.from_iterable(map(self._rows, call.outputs)):
@@ -369,7 +437,9 @@ class TracedRun:
                     place = row.index(axis)
                     major, minor = size_of(row[:place]), size_of(row[place + 1 :])
                     if minor > 1:
-                        self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
+                        self.new_packings.setdefault((name, number), set()).add(
+                            (offset, major, axis.size, minor)
+                        )
                 offset += piece.size
 
     def follow(self, call: Call) -> None:

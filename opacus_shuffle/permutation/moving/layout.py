@@ -1,7 +1,8 @@
 """Where the entries of an axis lie, as data, and index vectors made from permutations of its factors.
 
-An axis (or several neighbouring axes seen as one) is a list of terms that tile it; a term is a grid of factors, each with a
-stride, from an offset on. Three matrices of two heads of width 4 laid end to end are three terms of the same two factors.
+An axis (or several neighbouring axes seen as one) is a list of terms that tile it; a term is a grid
+of factors, each with a stride, from an offset on. Three matrices of two heads of width 4 laid end
+to end are three terms of the same two factors.
 
 >>> import torch
 >>> heads = Block(0, 1, 8, (Term(0, ((0, 4), (1, 1))),))
@@ -64,11 +65,14 @@ Blocks = tuple[Block | int, ...]
 """Neighbouring axes seen as one: blocks, and the plain sizes of axes that stay, in order."""
 
 
-def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> tuple[tuple[int, int, int], Blocks, Blocks]:
+def plan_movement(
+    shape: tuple[int, ...], blocks: tuple[Block, ...]
+) -> tuple[tuple[int, int, int], Blocks, Blocks]:
     """Returns how to see a tensor so that moving it takes one pass: the last block gives its columns, all before its rows.
 
     Returns:
-        Its sizes (rows, columns, inner), what moves the rows, and what moves the columns; empty for what stays.
+        Its sizes (rows, columns, inner), what moves the rows, and what moves the columns; empty for
+        what stays.
     """
     last = blocks[-1]
     inner = math.prod(shape[last.stop :])
@@ -84,13 +88,16 @@ def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> tuple[tu
     return (math.prod(shape[: last.start]), last.size, inner), tuple(rows), (last,)
 
 
-def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def index_vector(
+    block: Block, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
     """Returns for every new position of the block the old one, int64 ``(size,)``.
 
     Args:
         block: The axes.
         factors: All factors of the specification.
-        tables: Per factor its permutation, ``(*sizes of inside, size)``: new coordinate to old; None for fixed ones.
+        tables: Per factor its permutation, ``(*sizes of inside, size)``: new coordinate to old;
+            None for fixed ones.
     """
     index = np.arange(block.size, dtype=np.int64)
     for term in block.terms:
@@ -104,7 +111,9 @@ def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch
             if table is None:
                 table, carried = torch.arange(sizes[axis]), [axis]
             else:
-                carried = [nearest(numbers, outer, axis) for outer in factors[number].inside] + [axis]
+                carried = [nearest(numbers, outer, axis) for outer in factors[number].inside] + [
+                    axis
+                ]
             old = old + stride * on_grid(table, carried, sizes).numpy()
         strides = [stride * index.itemsize for _, stride in term.grid]
         np.ndarray(sizes, index.dtype, index, term.offset * index.itemsize, strides)[...] = old
@@ -114,13 +123,22 @@ def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch
 def on_grid(table: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """Lays a table over a grid of these sizes: its axes go to these places of the grid, and all others have size 1."""
     order = sorted(range(len(places)), key=places.__getitem__)
-    return table.permute(order).reshape([size if place in places else 1 for place, size in enumerate(sizes)])
+    return table.permute(order).reshape(
+        [size if place in places else 1 for place, size in enumerate(sizes)]
+    )
 
 
-def joint_index(blocks: Blocks, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def joint_index(
+    blocks: Blocks, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
     """Returns the :func:`index_vector` of neighbouring axes seen as one."""
-    parts = [torch.arange(each) if isinstance(each, int) else index_vector(each, factors, tables) for each in blocks]
-    return functools.reduce(lambda index, part: (index[:, None] * len(part) + part).reshape(-1), parts)
+    parts = [
+        torch.arange(each) if isinstance(each, int) else index_vector(each, factors, tables)
+        for each in blocks
+    ]
+    return functools.reduce(
+        lambda index, part: (index[:, None] * len(part) + part).reshape(-1), parts
+    )
 
 
 class IndexVectors:
@@ -131,8 +149,15 @@ class IndexVectors:
         factors, tables: As of :func:`index_vector`.
     """
 
-    def __init__(self, layouts: Mapping[int, Blocks], factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> None:
-        self._made = {number: joint_index(blocks, factors, tables) for number, blocks in layouts.items()}
+    def __init__(
+        self,
+        layouts: Mapping[int, Blocks],
+        factors: Sequence[Factor],
+        tables: Sequence[torch.Tensor | None],
+    ) -> None:
+        self._made = {
+            number: joint_index(blocks, factors, tables) for number, blocks in layouts.items()
+        }
         self._sent: dict[torch.device, dict[int | None, torch.Tensor | None]] = {}
 
     def on(self, device: torch.device) -> Mapping[int | None, torch.Tensor | None]:
@@ -140,7 +165,11 @@ class IndexVectors:
         if device not in self._sent:
             made = list(self._made.values())
             if device.type != "cpu" and made:
-                made = list(torch.split(send(torch.cat(made).to(torch.int32), device), [len(each) for each in made]))
+                made = list(
+                    torch.split(
+                        send(torch.cat(made).to(torch.int32), device), [len(each) for each in made]
+                    )
+                )
             self._sent[device] = {None: None, **dict(zip(self._made, made, strict=True))}
         return self._sent[device]
 

@@ -24,8 +24,8 @@ class Move:
         rows: Its rows, in C order of its shape.
         columns: Columns of a row.
         inner: Entries of a column that move together, such as the k·k of a convolution's kernel.
-        row_index: Shape (rows,), int64 or int32, a permutation on the tensor's device: new row i is old row ``row_index[i]``.
-            ``None``: rows stay.
+        row_index: Shape (rows,), int64 or int32, a permutation on the tensor's device: new row i is
+            old row ``row_index[i]``. ``None``: rows stay.
         column_index: The same for columns, shape (columns,).
     """
 
@@ -46,39 +46,62 @@ def check_moves(moves: Sequence[Move]) -> None:
         sizes = (move.rows, move.columns, move.inner)
         if min(sizes) < 0 or math.prod(sizes) != tensor.numel():
             raise ValueError(
-                f"moves[{number}]: rows · columns · inner = {sizes} does not fit a tensor of {tuple(tensor.shape)}"
+                f"moves[{number}]: rows · columns · inner = {sizes} does not fit a tensor of "
+                f"{tuple(tensor.shape)}"
             )
-        for name, index, size in (("row_index", move.row_index, move.rows), ("column_index", move.column_index, move.columns)):
+        for name, index, size in (
+            ("row_index", move.row_index, move.rows),
+            ("column_index", move.column_index, move.columns),
+        ):
             if index is None or (id(index), size, tensor.device) in fit:
                 continue
-            if index.dtype not in (torch.int64, torch.int32) or index.shape != (size,) or index.device != tensor.device:
+            if (
+                index.dtype not in (torch.int64, torch.int32)
+                or index.shape != (size,)
+                or index.device != tensor.device
+            ):
                 raise ValueError(
-                    f"moves[{number}]: {name} must be int64 or int32 of shape ({size},) on {tensor.device}, "
+                    f"moves[{number}]: {name} must be int64 or int32 of shape ({size},) on "
+                    f"{tensor.device}, "
                     f"got {index.dtype} of shape {tuple(index.shape)} on {index.device}"
                 )
             fit.add((id(index), size, tensor.device))
         key = (None, id(tensor)) if tensor.numel() == 0 else (tensor.device, tensor.data_ptr())
         if key in seen:
             raise ValueError(
-                f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it would undo the first"
+                f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it "
+                "would undo the first"
             )
         seen.add(key)
 
 
 def indices_of(move: Move) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the row and the column index, None where there are fewer than two things to permute."""
-    return (move.row_index if move.rows > 1 else None, move.column_index if move.columns > 1 else None)
+    return (
+        move.row_index if move.rows > 1 else None,
+        move.column_index if move.columns > 1 else None,
+    )
 
 
 def as_words(move: Move) -> Move:
     """Returns the move of a contiguous tensor seen as a flat vector of words, integers of its entries' size."""
     words = move.tensor.detach().view(-1).view(WORDS[move.tensor.element_size()])
-    return Move(words, move.rows, move.columns, move.inner * (words.numel() // move.tensor.numel()), *indices_of(move))
+    return Move(
+        words,
+        move.rows,
+        move.columns,
+        move.inner * (words.numel() // move.tensor.numel()),
+        *indices_of(move),
+    )
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies from the host to a device, to a GPU of NVIDIA's out of pinned memory, so that the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def waves(items: Sequence, nbytes: Callable, limit: int = WAVE_BYTES) -> Iterator[list]:

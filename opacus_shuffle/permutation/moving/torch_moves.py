@@ -38,7 +38,12 @@ def execute(moves: Sequence[Move]) -> None:
     vectors: defaultdict[tuple[torch.Tensor, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     # By size, which is some 5% faster: the next one's indices are in the cache.
     for move in sorted(map(as_words, moves), key=lambda move: move.tensor.nbytes):
-        rows, width, row_index, column_index = move.rows, move.columns * move.inner, move.row_index, move.column_index
+        rows, width, row_index, column_index = (
+            move.rows,
+            move.columns * move.inner,
+            move.row_index,
+            move.column_index,
+        )
         if rows == 1:  # a vector, or one row of blocks: its columns are rows
             rows, width, row_index, column_index = move.columns, move.inner, column_index, None
         columns = None if column_index is None else word_index(column_index, move.inner)
@@ -83,11 +88,17 @@ def _move_columns(matrix: torch.Tensor, index: torch.Tensor) -> None:
 def _word_index(index: torch.Tensor, inner: int) -> torch.Tensor:
     """Returns the index of every word, where each entry of the index stands for ``inner`` words; int64, as gathers demand."""
     index = index.long()
-    return index if inner == 1 else (index[:, None] * inner + torch.arange(inner, device=index.device)).view(-1)
+    return (
+        index
+        if inner == 1
+        else (index[:, None] * inner + torch.arange(inner, device=index.device)).view(-1)
+    )
 
 
 def _is_small(matrix: torch.Tensor) -> bool:
-    return matrix.device.type != "cpu" or (matrix.nbytes <= SCRATCH_BYTES and matrix[0].nbytes <= NARROW_BYTES)
+    return matrix.device.type != "cpu" or (
+        matrix.nbytes <= SCRATCH_BYTES and matrix[0].nbytes <= NARROW_BYTES
+    )
 
 
 def _scratch(part: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,25 @@
 """Moves words with a Triton kernel: the rows and columns of many tensors in one launch.
 
-A table on the device lists the tensors of one word size; a list of tiles says which rows of which tensor a program moves.
+A table on the device lists the tensors of one word size; a list of tiles says which rows of which
+tensor a program moves.
 
 How it works
-    * **Whole** (rows that fit on the chip): a program loads whole rows coalesced, permutes them there (``tl.gather``) and
-      stores them coalesced. Where only columns move it owns its rows, so that happens in place; a vector, or a small tensor
-      that moves by rows only, is one row of columns.
-    * **Pieces** (rows of a few times as many words): a program makes one piece of the new row out of all pieces of the old one,
-      one after the other.
-    * **Words** (still longer rows): every word is read from where it comes from. A GPU reads ``_SECTOR_BYTES`` at once, so that
-      costs more than pieces until there are as many pieces as words in a sector.
+    * **Whole** (rows that fit on the chip): a program loads whole rows coalesced, permutes them
+      there (``tl.gather``) and stores them coalesced. Where only columns move it owns its rows, so
+      that happens in place; a vector, or a small tensor that moves by rows only, is one row of
+      columns.
+    * **Pieces** (rows of a few times as many words): a program makes one piece of the new row out
+      of all pieces of the old one, one after the other.
+    * **Words** (still longer rows): every word is read from where it comes from. A GPU reads
+      ``_SECTOR_BYTES`` at once, so that costs more than pieces until there are as many pieces as
+      words in a sector.
     * **Rows** (no column moves): so do rows, which are read as they are.
-    * Whatever changes rows goes to a scratch of at most ``WAVE_BYTES`` (or of one tensor) and is copied back by the same
-      kernel.
+    * Whatever changes rows goes to a scratch of at most ``WAVE_BYTES`` (or of one tensor) and is
+      copied back by the same kernel.
 
-Tables hold numbers of the tensors, offsets into one vector of all indices and offsets into the scratch. So they stay on the
-device until the structure changes; what is sent for each shuffle are the indices and the tensors' addresses, of which gradients
-get others all the time.
+Tables hold numbers of the tensors, offsets into one vector of all indices and offsets into the
+scratch. So they stay on the device until the structure changes; what is sent for each shuffle are
+the indices and the tensors' addresses, of which gradients get others all the time.
 """
 
 from __future__ import annotations
@@ -86,8 +89,12 @@ def move_kernel(  # type: ignore
     origins = words
     if MODE != "rows":
         column = words // inner
-        origins = tl.load(indices + column_offset + column, mask=inside, other=0) * inner + (words - column * inner)
-    if MODE == "whole" or MODE == "pieces":  # row by row: tl.gather of one dimension goes through shared memory
+        origins = tl.load(indices + column_offset + column, mask=inside, other=0) * inner + (
+            words - column * inner
+        )
+    if (
+        MODE == "whole" or MODE == "pieces"
+    ):  # row by row: tl.gather of one dimension goes through shared memory
         origins = tl.where(inside, origins, 0)
         for step in range(0, tl.minimum(height - first, ROWS)):
             row = (first + step).to(tl.int64)
@@ -102,8 +109,14 @@ def move_kernel(  # type: ignore
             else:  # what lies further on is taken from a later piece
                 values = tl.full([BLOCK], 0, WORD)
                 for start in range(0, width, BLOCK):
-                    piece = tl.load(source + from_row * width + start + lanes, mask=start + lanes < width, other=0)
-                    piece = tl.gather(piece, tl.minimum(tl.maximum(origins - start, 0), BLOCK - 1), 0)
+                    piece = tl.load(
+                        source + from_row * width + start + lanes,
+                        mask=start + lanes < width,
+                        other=0,
+                    )
+                    piece = tl.gather(
+                        piece, tl.minimum(tl.maximum(origins - start, 0), BLOCK - 1), 0
+                    )
                     values = tl.where(origins >= start, piece, values)
                 tl.store(target + row * width + words, values, mask=inside)
     else:
@@ -121,7 +134,8 @@ def require(device: torch.device) -> None:
     """Refuses devices that the kernel cannot run on."""
     if device.type == "cpu" and isinstance(move_kernel, triton.JITFunction):
         raise ValueError(
-            "executor 'triton' got tensors on the CPU: pass executor='torch', or set TRITON_INTERPRET=1 before the first use"
+            "executor 'triton' got tensors on the CPU: pass executor='torch', or set "
+            "TRITON_INTERPRET=1 before the first use"
         )
 
 
@@ -143,13 +157,18 @@ def _execute_words(moves: Sequence[Move], word: int) -> None:
     indices, offsets = _gather_indices(moves)
     limit = staged_words(word, device)
     pointers = [move.tensor.data_ptr() for move in moves]
-    shapes = tuple(_shape(move, pointer, offsets, word, limit) for move, pointer in zip(moves, pointers, strict=True))
+    shapes = tuple(
+        _shape(move, pointer, offsets, word, limit)
+        for move, pointer in zip(moves, pointers, strict=True)
+    )
     launches, scratch_bytes = _launches(shapes, word, limit, device)
     addresses = send(torch.tensor(pointers), device)
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for table, tiles, constants in launches:
-            move_kernel[(len(tiles),)](table, tiles, addresses, indices, scratch, WORD=_TYPES[word], **constants)
+            move_kernel[(len(tiles),)](
+                table, tiles, addresses, indices, scratch, WORD=_TYPES[word], **constants
+            )
 
 
 def staged_words(word: int, device: torch.device) -> int:
@@ -163,7 +182,9 @@ def staged_words(word: int, device: torch.device) -> int:
 
 def _gather_indices(moves: Sequence[Move]) -> tuple[torch.Tensor, dict[int, int]]:
     """Lays all indices one after the other, as int32; returns them and where each begins, by ``id``."""
-    distinct = {id(index): index for move in moves for index in indices_of(move) if index is not None}
+    distinct = {
+        id(index): index for move in moves for index in indices_of(move) if index is not None
+    }
     offsets, start = {}, 0
     for key, index in distinct.items():
         offsets[key] = start
@@ -195,9 +216,13 @@ def _shape(move: Move, pointer: int, offsets: dict[int, int], word: int, limit: 
     rows, columns, inner = move.rows, move.columns, move.inner * (move.tensor.itemsize // word)
     if column_index is None and (columns * inner == 1 or rows * columns * inner <= limit):
         rows, columns, inner, row_index, column_index = 1, rows, columns * inner, None, row_index
-    row_offset, column_offset = (-1 if index is None else offsets[id(index)] for index in (row_index, column_index))
+    row_offset, column_offset = (
+        -1 if index is None else offsets[id(index)] for index in (row_index, column_index)
+    )
     width = columns * inner
-    return _Shape(rows, width, inner, row_offset, column_offset, width % 16 == 0 and pointer % 16 == 0)
+    return _Shape(
+        rows, width, inner, row_offset, column_offset, width % 16 == 0 and pointer % 16 == 0
+    )
 
 
 def block_of(mode: str, width: int, limit: int, *, aligned: bool) -> int:
@@ -206,13 +231,21 @@ def block_of(mode: str, width: int, limit: int, *, aligned: bool) -> int:
         return next((block for block in _ROWS_BLOCKS if block >= width), _ROWS_BLOCKS[-1])
     if mode == "whole":
         return max(_SMALLEST_BLOCK, 2 ** (width - 1).bit_length())
-    return limit if aligned else limit // 2  # registers for pieces of ``limit`` words that come word by word do not suffice
+    return (
+        limit if aligned else limit // 2
+    )  # registers for pieces of ``limit`` words that come word by word do not suffice
 
 
 def constants_of(mode: str, block: int, *, aligned: bool) -> dict[str, Any]:
     """Returns what the kernel is compiled for: several rows a program, which read their index once, and 16 words a thread."""
     rows = min(64, max(4, _TILE_WORDS // block))
-    return {"ROWS": rows, "BLOCK": block, "MODE": mode, "ALIGNED": aligned, "num_warps": max(8, block // 512)}
+    return {
+        "ROWS": rows,
+        "BLOCK": block,
+        "MODE": mode,
+        "ALIGNED": aligned,
+        "num_warps": max(8, block // 512),
+    }
 
 
 _Launch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -220,31 +253,44 @@ _Launch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 @functools.lru_cache(maxsize=_CACHED_TABLES)
-def _launches(shapes: tuple[_Shape, ...], word: int, limit: int, device: torch.device) -> tuple[list[_Launch], int]:
+def _launches(
+    shapes: tuple[_Shape, ...], word: int, limit: int, device: torch.device
+) -> tuple[list[_Launch], int]:
     """Returns the launches that move tensors of these shapes, in order, and the bytes of scratch that they need.
 
     First comes what can be moved where it lies, then waves by way of the scratch.
     """
     modes = [shape.mode(word, limit) for shape in shapes]
     here = [n for n, shape in enumerate(shapes) if modes[n] == "whole" and shape.row_offset < 0]
-    nbytes = [-(-shape.rows * shape.width * word // 16) * 16 for shape in shapes]  # so that all begin at a multiple of 16
+    nbytes = [
+        -(-shape.rows * shape.width * word // 16) * 16 for shape in shapes
+    ]  # so that all begin at a multiple of 16
     by_turns = list(waves(sorted(set(range(len(shapes))) - set(here)), nbytes.__getitem__))
     launches = _tabulate([(n, n, shapes[n], modes[n]) for n in here], limit, device)
     for wave in by_turns:
         starts = np.cumsum([0, *(nbytes[n] for n in wave)]).tolist()
-        there = [(n, -1 - start, shapes[n], modes[n]) for n, start in zip(wave, starts, strict=False)]
-        back = [(start, n, shape._replace(row_offset=-1, column_offset=-1, inner=1), "rows") for n, start, shape, _ in there]
+        there = [
+            (n, -1 - start, shapes[n], modes[n]) for n, start in zip(wave, starts, strict=False)
+        ]
+        back = [
+            (start, n, shape._replace(row_offset=-1, column_offset=-1, inner=1), "rows")
+            for n, start, shape, _ in there
+        ]
         launches += _tabulate(there, limit, device) + _tabulate(back, limit, device)
     return launches, max((sum(nbytes[n] for n in wave) for wave in by_turns), default=16)
 
 
-def _tabulate(lines: Sequence[tuple[int, int, _Shape, str]], limit: int, device: torch.device) -> list[_Launch]:
+def _tabulate(
+    lines: Sequence[tuple[int, int, _Shape, str]], limit: int, device: torch.device
+) -> list[_Launch]:
     """Returns the launches, one for each variant of the kernel, for lines of source, target, shape and mode."""
     variants: defaultdict[tuple[str, int, bool], list[tuple[int, ...]]] = defaultdict(list)
     for source, target, shape, mode in lines:
         block = block_of(mode, shape.width, limit, aligned=shape.aligned)
         rows, width, inner, row_offset, column_offset, aligned = shape
-        variants[mode, block, aligned].append((source, target, row_offset, column_offset, rows, width, inner))
+        variants[mode, block, aligned].append(
+            (source, target, row_offset, column_offset, rows, width, inner)
+        )
     launches = []
     for (mode, block, aligned), group in variants.items():
         constants = constants_of(mode, block, aligned=aligned)
@@ -253,6 +299,15 @@ def _tabulate(lines: Sequence[tuple[int, int, _Shape, str]], limit: int, device:
         count = -(-table[:, 4] // constants["ROWS"]) * across
         owner = np.repeat(np.arange(len(group)), count)
         number = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-        tiles = np.stack([owner, number // across[owner] * constants["ROWS"], number % across[owner] * block], axis=1)
-        launches.append((torch.from_numpy(table).to(device), torch.from_numpy(tiles.astype(np.int32)).to(device), constants))
+        tiles = np.stack(
+            [owner, number // across[owner] * constants["ROWS"], number % across[owner] * block],
+            axis=1,
+        )
+        launches.append(
+            (
+                torch.from_numpy(table).to(device),
+                torch.from_numpy(tiles.astype(np.int32)).to(device),
+                constants,
+            )
+        )
     return launches

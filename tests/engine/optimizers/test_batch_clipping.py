@@ -52,7 +52,11 @@ def first_gradients(run, *, physical=None):
     seen = []
 
     def watch(optimizer):
-        found = {name: each.grad.detach().clone() for name, each in run.network.named_parameters() if each.grad is not None}
+        found = {
+            name: each.grad.detach().clone()
+            for name, each in run.network.named_parameters()
+            if each.grad is not None
+        }
         seen.append({name: each * optimizer.expected_batch_size for name, each in found.items()})
         raise Enough
 
@@ -83,11 +87,15 @@ MODES = [
 def test_the_sum_of_the_shuffled_parameters_is_clipped_and_no_other(name, options, physical):
     free = algorithm(name, batch_clip=math.inf, **copy.deepcopy(options))
     whole = first_gradients(free, physical=physical)
-    shuffled = [key for key, each in free.shuffler.spec.tensors(free.network).items() if key in whole]
+    shuffled = [
+        key for key, each in free.shuffler.spec.tensors(free.network).items() if key in whole
+    ]
     norm = norm_of(whole, shuffled)
     assert norm > 0.1
     clip = free.optimizer.max_grad_norm
-    noise = 1e-6 * clip * (math.sqrt(sum(each.numel() for each in whole.values())) + 6)  # longer with probability 1e-8
+    noise = (
+        1e-6 * clip * (math.sqrt(sum(each.numel() for each in whole.values())) + 6)
+    )  # longer with probability 1e-8
     for batch_clip in (0.4 * norm, 2 * norm):
         run = algorithm(name, batch_clip=batch_clip, **copy.deepcopy(options))
         found = first_gradients(run, physical=physical)
@@ -139,7 +147,8 @@ def test_with_the_noise_carried_along_algorithm_1_is_the_run_that_does_not_move(
     assert distance(expected, contents(run)) <= EXACT
 
 
-# ---- noise ------------------------------------------------------------------------------------------------------------------
+# ---- noise
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,10 @@ def test_with_the_noise_carried_along_algorithm_1_is_the_run_that_does_not_move(
     [
         ({"mode": "hooks"}, 0.5),
         ({"mode": "ghost"}, 0.5),
-        ({"clipping": "per_layer", "max_grad_norm": [0.3, 0.2, 0.5, 0.4, 0.6, 0.1]}, math.hypot(0.3, 0.2, 0.5, 0.4, 0.6, 0.1)),
+        (
+            {"clipping": "per_layer", "max_grad_norm": [0.3, 0.2, 0.5, 0.4, 0.6, 0.1]},
+            math.hypot(0.3, 0.2, 0.5, 0.4, 0.6, 0.1),
+        ),
     ],
 )
 def test_shuffled_parameters_get_sigma_and_the_others_sigma_0(options, clip):
@@ -175,19 +187,27 @@ def test_a_noise_scheduler_keeps_the_ratio_and_is_accounted():
     schedule = ExponentialNoise(run.optimizer, gamma=0.9)
     run.train(after=schedule.step)
     history = run.engine.accountant.history
-    assert [sigma for sigma, _, _ in history] == pytest.approx([2.0 * 0.9**step for step in range(STEPS)])
+    assert [sigma for sigma, _, _ in history] == pytest.approx(
+        [2.0 * 0.9**step for step in range(STEPS)]
+    )
     for mechanism, _ in run.engine.accountant.rounds:
-        assert mechanism.unshuffled_noise_multiplier == pytest.approx(3 * mechanism.noise_multiplier)
+        assert mechanism.unshuffled_noise_multiplier == pytest.approx(
+            3 * mechanism.noise_multiplier
+        )
     assert run.engine.get_epsilon(DELTA, bound="certified") > 0
 
 
-# ---- at the edges of floating point -----------------------------------------------------------------------------------------
+# ---- at the edges of floating point
+# -----------------------------------------------------------------------------------------
 
 
 def clipped_sum(values, batch_clip, dtype):
     weight = torch.nn.Parameter(torch.zeros(len(values), dtype=dtype))
     optimizer = PrivateOptimizer(
-        torch.optim.SGD([weight], lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
+        torch.optim.SGD([weight], lr=1.0),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
     )
     optimizer.clip_batch([weight], batch_clip=batch_clip)
     weight.summed_grad = torch.tensor(values, dtype=dtype)
@@ -203,7 +223,11 @@ def test_a_sum_of_zero_stays_zero_whatever_the_norm(dtype, batch_clip):
 
 def test_a_norm_that_the_type_cannot_hold_does_not_clip_to_zero():
     near = clipped_sum([46_300.0, 46_300.0], 5000.0, torch.float16)
-    beyond = clipped_sum([46_330.0, 46_330.0], 5000.0, torch.float16)  # its norm is no half-precision number
-    assert float((near - beyond).double().norm()) <= 50  # 42 apart before, and half-precision numbers are 4 apart here
+    beyond = clipped_sum(
+        [46_330.0, 46_330.0], 5000.0, torch.float16
+    )  # its norm is no half-precision number
+    assert (
+        float((near - beyond).double().norm()) <= 50
+    )  # 42 apart before, and half-precision numbers are 4 apart here
     huge = clipped_sum([2e19, 2e19], 1.0, torch.float32)
     assert float(huge.norm()) == pytest.approx(1.0, rel=1e-6)

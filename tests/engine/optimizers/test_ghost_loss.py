@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle import PrivacyEngine
 
 
-def private(criterion, *, accountant="subsampled_shuffle", module=None, data=None, engine=None, **options):
+def private(
+    criterion, *, accountant="subsampled_shuffle", module=None, data=None, engine=None, **options
+):
     """What make_private returns for 8 records in one batch with ghost clipping, and the engine."""
     torch.manual_seed(0)
     toy = make_toy(records=8, batch_size=8)
@@ -24,7 +26,12 @@ def private(criterion, *, accountant="subsampled_shuffle", module=None, data=Non
         toy["data_loader"] = DataLoader(TensorDataset(*data), batch_size=8)
     engine = engine or PrivacyEngine(accountant=accountant)
     made = engine.make_private(
-        **toy, criterion=criterion, noise_multiplier=1.0, grad_sample_mode="ghost", loss_reduction="sum", **options
+        **toy,
+        criterion=criterion,
+        noise_multiplier=1.0,
+        grad_sample_mode="ghost",
+        loss_reduction="sum",
+        **options,
     )
     return *made, engine
 
@@ -59,7 +66,9 @@ def test_losses_that_are_not_one_per_record_are_refused_before_any_backward_pass
             break
     out = model(x)
     loss = criterion(out[:-1, 0], y[:-1, 0]) if shape == "fewer" else criterion(out, y)
-    with pytest.raises(ValueError, match=r"criterion must give one loss per record, of shape \(\d,\)"):
+    with pytest.raises(
+        ValueError, match=r"criterion must give one loss per record, of shape \(\d,\)"
+    ):
         loss.backward()
     assert all(each.grad is None or not each.grad.any() for each in optimizer.params)
     with pytest.raises(ValueError, match="not clipped"):
@@ -96,7 +105,9 @@ class Fragile(nn.Module):
 
 @pytest.mark.parametrize("which", [1, 2], ids=["first", "second"])
 def test_after_an_exception_in_a_backward_pass_the_next_batch_is_clipped_by_its_own_norms(which):
-    model, optimizer, criterion, loader, engine = private(nn.CrossEntropyLoss(reduction="sum"), module=Fragile())
+    model, optimizer, criterion, loader, engine = private(
+        nn.CrossEntropyLoss(reduction="sum"), module=Fragile()
+    )
     x, y = next(iter(loader))
     Explosive.countdown = which
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -122,7 +133,10 @@ def test_a_plain_loss_beside_the_criterion_s_is_refused():
         optimizer.step()
     optimizer.zero_grad()
     out = model(x)
-    for term in (lambda _: optimizer.params[0].sum(), lambda out: out[:, 0] * out[0, 0]):  # one number per record is no proof
+    for term in (
+        lambda _: optimizer.params[0].sum(),
+        lambda out: out[:, 0] * out[0, 0],
+    ):  # one number per record is no proof
         with pytest.raises(ValueError, match="requires a gradient, which nobody would clip"):
             criterion(out, y) + term(out)
     assert not len(engine.accountant)
@@ -142,10 +156,15 @@ def test_embeddings_take_empty_batches():
     data = (torch.randint(9, (40, 2)), torch.randint(3, (40,)))
     torch.manual_seed(0)
     model, optimizer, criterion, loader, engine = private(
-        nn.CrossEntropyLoss(reduction="sum"), accountant="shuffled_checkin", module=network, data=data
+        nn.CrossEntropyLoss(reduction="sum"),
+        accountant="shuffled_checkin",
+        module=network,
+        data=data,
     )
     sampler = loader.batch_sampler
-    made = type(sampler)(num_samples=40, sample_rate=1e-9, steps=len(sampler), generator=sampler.generator)
+    made = type(sampler)(
+        num_samples=40, sample_rate=1e-9, steps=len(sampler), generator=sampler.generator
+    )
     vars(sampler).update(vars(made))
     sizes = []
     for x, y in loader:
@@ -231,7 +250,9 @@ def test_hooks_that_change_the_gradients_of_parameters_are_refused(register):
     model, optimizer, criterion, loader, engine = private(nn.CrossEntropyLoss(reduction="sum"))
     hooks = {
         "register_hook": lambda gradient: 1000 * gradient,
-        "register_post_accumulate_grad_hook": lambda parameter: setattr(parameter, "grad", 1000 * parameter.grad),
+        "register_post_accumulate_grad_hook": lambda parameter: setattr(
+            parameter, "grad", 1000 * parameter.grad
+        ),
     }
     handle = getattr(optimizer.params[0], register)(hooks[register])
     x, y = next(iter(loader))

@@ -54,7 +54,9 @@ def noises(model, optimizer, loader, criterion, *, epochs, physical=None):
     found = []
     for _ in range(epochs):
         manager = (
-            BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer)
+            BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+            )
             if physical
             else contextlib.nullcontext(loader)
         )
@@ -66,7 +68,9 @@ def noises(model, optimizer, loader, criterion, *, epochs, physical=None):
                 criterion(model(x), y).backward()
                 optimizer.step()
                 if not optimizer._is_last_step_skipped:
-                    noise = torch.cat([(p.grad - p.summed_grad.view_as(p)).flatten() for p in optimizer.params])
+                    noise = torch.cat(
+                        [(p.grad - p.summed_grad.view_as(p)).flatten() for p in optimizer.params]
+                    )
                     found.append((records, noise.clone()))
                     records = 0
     return found
@@ -91,22 +95,30 @@ def assert_standard_normal(values):
     ],
 )
 def test_noise_on_the_sum_is_root_k_sigma_c(accountant, mode, clipping, physical):
-    model, optimizer, loader, criterion, engine = private(accountant, make_toy(), mode=mode, clipping=clipping)
+    model, optimizer, loader, criterion, engine = private(
+        accountant, make_toy(), mode=mode, clipping=clipping
+    )
     norm = optimizer.max_grad_norm
-    assert norm == pytest.approx(math.sqrt(0.3**2 + 0.4**2 + 0.5**2 + 0.6**2) if clipping == "per_layer" else 0.9)
+    assert norm == pytest.approx(
+        math.sqrt(0.3**2 + 0.4**2 + 0.5**2 + 0.6**2) if clipping == "per_layer" else 0.9
+    )
     found = noises(model, optimizer, loader, criterion, epochs=8, physical=physical)
     assert len(found) == len(engine.accountant) == 32
     if accountant == "shuffled_checkin":
         assert len({records for records, _ in found}) > 3
     else:
         assert {records for records, _ in found} == {6}
-    values = torch.cat([noise / (SIGMA * norm * math.sqrt(records)) for records, noise in found if records])
+    values = torch.cat(
+        [noise / (SIGMA * norm * math.sqrt(records)) for records, noise in found if records]
+    )
     assert_standard_normal(values.double())
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 def test_an_empty_batch_sends_nothing_and_is_accounted(mode):
-    model, optimizer, loader, criterion, engine = private("shuffled_checkin", make_toy(records=6, batch_size=1), mode=mode)
+    model, optimizer, loader, criterion, engine = private(
+        "shuffled_checkin", make_toy(records=6, batch_size=1), mode=mode
+    )
     found = noises(model, optimizer, loader, criterion, epochs=10)
     empty = [noise for records, noise in found if records == 0]
     assert empty
@@ -120,7 +132,8 @@ def test_rounds_are_independent_of_each_other():
     found = noises(model, optimizer, loader, criterion, epochs=8)
     rows = torch.stack([noise for _, noise in found]) / (SIGMA * 0.9 * math.sqrt(6))
     correlation = (rows @ rows.T / rows.shape[1]) - torch.eye(len(rows))
-    # |normal| of variance 1/columns over all pairs: six standard errors is below 1e-6 over 500 pairs
+    # |normal| of variance 1/columns over all pairs: six standard errors is below 1e-6 over 500
+    # pairs
     assert correlation.fill_diagonal_(0).abs().max() < 6 / math.sqrt(rows.shape[1])
 
 
@@ -130,7 +143,9 @@ def test_a_noise_scheduler_reaches_the_noise_and_the_history():
     scales = []
     for _ in range(2):
         found = noises(model, optimizer, loader, criterion, epochs=6)
-        values = torch.cat([noise for _, noise in found]).double() / (optimizer.noise_multiplier * 0.9 * math.sqrt(6))
+        values = torch.cat([noise for _, noise in found]).double() / (
+            optimizer.noise_multiplier * 0.9 * math.sqrt(6)
+        )
         assert_standard_normal(values)
         scales.append(optimizer.noise_multiplier)
         scheduler.step()
@@ -142,30 +157,40 @@ def test_a_clipping_scheduler_reaches_flat_clipping_and_is_refused_elsewhere():
     model, optimizer, loader, criterion, _ = private("shuffle_gauss", make_toy())
     ExponentialGradClip(optimizer, gamma=0.5).step()
     assert optimizer.max_grad_norm == 0.45
-    values = torch.cat([noise for _, noise in noises(model, optimizer, loader, criterion, epochs=8)])
+    values = torch.cat(
+        [noise for _, noise in noises(model, optimizer, loader, criterion, epochs=8)]
+    )
     assert_standard_normal((values / (SIGMA * 0.45 * math.sqrt(6))).double())
     for mode, clipping in (("ghost", "flat"), ("hooks", "per_layer")):
         toy = make_toy()
-        model, optimizer, loader, criterion, engine = private("shuffle_gauss", toy, mode=mode, clipping=clipping)
+        model, optimizer, loader, criterion, engine = private(
+            "shuffle_gauss", toy, mode=mode, clipping=clipping
+        )
         ExponentialGradClip(optimizer, gamma=0.5).step()
         weights = copy.deepcopy(toy["module"].state_dict())
         with pytest.raises(ValueError, match="max_grad_norm"):
             run_epoch(model, optimizer, loader, criterion)
-        assert all(torch.equal(value, weights[name]) for name, value in toy["module"].state_dict().items())
+        assert all(
+            torch.equal(value, weights[name]) for name, value in toy["module"].state_dict().items()
+        )
         assert len(engine.accountant) == 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "subsampled_shuffle", "shuffle_gauss"])
 @pytest.mark.parametrize("before_step", [True, False])
-def test_leaving_a_split_batch_early_carries_nothing_into_the_next_epoch(accountant, workers, before_step):
+def test_leaving_a_split_batch_early_carries_nothing_into_the_next_epoch(
+    accountant, workers, before_step
+):
     # Two physical batches of 5 never end a round: Bin(80, 1/2) ≤ 10 has probability 2e-12.
     toy = make_toy(records=80, batch_size=40, num_workers=workers)
     model, optimizer, loader, criterion, engine = private(accountant, toy, seed=3)
     for epoch in range(3):
         drawn, in_round, counted = [], 0, []
         optimizer.attach_step_hook(lambda o, counted=counted: counted.append(o.num_records))
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as batches:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+        ) as batches:
             for number, (x, y) in enumerate(batches):
                 in_round += len(x)
                 optimizer.zero_grad()
@@ -222,7 +247,9 @@ def test_reports_whose_own_noise_makes_one_step_cost_more_than_ten_are_warned_of
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             engine.make_private(**make_toy(), noise_multiplier=sigma, local_noise=True)
-        said = [str(each.message) for each in told if "is the noise of each report" in str(each.message)]
+        said = [
+            str(each.message) for each in told if "is the noise of each report" in str(each.message)
+        ]
         spent = compute_epsilon(engine.accountant.planned, steps=1, delta=1e-5)
         assert len(said) == (spent > 10)
         for sentence in said:

@@ -39,7 +39,9 @@ def test_a_parameter_frozen_or_thawed_before_the_step_moves_nothing(accountant, 
     with pytest.raises(ValueError, match="frozen or thawed"):
         optimizer.step()
     assert not len(made.accountant)
-    assert all(torch.equal(one, other) for one, other in zip(before, network.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, network.parameters(), strict=True)
+    )
 
 
 def test_a_gradient_left_on_a_frozen_parameter_is_not_released():
@@ -47,7 +49,9 @@ def test_a_gradient_left_on_a_frozen_parameter_is_not_released():
     network = toy["module"]
     network(torch.randn(2, 5)).sum().backward()
     network[0].requires_grad_(False)
-    model, optimizer, loader = PrivacyEngine(accountant="subsampled_shuffle").make_private(**toy, noise_multiplier=1.0)
+    model, optimizer, loader = PrivacyEngine(accountant="subsampled_shuffle").make_private(
+        **toy, noise_multiplier=1.0
+    )
     before = network[0].weight.detach().clone()
     x, y = next(iter(loader))
     nn.functional.cross_entropy(model(x), y).backward()
@@ -58,8 +62,13 @@ def test_a_gradient_left_on_a_frozen_parameter_is_not_released():
 @pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
 def test_complex_parameters_whose_noise_would_be_half_of_what_is_accounted_are_refused(accountant):
     network = nn.Linear(5, 3, dtype=torch.complex64)
-    toy = make_toy() | {"module": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1)}
-    with pytest.raises(ValueError, match=r"optimizer holds complex parameters.*two real parameters"):
+    toy = make_toy() | {
+        "module": network,
+        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
+    }
+    with pytest.raises(
+        ValueError, match=r"optimizer holds complex parameters.*two real parameters"
+    ):
         PrivacyEngine(accountant=accountant).make_private(**toy, noise_multiplier=1.0)
     network.requires_grad_(False)
     toy["module"] = nn.Sequential(nn.Linear(5, 5), network)

@@ -35,7 +35,9 @@ RAW = "neither clipped, noised nor accounted"
 class Private:
     """A private run of two layers, of which the first one may be frozen and left out."""
 
-    def __init__(self, mode="hooks", accountant="subsampled_shuffle", *, frozen=False, toy=None, engine=None):
+    def __init__(
+        self, mode="hooks", accountant="subsampled_shuffle", *, frozen=False, toy=None, engine=None
+    ):
         self.toy, self.accountant = toy or make_toy(records=8, batch_size=8), accountant
         toy = self.toy
         self.network = network = toy["module"]
@@ -60,7 +62,9 @@ class Private:
         return sum(steps for *_, steps in self.engine.accountant.history)
 
     def batch(self):
-        return next(batch for batch in self.batches if len(batch[0]) > 1)  # Poisson batches may be small
+        return next(
+            batch for batch in self.batches if len(batch[0]) > 1
+        )  # Poisson batches may be small
 
     def backward(self):
         x, y = self.batch()
@@ -213,7 +217,8 @@ def a_parameter_over_the_same_memory(run):
     sgd([decoder.weight]).step()
 
 
-WAYS = [  # what is done, what is refused, where, and whether the first layer is frozen in make_private
+# what is done, what is refused, where, and whether the first layer is frozen in make_private
+WAYS = [
     *((way, name, mode, frozen) for way, name, frozen in ((thawed, "0.weight", True), (adapted, "0.down.weight", False))
       for mode in MODES),
     *((the_optimizer_inside, "0.weight", mode, False) for mode in MODES),
@@ -237,17 +242,22 @@ WAYS = [  # what is done, what is refused, where, and whether the first layer is
     (a_step_hook, "0.weight", "ghost", False),
     (a_parameter_over_the_same_memory, "0.weight", "functorch", False),
     (the_optimizer_of_an_ended_run, "0.weight", "hooks", False),
-    pytest.param(a_compiled_step, "0.weight", "hooks", False, marks=pytest.mark.zoo),  # compiling takes seconds
+    # compiling takes seconds
+    pytest.param(a_compiled_step, "0.weight", "hooks", False, marks=pytest.mark.zoo),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "name", "mode", "frozen"), WAYS)
-@pytest.mark.parametrize("turn", [0, *(pytest.param(each, marks=pytest.mark.zoo) for each in (1, 2))])
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(each, marks=pytest.mark.zoo) for each in (1, 2))]
+)
 def test_no_optimizer_moves_a_private_network_by_a_raw_gradient(way, name, mode, frozen, turn):
     torch.manual_seed(0)
     accountant = ACCOUNTANTS[(turn + len(way.__name__)) % 3]
     run = Private(mode, accountant, frozen=frozen)
-    run.weights = lambda: {name: each.detach().clone() for name, each in run.network.named_parameters()}
+    run.weights = lambda: {
+        name: each.detach().clone() for name, each in run.network.named_parameters()
+    }
     run.seen = run.weights()
     with pytest.raises(ValueError, match=r"[( ]" + name.replace(".", r"\.")):
         way(run)
@@ -255,7 +265,11 @@ def test_no_optimizer_moves_a_private_network_by_a_raw_gradient(way, name, mode,
     assert all(torch.equal(each, after[name]) for name, each in run.seen.items() if name in after)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
+)
 def test_a_copy_of_a_private_network_does_not_train(copied):
     run = Private("hooks")
     other = copied(run.model)
@@ -330,7 +344,9 @@ def test_two_private_networks_train_each_other_and_share_what_is_frozen():
     for _ in range(2):
         toy = make_toy(records=8, batch_size=8)
         toy["module"][0] = encoder
-        runs.append(Private(toy=toy | {"optimizer": torch.optim.SGD(toy["module"][2].parameters(), lr=0.1)}))
+        runs.append(
+            Private(toy=toy | {"optimizer": torch.optim.SGD(toy["module"][2].parameters(), lr=0.1)})
+        )
     for run in runs * 2:
         run.step()
     public = nn.Sequential(encoder, nn.Linear(40, 1))
@@ -350,13 +366,16 @@ def test_a_second_engine_gets_no_private_network_and_its_own_no_part_of_one(what
     }[what]
     toy = {**run.toy, "module": module, "optimizer": sgd(module.parameters())}
     for engine in [None] if what == "returned" else [None, run.engine]:
-        with pytest.raises(ValueError, match=r"^module (is a Sequential|was|shares 0\.weight).*made private"):
+        with pytest.raises(
+            ValueError, match=r"^module (is a Sequential|was|shares 0\.weight).*made private"
+        ):
             Private(mode, toy=toy, engine=engine)
     run.step()
     assert run.rounds == 1
 
 
-# Weights stay the same from a batch's forward pass to its step. ---------------------------------------------------------------
+# Weights stay the same from a batch's forward pass to its step.
+# ---------------------------------------------------------------
 
 
 def gradient(each):
@@ -394,7 +413,9 @@ def by_hand(run):
 
 def loaded(run):
     run.backward()
-    run.network.load_state_dict({name: each + 1e-3 for name, each in run.network.state_dict().items()})
+    run.network.load_state_dict(
+        {name: each + 1e-3 for name, each in run.network.state_dict().items()}
+    )
 
 
 def negated(run):
@@ -428,7 +449,9 @@ def test_changes_that_keep_a_plain_sum_of_bits_are_seen(way, mode):
         run.optimizer.step()
 
 
-@pytest.mark.parametrize(("way", "mode"), in_turn(sharpness_aware, sharpness_aware_without_a_trace, by_hand, loaded))
+@pytest.mark.parametrize(
+    ("way", "mode"), in_turn(sharpness_aware, sharpness_aware_without_a_trace, by_hand, loaded)
+)
 def test_weights_that_change_in_the_middle_of_a_batch_are_refused(way, mode):
     torch.manual_seed(0)
     run = Private(mode, "rdp" if way is by_hand else "subsampled_shuffle")
@@ -436,7 +459,10 @@ def test_weights_that_change_in_the_middle_of_a_batch_are_refused(way, mode):
     run.batch = lambda: kept
     run.again = run.backward
     way(run)
-    with pytest.raises(ValueError, match=r"0\.weight.* changed between the forward pass on this batch and optimizer\.step"):
+    with pytest.raises(
+        ValueError,
+        match=r"0\.weight.* changed between the forward pass on this batch and optimizer\.step",
+    ):
         run.optimizer.step()
     assert run.rounds == 0
 
@@ -446,19 +472,25 @@ def test_weights_may_change_between_a_step_and_the_next_pass_and_be_read_at_any_
     run = Private(mode, toy=make_toy(records=24, batch_size=8))
     average = torch.optim.swa_utils.AveragedModel(copy.deepcopy(run.network))
     for x, y in run.loader:
-        run.network.load_state_dict({name: 0.9 * each for name, each in run.network.state_dict().items()})
+        run.network.load_state_dict(
+            {name: 0.9 * each for name, each in run.network.state_dict().items()}
+        )
         run.optimizer.zero_grad()
         run.criterion(run.model(x), y).backward()
         average.update_parameters(run.network)
         run.optimizer.step()
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer) as loader:
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+    ) as loader:
         run_epoch(run.model, run.optimizer, loader, run.criterion)
     assert run.rounds == 6
 
 
 def test_weights_that_change_between_two_physical_batches_are_refused():
     run = Private()
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer) as loader:
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
+    ) as loader:
         for number, (x, y) in enumerate(loader):
             run.optimizer.zero_grad()
             if number:
@@ -472,7 +504,8 @@ def test_weights_that_change_between_two_physical_batches_are_refused():
     assert run.rounds == 0
 
 
-# Accumulated gradients name the habit that led there. -------------------------------------------------------------------------
+# Accumulated gradients name the habit that led there.
+# -------------------------------------------------------------------------
 
 
 def two_backward_passes(run):
@@ -515,10 +548,20 @@ def no_clearing(run):
 @pytest.mark.parametrize(
     ("way", "cause"),
     [
-        (two_backward_passes, r"2\.weight.*two backward passes on this batch.*loss\.backward\(\) once"),
-        (a_forgotten_layer, r"\(0\.weight, 0\.bias .*optimizer does not hold these parameters.*requires_grad_\(False\)"),
+        (
+            two_backward_passes,
+            r"2\.weight.*two backward passes on this batch.*loss\.backward\(\) once",
+        ),
+        (
+            a_forgotten_layer,
+            r"\(0\.weight, 0\.bias .*optimizer does not hold these "
+            r"parameters.*requires_grad_\(False\)",
+        ),
         (gradients_of_inputs, r"gradients of its inputs.*model\.disable_hooks\(\)"),
-        (a_generator, r"another network has made, as a generator's.*optimizer\.zero_grad\(\).*before"),
+        (
+            a_generator,
+            r"another network has made, as a generator's.*optimizer\.zero_grad\(\).*before",
+        ),
         (accumulation, r"those of an earlier batch wait still.*BatchMemoryManager"),
         (no_clearing, r"optimizer\.step\(\) has used those: call optimizer\.zero_grad\(\)"),
     ],

@@ -12,8 +12,12 @@ from torch import nn
 from opacus_shuffle import PrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
-every_mode = pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])  # "ew" leaves nothing in .grad
-REFUSED = r"Adam.step\(\) would move parameters of a private run by gradients that are neither clipped"
+every_mode = pytest.mark.parametrize(
+    "mode", ["hooks", "functorch", "ghost"]
+)  # "ew" leaves nothing in .grad
+REFUSED = (
+    r"Adam.step\(\) would move parameters of a private run by gradients that are neither clipped"
+)
 
 
 @every_mode
@@ -22,7 +26,9 @@ def test_what_the_private_optimizer_leaves_alone_is_not_trained_by_another(mode,
     toy = make_toy()
     body, head = toy["module"][0], toy["module"][2]
     toy["optimizer"] = torch.optim.SGD(head.parameters(), lr=0.1)
-    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(**toy, noise_multiplier=2.0, grad_sample_mode=mode)
+    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(
+        **toy, noise_multiplier=2.0, grad_sample_mode=mode
+    )
     criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
     other = torch.optim.Adam(body.parameters())
     x, y = next(iter(made[-1]))
@@ -37,11 +43,15 @@ def test_what_the_private_optimizer_leaves_alone_is_not_trained_by_another(mode,
     other.step()  # which is no private run any more
 
 
-@pytest.mark.parametrize(("name", "mode"), [("shuffled_sums", "hooks"), ("rdp", "functorch"), ("rdp", "ghost")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("shuffled_sums", "hooks"), ("rdp", "functorch"), ("rdp", "ghost")]
+)
 def test_nor_half_of_a_batch(name, mode):
     run = Toy(name, grad_sample_mode=mode)
     other = torch.optim.Adam(run.toy["module"].parameters())
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer) as loader:
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+    ) as loader:
         for batch in loader:
             run.optimizer.zero_grad()
             run.backward(batch)
@@ -81,7 +91,9 @@ def test_a_backward_pass_that_failed_half_way_leaves_no_gradient_behind():
         if len(passes) == 2:  # which clips
             raise RuntimeError("half way")
 
-    handle = run.toy["module"][0].register_forward_hook(lambda layer, inputs, output: output.register_hook(fail) and None)
+    handle = run.toy["module"][0].register_forward_hook(
+        lambda layer, inputs, output: output.register_hook(fail) and None
+    )
     with pytest.raises(RuntimeError, match="half way"):
         run.backward(next(iter(run.loader)))
     handle.remove()
@@ -92,7 +104,9 @@ def test_a_backward_pass_that_failed_half_way_leaves_no_gradient_behind():
 def test_the_gradient_of_a_loss_that_is_no_criterion_s_is_not_stepped_by_with_ghost_clipping(when):
     toy = make_toy()
     engine = PrivacyEngine(accountant="subsampled_shuffle")
-    model, optimizer, criterion, loader = engine.make_private(**toy, noise_multiplier=2.0, grad_sample_mode="ghost")
+    model, optimizer, criterion, loader = engine.make_private(
+        **toy, noise_multiplier=2.0, grad_sample_mode="ghost"
+    )
     x, y = next(iter(loader))
 
     def unclipped(*_):
@@ -110,4 +124,6 @@ def test_the_gradient_of_a_loss_that_is_no_criterion_s_is_not_stepped_by_with_gh
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"SGD.step\(\) would move parameters of a private run"):
         optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)
+    )

@@ -25,7 +25,9 @@ MODES = [
 BAD = {"nan": math.nan, "infinity": math.inf, "overflow": 3e38}
 
 
-def private(accountant, *, mode="hooks", clipping="flat", engine=None, sigma=1.0, module=None, **changes):
+def private(
+    accountant, *, mode="hooks", clipping="flat", engine=None, sigma=1.0, module=None, **changes
+):
     """What make_private returns for 8 records in one batch, and the engine."""
     torch.manual_seed(0)
     toy = make_toy(records=8, batch_size=8)
@@ -37,9 +39,19 @@ def private(accountant, *, mode="hooks", clipping="flat", engine=None, sigma=1.0
         toy["criterion"] = nn.CrossEntropyLoss(reduction="sum")
     engine = engine or PrivacyEngine(accountant=accountant)
     made = engine.make_private(
-        **toy | changes, noise_multiplier=sigma, clipping=clipping, grad_sample_mode=mode, loss_reduction="sum"
+        **toy | changes,
+        noise_multiplier=sigma,
+        clipping=clipping,
+        grad_sample_mode=mode,
+        loss_reduction="sum",
     )
-    return made[0], made[1], made[2] if mode == "ghost" else nn.CrossEntropyLoss(reduction="sum"), made[-1], engine
+    return (
+        made[0],
+        made[1],
+        made[2] if mode == "ghost" else nn.CrossEntropyLoss(reduction="sum"),
+        made[-1],
+        engine,
+    )
 
 
 def step(made, spoil=None, skip=None):
@@ -59,7 +71,10 @@ def step(made, spoil=None, skip=None):
 
 @pytest.mark.parametrize(
     ("accountant", "mode", "clipping", "what"),
-    [("subsampled_shuffle" if mode[0] in ("hooks", "ghost") else "rdp", *mode, "nan") for mode in MODES]
+    [
+        ("subsampled_shuffle" if mode[0] in ("hooks", "ghost") else "rdp", *mode, "nan")
+        for mode in MODES
+    ]
     + [("rdp", "ghost", "flat", "infinity"), ("subsampled_shuffle", "hooks", "flat", "overflow")]
     + [
         pytest.param(accountant, *mode, what, marks=pytest.mark.slow)
@@ -68,7 +83,9 @@ def step(made, spoil=None, skip=None):
         for what in BAD
     ],
 )
-def test_a_record_that_is_not_finite_reports_zero_and_the_others_as_ever(accountant, mode, clipping, what):
+def test_a_record_that_is_not_finite_reports_zero_and_the_others_as_ever(
+    accountant, mode, clipping, what
+):
     options = {"poisson_sampling": False} if accountant == "rdp" else {}
     made = private(accountant, mode=mode, clipping=clipping, **options)
     x, y = made[3].dataset.tensors
@@ -117,8 +134,15 @@ def test_one_bad_record_in_a_second_physical_batch_leaves_the_first_one_s_sum():
 
 
 def test_adaptive_clipping_counts_a_bad_record_once():
-    adaptive = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0, "min_clipbound": 0.1}
-    made = private("rdp", clipping="adaptive", poisson_sampling=False, unclipped_num_std=1.0, **adaptive)
+    adaptive = {
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.2,
+        "max_clipbound": 10.0,
+        "min_clipbound": 0.1,
+    }
+    made = private(
+        "rdp", clipping="adaptive", poisson_sampling=False, unclipped_num_std=1.0, **adaptive
+    )
     made[3].dataset.tensors[0][2] = math.nan
     step(made)
     assert made[1].sample_size == 8
@@ -126,8 +150,15 @@ def test_adaptive_clipping_counts_a_bad_record_once():
 
 
 def test_adaptive_clipping_counts_a_batch_that_is_tried_again_once():
-    adaptive = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0, "min_clipbound": 0.1}
-    model, optimizer, criterion, loader, engine = private("rdp", clipping="adaptive", unclipped_num_std=1.0, **adaptive)
+    adaptive = {
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.2,
+        "max_clipbound": 10.0,
+        "min_clipbound": 0.1,
+    }
+    model, optimizer, criterion, loader, engine = private(
+        "rdp", clipping="adaptive", unclipped_num_std=1.0, **adaptive
+    )
     x, y = next(batch for batch in loader if len(batch[0]) > 1)
 
     def fail(_):
@@ -142,7 +173,12 @@ def test_adaptive_clipping_counts_a_batch_that_is_tried_again_once():
 
 
 def test_adaptive_clipping_takes_batches_of_no_records_and_moves_its_norm_by_noise_alone():
-    adaptive = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 1e6, "min_clipbound": 1e-6}
+    adaptive = {
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.2,
+        "max_clipbound": 1e6,
+        "min_clipbound": 1e-6,
+    }
     model, optimizer, criterion, _, engine = private(
         "rdp", clipping="adaptive", poisson_sampling=False, unclipped_num_std=1.0, **adaptive
     )
@@ -157,7 +193,8 @@ def test_adaptive_clipping_takes_batches_of_no_records_and_moves_its_norm_by_noi
 
 
 @pytest.mark.parametrize(
-    ("mode", "clipping"), [("hooks", "flat"), ("hooks", "per_layer"), ("ghost", "flat"), ("functorch", "flat")]
+    ("mode", "clipping"),
+    [("hooks", "flat"), ("hooks", "per_layer"), ("ghost", "flat"), ("functorch", "flat")],
 )
 @pytest.mark.parametrize("half", ["bfloat16", "autocast"])
 def test_no_record_exceeds_the_norm_in_half_precision(mode, clipping, half):
@@ -176,7 +213,10 @@ def test_no_record_exceeds_the_norm_in_half_precision(mode, clipping, half):
             loss = criterion(model((3 * x[None]).to(next(network.parameters()).dtype)), y[None])
         loss.backward()
         optimizer.clipping.clip(optimizer)
-        worst = max(worst, math.hypot(*(float(each.summed_grad.double().norm()) for each in optimizer.params)))
+        worst = max(
+            worst,
+            math.hypot(*(float(each.summed_grad.double().norm()) for each in optimizer.params)),
+        )
         optimizer.zero_grad()
     assert 0.98 < worst <= 1.0
 

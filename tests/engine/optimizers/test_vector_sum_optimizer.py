@@ -47,10 +47,15 @@ class Noiseless(ShuffleVectorSum):
         self.granularity = 2**40
 
     def draw_noise(self, num_reports, generator=None):
-        return torch.full((self.dimension,), round(num_reports * self.noise_bits * self.bit_probability), dtype=torch.int64)
+        return torch.full(
+            (self.dimension,),
+            round(num_reports * self.noise_bits * self.bit_probability),
+            dtype=torch.int64,
+        )
 
 
-# --- the distribution of the gradient ----------------------------------------------------------------------------------------
+# --- the distribution of the gradient
+# ----------------------------------------------------------------------------------------
 
 
 def test_the_gradient_is_unbiased_and_has_the_protocol_s_variance():
@@ -63,15 +68,22 @@ def test_the_gradient_is_unbiased_and_has_the_protocol_s_variance():
     give(parameters, [torch.full((records, *shape), value) for shape in shapes])
     optimizer = optimizer_for(parameters, protocol)
     assert optimizer.pre_step()
-    assert [parameter.grad.shape for parameter in parameters] == [torch.Size(shape) for shape in shapes]
-    errors = torch.cat([parameter.grad.reshape(-1).double() for parameter in parameters]) - records * value
+    assert [parameter.grad.shape for parameter in parameters] == [
+        torch.Size(shape) for shape in shapes
+    ]
+    errors = (
+        torch.cat([parameter.grad.reshape(-1).double() for parameter in parameters])
+        - records * value
+    )
     # Rounding has variance frac·(1 − frac) of a grid step squared, not the worst 1/4.
     step = 2 / protocol.granularity
     place = (value + 1) / step
     rounding = records * (place - math.floor(place)) * (1 - place + math.floor(place))
     variance = step**2 * (records * protocol.noise_bits * protocol.bit_probability**2 + rounding)
     assert variance <= protocol.variance
-    five = 5 / math.sqrt(dimension)  # standard deviations of a mean; of a variance it is √2 times that, relatively
+    five = 5 / math.sqrt(
+        dimension
+    )  # standard deviations of a mean; of a variance it is √2 times that, relatively
     assert abs(errors.mean()) < five * math.sqrt(variance)
     assert errors.var() == pytest.approx(variance, rel=five * math.sqrt(2))
 
@@ -79,11 +91,21 @@ def test_the_gradient_is_unbiased_and_has_the_protocol_s_variance():
 def test_without_noise_it_is_opacus_s_clipped_gradient():
     torch.manual_seed(0)
     shapes = [(7, 3), (5,), (2, 2, 2)]
-    samples = [torch.randn(6, *shape) * scale for shape, scale in zip(shapes, (0.01, 1.0, 0.2), strict=True)]
+    samples = [
+        torch.randn(6, *shape) * scale
+        for shape, scale in zip(shapes, (0.01, 1.0, 0.2), strict=True)
+    ]
     dimension = sum(math.prod(shape) for shape in shapes)
     ours, stock = ([nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(2))
-    optimizer = optimizer_for(ours, Noiseless(6, dimension, 1.0, 1.0, 1e-5, "tight"), reduction="mean")
-    plain = DPOptimizer(torch.optim.SGD(stock, lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
+    optimizer = optimizer_for(
+        ours, Noiseless(6, dimension, 1.0, 1.0, 1e-5, "tight"), reduction="mean"
+    )
+    plain = DPOptimizer(
+        torch.optim.SGD(stock, lr=1.0),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=6,
+    )
     for parameters, each in ((ours, optimizer), (stock, plain)):
         give(parameters, samples)
         assert each.pre_step()
@@ -111,7 +133,8 @@ def test_every_record_is_clipped_to_the_norm_whatever_the_precision():
     assert norms.min() > 0.4999
 
 
-# --- batches in pieces ------------------------------------------------------------------------------------------------
+# --- batches in pieces
+# ------------------------------------------------------------------------------------------------
 
 
 def test_pieces_of_a_batch_add_up_to_the_batch():
@@ -149,7 +172,9 @@ def test_a_batch_is_released_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_empty_batch_is_a_sum_of_zeros(dtype):
-    protocol = ShuffleVectorSum.with_noise_multiplier(40, 17, 1.0, 1.0, delta=1e-5, zero_on_grid=True, rate=0.1)
+    protocol = ShuffleVectorSum.with_noise_multiplier(
+        40, 17, 1.0, 1.0, delta=1e-5, zero_on_grid=True, rate=0.1
+    )
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 5), (1,), ())]
     optimizer = optimizer_for(parameters, protocol, everyone_reports=True)
     give(parameters, [torch.zeros(0, *each.shape, dtype=dtype) for each in parameters])

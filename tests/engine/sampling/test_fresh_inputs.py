@@ -18,7 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptio
 def test_a_batch_that_was_kept_is_refused_under_the_ticket_of_another(mode):
     run = Toy(grad_sample_mode=mode)
     batches = list(run.loader)
-    for kept in (batches[0], [each[:6] for each in batches[1]], [each.view_as(each) for each in batches[2]]):
+    for kept in (
+        batches[0],
+        [each[:6] for each in batches[1]],
+        [each.view_as(each) for each in batches[2]],
+    ):
         next(iter(run.loader))
         with pytest.raises(ValueError, match="drawn before the last one"):
             run.backward(kept)
@@ -76,7 +80,9 @@ def test_a_batch_that_nobody_steps_on_leaves_nothing_to_the_next_one(mode):
     with torch.no_grad():
         for parameter, value in zip(alone.optimizer.params, before, strict=True):
             parameter.copy_(value)
-    alone.optimizer.attach_step_hook(lambda o: seen.append([p.summed_grad.clone() for p in o.params]))
+    alone.optimizer.attach_step_hook(
+        lambda o: seen.append([p.summed_grad.clone() for p in o.params])
+    )
     alone.train([(x, y)])
     assert run.steps == run.accounted == 2
     torch.testing.assert_close(seen[1], seen[2])
@@ -109,7 +115,10 @@ def test_two_draws_never_meet_in_one_backward_pass(mode, added):
 def test_two_draws_never_meet_by_calls_of_single_layers(mode):
     run = Toy(grad_sample_mode=mode)
     layers, batches = run.toy["module"], iter(run.loader)
-    first, second = (run.criterion(layers[2](layers[1](layers[0](x))), y) for x, y in itertools.islice(batches, 2))
+    first, second = (
+        run.criterion(layers[2](layers[1](layers[0](x))), y)
+        for x, y in itertools.islice(batches, 2)
+    )
     with pytest.raises(ValueError, match="a loss of an earlier batch"):
         (first + second).backward()
     run.optimizer.zero_grad()

@@ -14,21 +14,38 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting"),
     pytest.mark.filterwarnings("ignore:.*pin_memory"),
 ]
-ACCOUNTANTS = ("shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_sums", "shuffled_fw", "rdp", "prv", "gdp")
+ACCOUNTANTS = (
+    "shuffle_gauss",
+    "subsampled_shuffle",
+    "shuffled_checkin",
+    "shuffled_sums",
+    "shuffled_fw",
+    "rdp",
+    "prv",
+    "gdp",
+)
 MODES = ("hooks", "ghost", "ew", "functorch")
-COMBINATIONS = [each for each in itertools.product(ACCOUNTANTS, MODES) if each != ("shuffled_sums", "ghost")]
+COMBINATIONS = [
+    each for each in itertools.product(ACCOUNTANTS, MODES) if each != ("shuffled_sums", "ghost")
+]
 
 
 class Watched(Toy):
     """A run that looks at its weights before and after each step, and at the tickets that are released."""
 
     def __init__(self, name, mode, **options):
-        options |= {"shuffled_fw": {"shuffle_weights": "paper"}, "shuffled_checkin": {"local_noise": True}}.get(name, {})
+        options |= {
+            "shuffled_fw": {"shuffle_weights": "paper"},
+            "shuffled_checkin": {"local_noise": True},
+        }.get(name, {})
         super().__init__(name, grad_sample_mode=mode, records=96, batch_size=24, **options)
         self.changes, self.seen, self.tickets = 0, self.weights(), []
         self.plain.register_step_pre_hook(self._before)
         self.plain.register_step_post_hook(self._after)
-        self._release, self.optimizer.tickets.release = self.optimizer.tickets.release, self._released
+        self._release, self.optimizer.tickets.release = (
+            self.optimizer.tickets.release,
+            self._released,
+        )
 
     def weights(self):
         return [each.detach().clone() for each in self.toy["module"].parameters()]
@@ -36,7 +53,9 @@ class Watched(Toy):
     def unchanged(self):
         # sorted, for they may have been shuffled
         pairs = zip(self.seen, self.weights(), strict=True)
-        return all(torch.equal(one.flatten().sort()[0], other.flatten().sort()[0]) for one, other in pairs)
+        return all(
+            torch.equal(one.flatten().sort()[0], other.flatten().sort()[0]) for one, other in pairs
+        )
 
     def _before(self, *_):
         assert self.unchanged()
@@ -55,10 +74,19 @@ class Watched(Toy):
 
     def check(self, steps):
         assert self.unchanged()
-        assert self.changes == self.steps == self.accounted == len(self.tickets) == len(set(map(id, self.tickets))) == steps
+        assert (
+            self.changes
+            == self.steps
+            == self.accounted
+            == len(self.tickets)
+            == len(set(map(id, self.tickets)))
+            == steps
+        )
 
     def split(self, size=4):  # no Poisson batch is as small
-        return BatchMemoryManager(data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer)
+        return BatchMemoryManager(
+            data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer
+        )
 
     def each(self, train, loader=None):
         for batch in self.loader if loader is None else loader:
@@ -113,7 +141,9 @@ def physical_batches_cleared_before_and_after(run):
 
 def physical_batches_split_again(run):
     with run.split() as loader:
-        BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=run.optimizer).__enter__()
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ).__enter__()
 
 
 def physical_batches_with_signals(run):
@@ -128,7 +158,11 @@ def physical_batches_that_fail(run):
         for batch in loader:
             run.optimizer.zero_grad()
             try:
-                if run.optimizer.tickets.latest.index == 0 < run.optimizer.tickets.latest.ticket.parts - 1:
+                if (
+                    run.optimizer.tickets.latest.index
+                    == 0
+                    < run.optimizer.tickets.latest.ticket.parts - 1
+                ):
                     raise RuntimeError("out of memory")
                 run.backward(batch)
                 run.optimizer.step()
@@ -193,7 +227,13 @@ def no_hooks(run):
 
 def a_grad_scaler(run):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    run.each(lambda batch: (run.backward(batch), scaler.scale(torch.ones(())), scaler.step(run.optimizer)))
+    run.each(
+        lambda batch: (
+            run.backward(batch),
+            scaler.scale(torch.ones(())),
+            scaler.step(run.optimizer),
+        )
+    )
 
 
 def early_breaks(run):
@@ -269,14 +309,18 @@ WAYS = [  # how it is trained, the steps that are released, and why no more
 
 def rotated():
     """Every way with one combination, so that each of both is there; all with all are slow."""
-    for (number, way), (turn, combination) in itertools.product(enumerate(WAYS), enumerate(COMBINATIONS)):
+    for (number, way), (turn, combination) in itertools.product(
+        enumerate(WAYS), enumerate(COMBINATIONS)
+    ):
         rest = (number - turn) % len(COMBINATIONS)
         name = f"{way[0].__name__}-{'-'.join(combination)}"
         yield pytest.param(*way, *combination, id=name, marks=pytest.mark.slow if rest else ())
 
 
 @pytest.mark.parametrize(("way", "steps", "refusal", "name", "mode"), list(rotated()))
-def test_every_change_of_the_weights_is_one_accounted_round_of_one_whole_batch(way, steps, refusal, name, mode):
+def test_every_change_of_the_weights_is_one_accounted_round_of_one_whole_batch(
+    way, steps, refusal, name, mode
+):
     run = Watched(name, mode)
     if isinstance(steps, dict):
         steps, refusal = steps.get(mode, steps["others"]), None if mode in steps else refusal
@@ -294,12 +338,20 @@ def test_every_change_of_the_weights_is_one_accounted_round_of_one_whole_batch(w
 
 
 def stacked(rows):
-    return [torch.stack(each) for each in zip(*rows, strict=True)] if rows else [torch.zeros(0, 5), torch.zeros(0).long()]
+    return (
+        [torch.stack(each) for each in zip(*rows, strict=True)]
+        if rows
+        else [torch.zeros(0, 5), torch.zeros(0).long()]
+    )
 
 
 LOADERS = [
     *({"drop_last": True}, {"pin_memory": True}, {"collate_fn": stacked}, {"shuffle": True}),
-    *({"num_workers": 2}, {"num_workers": 1, "timeout": 60}, {"num_workers": 2, "prefetch_factor": 4}),
+    *(
+        {"num_workers": 2},
+        {"num_workers": 1, "timeout": 60},
+        {"num_workers": 2, "prefetch_factor": 4},
+    ),
     {"num_workers": 2, "persistent_workers": True},
 ]
 
@@ -307,7 +359,12 @@ LOADERS = [
 @pytest.mark.parametrize("name", ACCOUNTANTS[:6])
 @pytest.mark.parametrize(
     "loader",
-    [pytest.param(each, id="-".join(each), marks=pytest.mark.slow if "num_workers" in each else ()) for each in LOADERS],
+    [
+        pytest.param(
+            each, id="-".join(each), marks=pytest.mark.slow if "num_workers" in each else ()
+        )
+        for each in LOADERS
+    ],
 )
 def test_loaders_of_every_kind_issue_tickets(name, loader):
     run = Watched(name, "hooks", loader=loader)

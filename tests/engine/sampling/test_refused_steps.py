@@ -34,9 +34,16 @@ def test_batches_of_another_run_s_loader_are_not_accounted_as_this_run_s_by_bein
     run, other = Toy(name, records=60, batch_size=6), Toy(name, records=60, batch_size=30)
     elsewhere = DataLoader(other.loader.dataset, batch_sampler=run.loader.batch_sampler)
     for loader in (other.loader, elsewhere, copy.deepcopy(run.loader)):
-        with pytest.raises(ValueError, match="data_loader is not the one that make_private returned with this optimizer"):
-            BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=run.optimizer).__enter__()
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer) as split:
+        with pytest.raises(
+            ValueError,
+            match="data_loader is not the one that make_private returned with this optimizer",
+        ):
+            BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=5, optimizer=run.optimizer
+            ).__enter__()
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as split:
         run.train(split)
     assert run.steps == run.accounted == 10
 
@@ -51,12 +58,16 @@ def test_every_record_has_one_gradient(name):
 
 
 @pytest.mark.parametrize("dropped", [1, 3])
-@pytest.mark.parametrize("name", ["shuffled_checkin", "subsampled_shuffle", "shuffle_gauss", "shuffled_sums"])
+@pytest.mark.parametrize(
+    "name", ["shuffled_checkin", "subsampled_shuffle", "shuffle_gauss", "shuffled_sums"]
+)
 def test_fewer_gradients_than_records_are_refused_where_nothing_covers_drop_outs(name, dropped):
     """The others' noise would hide less than what is accounted; sums that everyone is in count on honest users alone."""
     torch.manual_seed(0)
     run = Toy(name, records=60, batch_size=20)
-    run.backward([each[dropped:] for each in next(batch for batch in run.loader if len(batch[0]) > 5)])
+    run.backward(
+        [each[dropped:] for each in next(batch for batch in run.loader if len(batch[0]) > 5)]
+    )
     run.refused("gradients of .* records, this batch has")
 
 
@@ -65,7 +76,10 @@ def test_two_records_in_one_row_are_no_drop_outs():
     run = Toy("shuffled_sums", records=12, batch_size=12)
     assert run.optimizer.tickets.drop_outs
     x, y = next(iter(run.loader))
-    sum(nn.functional.cross_entropy(run.model(x[half]), y[half]) for half in (slice(6), slice(6, 12))).backward()
+    sum(
+        nn.functional.cross_entropy(run.model(x[half]), y[half])
+        for half in (slice(6), slice(6, 12))
+    ).backward()
     run.refused("gradients of 6 records, this batch has 12")
 
 
@@ -78,7 +92,11 @@ def test_a_layer_that_turns_a_record_into_several_is_refused():
             self.layer, self.patches = nn.Linear(5, 3), 1
 
         def forward(self, x):
-            return self.layer(x.repeat_interleave(self.patches, 0)).reshape(len(x), self.patches, 3).sum(1)
+            return (
+                self.layer(x.repeat_interleave(self.patches, 0))
+                .reshape(len(x), self.patches, 3)
+                .sum(1)
+            )
 
     for name in ("shuffled_checkin", "rdp"):
         toy = make_toy(records=60)
@@ -89,7 +107,9 @@ def test_a_layer_that_turns_a_record_into_several_is_refused():
         toy["module"].patches = 2
         x, y = next((x, y) for x, y in loader if len(x))
         nn.functional.cross_entropy(model(x), y).backward()
-        with pytest.raises(ValueError, match=f"gradients of {2 * len(x)} records, this batch has {len(x)}"):
+        with pytest.raises(
+            ValueError, match=f"gradients of {2 * len(x)} records, this batch has {len(x)}"
+        ):
             optimizer.step()
         assert len(engine.accountant) == 0
 
@@ -98,12 +118,18 @@ def batches_of(run, split):
     """The run's batches, entire or in physical ones of four."""
     if not split:
         return run.loader
-    return BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer).__enter__()
+    return BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
+    ).__enter__()
 
 
 @pytest.mark.parametrize(
     ("name", "what", "value"),
-    [("subsampled_shuffle", "batch_size", 24), ("shuffled_checkin", "sample_rate", 1.0), ("rdp", "sample_rate", 1.0)],
+    [
+        ("subsampled_shuffle", "batch_size", 24),
+        ("shuffled_checkin", "sample_rate", 1.0),
+        ("rdp", "sample_rate", 1.0),
+    ],
 )
 @pytest.mark.parametrize("split", [True, False])
 def test_batches_are_drawn_as_they_are_accounted(name, what, value, split):
@@ -114,7 +140,9 @@ def test_batches_are_drawn_as_they_are_accounted(name, what, value, split):
     assert run.steps == run.accounted == 0
 
 
-@pytest.mark.parametrize("change", [{"records": 10}, {"records": 240}, {"batch_size": 3}, {"drop_last": True}])
+@pytest.mark.parametrize(
+    "change", [{"records": 10}, {"records": 240}, {"batch_size": 3}, {"drop_last": True}]
+)
 @pytest.mark.parametrize("split", [True, False])
 def test_a_loader_of_one_s_own_keeps_its_size(change, split):
     """Of 10 records in batches of 6, 4 reports would be accounted as 6."""

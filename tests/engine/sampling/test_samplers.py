@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.toy import ONE_NOISE, make_toy, run_epoch, way_of
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.engine.sampling import samplers
@@ -19,26 +28,42 @@ every_accountant = pytest.mark.parametrize("name", NAMES)
 
 def test_each_accountant_gets_its_sampler():
     for name in NAMES:
-        _, _, loader = PrivacyEngine(accountant=name).make_private(**make_toy(), noise_multiplier=2.0, **way_of(name))
-        kind = UniformWithReplacementSampler if name in ("shuffled_checkin", "shuffled_fw") else FixedSizeSampler
+        _, _, loader = PrivacyEngine(accountant=name).make_private(
+            **make_toy(), noise_multiplier=2.0, **way_of(name)
+        )
+        kind = (
+            UniformWithReplacementSampler
+            if name in ("shuffled_checkin", "shuffled_fw")
+            else FixedSizeSampler
+        )
         assert isinstance(loader.batch_sampler, kind)
         assert loader.batch_sampler.generator is not None
 
 
 @pytest.mark.parametrize(("records", "batch"), [(24, 6), (23, 7), (999, 10)])
 @pytest.mark.parametrize("name", ["shuffled_checkin", "shuffled_sums"])
-def test_every_record_s_coin_has_exactly_the_rate_that_is_accounted(name, records, batch, monkeypatch):
+def test_every_record_s_coin_has_exactly_the_rate_that_is_accounted(
+    name, records, batch, monkeypatch
+):
     rates = []
-    monkeypatch.setattr(samplers, "bernoulli_indices", lambda count, rate, generator: rates.append((count, rate)) or [0])
+    monkeypatch.setattr(
+        samplers,
+        "bernoulli_indices",
+        lambda count, rate, generator: rates.append((count, rate)) or [0],
+    )
     engine = PrivacyEngine(accountant=name)
-    _, _, loader = engine.make_private(**make_toy(records=records, batch_size=batch), noise_multiplier=4.0)
+    _, _, loader = engine.make_private(
+        **make_toy(records=records, batch_size=batch), noise_multiplier=4.0
+    )
     list(loader.batch_sampler)
     assert set(rates) == {(records, engine.accountant.planned.sample_rate)}
     assert len(rates) == len(loader.batch_sampler)
 
 
 def test_the_fixed_size_sampler_draws_every_set_alike():
-    sampler = FixedSizeSampler(num_samples=5, batch_size=2, steps=20_000, generator=torch.Generator().manual_seed(0))
+    sampler = FixedSizeSampler(
+        num_samples=5, batch_size=2, steps=20_000, generator=torch.Generator().manual_seed(0)
+    )
     counts = {}
     for batch in sampler:
         assert len(set(batch)) == 2
@@ -55,7 +80,11 @@ LENGTHS = [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)]
     ("name", "records", "batch"),
     # Of Poisson and of fixed-size batches, all lengths for one accountant each.
     [(name, *LENGTHS[0]) for name in NAMES]
-    + [(name, *length) for name in ("shuffled_checkin", "subsampled_shuffle") for length in LENGTHS[1:]]
+    + [
+        (name, *length)
+        for name in ("shuffled_checkin", "subsampled_shuffle")
+        for length in LENGTHS[1:]
+    ]
     + [
         pytest.param(name, *length, marks=pytest.mark.zoo)
         for name in NAMES
@@ -105,7 +134,9 @@ def test_shuffle_gauss_keeps_a_loader_of_its_own_if_all_batches_have_one_size():
     options = {"noise_multiplier": 1.0, "local_noise": True, "poisson_sampling": False}
     with pytest.raises(ValueError, match="drop_last"):
         PrivacyEngine(accountant="shuffle_gauss").make_private(**toy, **options)
-    toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=6, shuffle=True, drop_last=True)
+    toy["data_loader"] = DataLoader(
+        toy["data_loader"].dataset, batch_size=6, shuffle=True, drop_last=True
+    )
     engine = PrivacyEngine(accountant="shuffle_gauss")
     model, optimizer, loader = engine.make_private(**toy, **options)
     assert loader.sampler is toy["data_loader"].sampler

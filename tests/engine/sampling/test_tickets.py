@@ -17,10 +17,14 @@ from opacus_shuffle import PrivacyEngine
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 
 
-@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in ACCOUNTANTS), ("subsampled_shuffle", 2)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [*((name, 0) for name in ACCOUNTANTS), ("subsampled_shuffle", 2)]
+)
 def test_epochs_breaks_and_drop_outs_are_accounted_by_their_steps(name, workers):
     run = Toy(name, loader={"num_workers": workers, "persistent_workers": workers > 0})
-    assert isinstance(run.loader, opacus.data_loader.DPDataLoader) == (name in ("shuffled_checkin", "shuffled_sums", "rdp"))
+    assert isinstance(run.loader, opacus.data_loader.DPDataLoader) == (
+        name in ("shuffled_checkin", "shuffled_sums", "rdp")
+    )
     run.train(run.loader)
     run.train(itertools.islice(run.loader, 2))  # an early break
     for number, batch in enumerate(run.loader):
@@ -33,7 +37,9 @@ def test_epochs_breaks_and_drop_outs_are_accounted_by_their_steps(name, workers)
     assert run.steps == run.accounted == 4 + 2 + 2 + 4
     if workers:  # which a later pass takes over
         earlier, later = iter(run.loader), iter(run.loader)
-        with pytest.raises(ValueError, match=r"ended when a later one began.*end one pass before the next"):
+        with pytest.raises(
+            ValueError, match=r"ended when a later one began.*end one pass before the next"
+        ):
             next(earlier)
         run.train(later)
         assert run.steps == run.accounted == 16
@@ -41,7 +47,9 @@ def test_epochs_breaks_and_drop_outs_are_accounted_by_their_steps(name, workers)
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
 @every_accountant
-def test_a_step_whose_accounting_fails_releases_nothing_and_its_batch_may_be_stepped_on_again(name, error):
+def test_a_step_whose_accounting_fails_releases_nothing_and_its_batch_may_be_stepped_on_again(
+    name, error
+):
     run = Toy(name)
     recorder = type(run.engine.accountant)
     method = "step" if name == "rdp" else "record"
@@ -66,8 +74,12 @@ def test_a_step_whose_accounting_fails_releases_nothing_and_its_batch_may_be_ste
             if parameter.grad is not None and not torch.equal(parameter.grad, each)
         ]
         assert (run.steps, run.accounted, noise) == (0, 0, [])
-        assert all(each.summed_grad is None and each.grad_sample is None for each in run.optimizer.params)
-        assert all(torch.equal(old, new) for old, new in zip(before, run.optimizer.params, strict=True))
+        assert all(
+            each.summed_grad is None and each.grad_sample is None for each in run.optimizer.params
+        )
+        assert all(
+            torch.equal(old, new) for old, new in zip(before, run.optimizer.params, strict=True)
+        )
     run.train([batch])
     assert (run.steps, run.accounted) == (1, 1)
     run.optimizer.zero_grad()
@@ -99,7 +111,9 @@ def test_workers_that_the_original_loader_has_begun_stay_its_own():
     toy = make_toy(num_workers=1, persistent_workers=True, in_order=False)
     next(iter(toy["data_loader"]))
     engine = PrivacyEngine(accountant="shuffle_gauss")
-    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, poisson_sampling=False)
+    model, optimizer, loader = engine.make_private(
+        **toy, noise_multiplier=2.0, poisson_sampling=False
+    )
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()

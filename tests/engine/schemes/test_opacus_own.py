@@ -35,16 +35,28 @@ def trained(engine_class, toy, *, accountant="rdp", epochs=2, physical=None, **o
     engine = engine_class(accountant=accountant)
     make = engine.make_private_with_epsilon if "target_epsilon" in options else engine.make_private
     made = make(**toy, **options)
-    model, optimizer, loader, criterion = made[0], made[1], made[-1], made[2] if len(made) > 3 else None
+    model, optimizer, loader, criterion = (
+        made[0],
+        made[1],
+        made[-1],
+        made[2] if len(made) > 3 else None,
+    )
     batches = []
     for _ in range(epochs):
         if physical:
-            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as split:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+            ) as split:
                 run_epoch(model, optimizer, split, criterion)
         else:
             run_epoch(model, optimizer, _noted(loader, batches), criterion)
     weights = [parameter.detach() for parameter in model.parameters()]
-    seen = (len(loader), optimizer.noise_multiplier, optimizer.expected_batch_size, engine.accountant.history)
+    seen = (
+        len(loader),
+        optimizer.noise_multiplier,
+        optimizer.expected_batch_size,
+        engine.accountant.history,
+    )
     return [*batches, *weights, torch.get_rng_state()], seen
 
 
@@ -68,7 +80,16 @@ def _noted(loader, batches):
         ((24, 6), {"clipping": "per_layer"}),
         ((240, 24), {"clipping": "adaptive", **ADAPTIVE}),
         ((24, 6), {"physical": 2}),
-        ((24, 6), {"accountant": "gdp", "noise_multiplier": None, "target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 2}),
+        (
+            (24, 6),
+            {
+                "accountant": "gdp",
+                "noise_multiplier": None,
+                "target_epsilon": 3.0,
+                "target_delta": 1e-5,
+                "epochs": 2,
+            },
+        ),
         pytest.param((24, 6), {"num_workers": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -80,7 +101,8 @@ def test_with_opacus_s_own_accountants_the_engine_is_opacus_bit_by_bit(size, opt
     if options["noise_multiplier"] is None:
         del options["noise_multiplier"]
     (ours, seen), (stock, expected) = (
-        trained(_with_epochs(each, options), toy, **options) for each in (PrivacyEngine, opacus.PrivacyEngine)
+        trained(_with_epochs(each, options), toy, **options)
+        for each in (PrivacyEngine, opacus.PrivacyEngine)
     )
     assert seen == expected
     assert len(ours) == len(stock)
@@ -106,7 +128,12 @@ def test_a_generator_of_the_loader_or_of_the_noise_is_opacus_s_affair_as_well():
     def run(engine_class):
         loader = DataLoader(data, batch_size=6, generator=torch.Generator().manual_seed(5))
         noise = torch.Generator().manual_seed(6)
-        return trained(engine_class, {**toy, "data_loader": loader}, noise_multiplier=1.0, noise_generator=noise)
+        return trained(
+            engine_class,
+            {**toy, "data_loader": loader},
+            noise_multiplier=1.0,
+            noise_generator=noise,
+        )
 
     (ours, *rest), (stock, *theirs) = run(PrivacyEngine), run(opacus.PrivacyEngine)
     assert rest == theirs
@@ -129,7 +156,9 @@ def test_what_opacus_refuses_is_refused_with_its_kind_of_error(change):
 
     def refusal(engine_class):
         try:
-            return engine_class(accountant="rdp").make_private(**{**toy, "noise_multiplier": 1.0, **change})
+            return engine_class(accountant="rdp").make_private(
+                **{**toy, "noise_multiplier": 1.0, **change}
+            )
         except Exception as error:
             return error
 
@@ -140,11 +169,15 @@ def test_what_opacus_refuses_is_refused_with_its_kind_of_error(change):
 
 def test_an_expected_batch_size_of_zero_which_opacus_divides_by_is_refused_by_name():
     with pytest.raises(ValueError, match="expected_batch_size of 0"):
-        PrivacyEngine(accountant="rdp").make_private(**make_toy(records=49, batch_size=1), noise_multiplier=1.0)
+        PrivacyEngine(accountant="rdp").make_private(
+            **make_toy(records=49, batch_size=1), noise_multiplier=1.0
+        )
 
 
 def _steps_on(rows, **options):
-    model, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(**make_toy(), noise_multiplier=1.0, **options)
+    model, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
+        **make_toy(), noise_multiplier=1.0, **options
+    )
     for x, y in loader:
         if len(x) > 2:
             nn.functional.cross_entropy(model(rows(x)), rows(y)).backward()
@@ -165,7 +198,9 @@ def test_a_flag_of_ours_makes_noise_and_participation_secret_with_opacus_s_accou
     def run():
         toy = make_toy()
         torch.manual_seed(7)
-        _, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(**toy, noise_multiplier=1.0, shuffle_weights=True)
+        _, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
+            **toy, noise_multiplier=1.0, shuffle_weights=True
+        )
         return torch.randn(4, generator=optimizer.generator), loader.batch_sampler.generator
 
     (first, sampling), (second, _) = run(), run()
@@ -176,14 +211,21 @@ def test_a_flag_of_ours_makes_noise_and_participation_secret_with_opacus_s_accou
 @pytest.mark.parametrize("name", ["rdp", "prv", "gdp"])
 def test_batches_that_opacus_s_accountants_do_not_assume_are_warned_of(name):
     engine = PrivacyEngine(accountant=name)
-    with pytest.warns(PrivacyAssumptionWarning, match=f"{name} accounts for Poisson samples, .*no ε of it is a guarantee"):
+    with pytest.warns(
+        PrivacyAssumptionWarning,
+        match=f"{name} accounts for Poisson samples, .*no ε of it is a guarantee",
+    ):
         engine.make_private(**make_toy(), noise_multiplier=1.0, poisson_sampling=False)
 
 
 @pytest.mark.parametrize(
     ("name", "target", "match"),
     [
-        ("rdp", 1e308, "target_epsilon must be at most 1e.06 with accountant 'rdp'"),  # Opacus's search never ended
+        (
+            "rdp",
+            1e308,
+            "target_epsilon must be at most 1e.06 with accountant 'rdp'",
+        ),  # Opacus's search never ended
         ("prv", 1e3, "target_epsilon must be at most 400 with accountant 'prv'"),
         ("rdp", 1e-308, "finds no noise for target_epsilon=1e-308 .*budget is too low"),
         ("gdp", 100.0, "finds no noise for target_epsilon=100.0 .*use another accountant"),

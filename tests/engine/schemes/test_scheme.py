@@ -25,9 +25,13 @@ def test_every_mechanism_has_a_scheme_of_its_own_family(name):
 
 
 def test_a_mechanism_derived_from_another_trains_as_that_one_does_and_a_stranger_is_refused():
-    kind = dataclasses.make_dataclass("Mine", [], bases=(ShuffledCheckIn,), frozen=True, kw_only=True)
+    kind = dataclasses.make_dataclass(
+        "Mine", [], bases=(ShuffledCheckIn,), frozen=True, kw_only=True
+    )
     assert Scheme.of_mechanism(kind) is Scheme.of_mechanism(ShuffledCheckIn)
-    with pytest.raises(ValueError, match=r"'shuffled_checkin' has no scheme to train by: derive one"):
+    with pytest.raises(
+        ValueError, match=r"'shuffled_checkin' has no scheme to train by: derive one"
+    ):
         Scheme.of_mechanism(type("Stranger", (), {"name": "shuffled_checkin"}))
 
 
@@ -51,13 +55,20 @@ def test_a_scheme_of_one_s_own_is_what_make_private_goes_by():
 
 
 def test_make_private_has_opacus_s_keywords_and_the_request_has_the_same_defaults():
-    ours, theirs = (inspect.signature(each.make_private).parameters for each in (ShuffleMixin, opacus.PrivacyEngine))
+    ours, theirs = (
+        inspect.signature(each.make_private).parameters
+        for each in (ShuffleMixin, opacus.PrivacyEngine)
+    )
     assert set(theirs) - {"kwargs"} <= set(ours)
-    asked = {each.name: each.default for each in dataclasses.fields(Request) if each.name != "others"}
+    asked = {
+        each.name: each.default for each in dataclasses.fields(Request) if each.name != "others"
+    }
     mine = {name: each.default for name, each in ours.items() if name not in ("self", "others")}
     assert asked.keys() == mine.keys()
     for name, default in mine.items():
-        assert asked[name] == default or (default is inspect.Parameter.empty and asked[name] is dataclasses.MISSING)
+        assert asked[name] == default or (
+            default is inspect.Parameter.empty and asked[name] is dataclasses.MISSING
+        )
 
 
 def test_make_private_is_a_recipe():
@@ -72,9 +83,15 @@ def test_make_private_is_a_recipe():
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WeightShuffling)])
 def test_a_field_of_the_record_that_is_passed_as_a_keyword_is_shown_its_place(field):
-    with pytest.raises(ValueError, match=rf"did you mean shuffle_weights=WeightShuffling\({field}=\.\.\.\)"):
-        PrivacyEngine(accountant="rdp").make_private(**make_toy(), noise_multiplier=1.0, **{field: None})
-    with pytest.raises(TypeError, match="WeightShuffling"):  # Python's own word for an unknown keyword, too
+    with pytest.raises(
+        ValueError, match=rf"did you mean shuffle_weights=WeightShuffling\({field}=\.\.\.\)"
+    ):
+        PrivacyEngine(accountant="rdp").make_private(
+            **make_toy(), noise_multiplier=1.0, **{field: None}
+        )
+    with pytest.raises(
+        TypeError, match="WeightShuffling"
+    ):  # Python's own word for an unknown keyword, too
         PrivacyEngine(accountant="rdp").make_private_with_epsilon(
             **make_toy(), target_epsilon=1.0, target_delta=1e-5, epochs=1, **{field: None}
         )

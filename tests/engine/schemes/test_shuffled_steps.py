@@ -26,7 +26,12 @@ def parts():
 def made(engine, **options):
     network, sgd, loader = parts()
     return engine.make_private(
-        module=network, optimizer=sgd, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **in_record(**options)
+        module=network,
+        optimizer=sgd,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **in_record(**options),
     )
 
 
@@ -42,10 +47,18 @@ def test_the_exact_pair_is_about_the_places_that_the_network_s_permutations_reac
     engine = PrivacyEngine(accountant="shuffled_fw")
     model, optimizer, loader = made(engine, shuffle_weights=True)
     one_step(model, optimizer, loader)
-    # An entry of either layer can get to as many places as there are hidden units, 4, and not to all 48 that move.
+    # An entry of either layer can get to as many places as there are hidden units, 4, and not to
+    # all 48 that move.
     (settings,) = engine.privacy_report(1e-5).to_dict()["settings"]
     assert (settings["dimension"], settings["orbit"]) == (48, 4)
-    run = {"noise_multiplier": 1.0, "num_users": 60, "steps": 1, "sample_rate": 0.1, "delta": 1e-5, "bound": "pair"}
+    run = {
+        "noise_multiplier": 1.0,
+        "num_users": 60,
+        "steps": 1,
+        "sample_rate": 0.1,
+        "delta": 1e-5,
+        "bound": "pair",
+    }
     narrow, wide = (privacy_bound("shuffled_fw", dimension=d, **run).epsilon for d in (4, 48))
     assert engine.get_epsilon(1e-5, bound="pair") == narrow > wide
 
@@ -74,7 +87,9 @@ def test_what_changes_the_sum_after_make_private_is_refused_at_the_step(spoil):
 def test_noise_for_parameters_that_stay_is_refused_where_none_stay():
     network = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3, bias=False))
     loader = parts()[2]
-    with pytest.raises(ValueError, match=r"unshuffled_noise_multiplier=5\.0 is for parameters that stay"):
+    with pytest.raises(
+        ValueError, match=r"unshuffled_noise_multiplier=5\.0 is for parameters that stay"
+    ):
         PrivacyEngine(accountant="shuffled_fw").make_private(
             module=network,
             optimizer=torch.optim.SGD(network.parameters(), lr=0.1),

@@ -26,11 +26,29 @@ SAMPLES = {"poisson_sampling": False}
 """Batches of one size, all of whose records report; else everyone does."""
 
 
-def protocol_for(records=6, dimension=TOY, *, max_norm=1.0, epsilon=1.0, delta=1e-5, calibration="tight", **options):
-    return ShuffleVectorSum(records, dimension, max_norm, epsilon=epsilon, delta=delta, calibration=calibration, **options)
+def protocol_for(
+    records=6,
+    dimension=TOY,
+    *,
+    max_norm=1.0,
+    epsilon=1.0,
+    delta=1e-5,
+    calibration="tight",
+    **options,
+):
+    return ShuffleVectorSum(
+        records,
+        dimension,
+        max_norm,
+        epsilon=epsilon,
+        delta=delta,
+        calibration=calibration,
+        **options,
+    )
 
 
-# --- the engine -------------------------------------------------------------------------------------------------------
+# --- the engine
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_learns_and_is_accounted():
@@ -102,8 +120,14 @@ def test_a_noise_multiplier_is_the_sum_s_as_in_opacus():
 
 def test_an_aggregator_of_your_own_is_held_to_the_budget():
     budget = {"target_epsilon": 1.5, "target_delta": 1e-5, "epochs": 2}
-    found = PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**make_toy(), **budget)[1].aggregator
-    again = PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**make_toy(), **budget, aggregator=found)[1]
+    found = (
+        PrivacyEngine(accountant="shuffled_sums")
+        .make_private_with_epsilon(**make_toy(), **budget)[1]
+        .aggregator
+    )
+    again = PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(
+        **make_toy(), **budget, aggregator=found
+    )[1]
     assert again.aggregator is found
     with pytest.raises(ValueError, match=r"not met by the aggregator.*leave the aggregator out"):
         PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(
@@ -114,7 +138,9 @@ def test_an_aggregator_of_your_own_is_held_to_the_budget():
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 def test_every_way_to_per_record_gradients_goes(mode):
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for(), grad_sample_mode=mode)
+    model, optimizer, loader = engine.make_private(
+        **make_toy(), **SAMPLES, aggregator=protocol_for(), grad_sample_mode=mode
+    )
     run_epoch(model, optimizer, loader)
     assert len(engine.accountant) == 4
 
@@ -160,7 +186,8 @@ def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
         stepped(24, 6, 5)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,7 +195,10 @@ def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
     [
         ({"aggregator": None}, "noise_multiplier is missing"),
         ({"aggregator": None, "noise_multiplier": 0.0}, "noise_multiplier must be positive"),
-        ({"aggregator": None, "noise_multiplier": 0.01}, "noise_multiplier of a shuffled sum must be at least"),
+        (
+            {"aggregator": None, "noise_multiplier": 0.01},
+            "noise_multiplier of a shuffled sum must be at least",
+        ),
         ({"aggregator": "tight"}, "ShuffleVectorSum"),
         ({"noise_multiplier": 1.0}, "noise_multiplier=1.0"),
         ({"grad_sample_mode": "ghost"}, "grad_sample_mode"),
@@ -191,7 +221,9 @@ def test_what_does_not_go_together_is_refused_and_leaves_no_trace(changes, named
     toy = make_toy()
     before = copy.deepcopy(engine.accountant.__dict__)
     with pytest.raises(ValueError, match=named):
-        engine.make_private(**in_record(**{**toy, **SAMPLES, "aggregator": protocol_for(), **changes}))
+        engine.make_private(
+            **in_record(**{**toy, **SAMPLES, "aggregator": protocol_for(), **changes})
+        )
     assert engine.accountant.__dict__ == before
     assert not hasattr(next(toy["module"].parameters()), "grad_sample")
 
@@ -202,7 +234,11 @@ def test_aggregators_go_with_their_own_accountant_alone():
             PrivacyEngine(accountant=name).make_private(**make_toy(), aggregator=protocol_for())
         with pytest.raises(ValueError, match="accountant='shuffled_sums'"):
             PrivacyEngine(accountant=name).make_private_with_epsilon(
-                **make_toy(), target_epsilon=1.0, target_delta=1e-5, epochs=1, aggregator=protocol_for()
+                **make_toy(),
+                target_epsilon=1.0,
+                target_delta=1e-5,
+                epochs=1,
+                aggregator=protocol_for(),
             )
     with pytest.raises(ValueError, match="noise_multiplier is missing"):
         PrivacyEngine(accountant="prv").make_private(**make_toy())
@@ -225,18 +261,24 @@ def test_aggregators_go_with_their_own_accountant_alone():
 def test_what_no_protocol_can_be_built_for_is_refused(changes, named):
     budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1}
     with pytest.raises(ValueError, match=named):
-        PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**{**make_toy(), **SAMPLES, **budget, **changes})
+        PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(
+            **{**make_toy(), **SAMPLES, **budget, **changes}
+        )
 
 
 def test_a_stock_engine_is_told_which_one_to_use():
     with pytest.raises(ValueError, match=r"opacus_shuffle\.PrivacyEngine"):
-        opacus.PrivacyEngine(accountant="shuffled_sums").make_private(**make_toy(), noise_multiplier=1.0)
+        opacus.PrivacyEngine(accountant="shuffled_sums").make_private(
+            **make_toy(), noise_multiplier=1.0
+        )
 
 
 def test_a_second_protocol_in_one_engine_is_refused():
     engine = PrivacyEngine(accountant="shuffled_sums")
     engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for())
-    engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for())  # the same again is fine
+    engine.make_private(
+        **make_toy(), **SAMPLES, aggregator=protocol_for()
+    )  # the same again is fine
     with pytest.raises(ValueError, match="use a new PrivacyEngine"):
         engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for(epsilon=0.5))
 

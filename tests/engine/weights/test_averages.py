@@ -19,7 +19,10 @@ VISIBLE = 1e-3
 
 
 def contents_of(average: nn.Module) -> dict[str, torch.Tensor]:
-    return {**weights(unwrap(average)), **{name: each.clone() for name, each in unwrap(average).named_buffers()}}
+    return {
+        **weights(unwrap(average)),
+        **{name: each.clone() for name, each in unwrap(average).named_buffers()},
+    }
 
 
 def averaged(run, *, part: str, before: int = 0, **options):
@@ -49,7 +52,9 @@ def averaged(run, *, part: str, before: int = 0, **options):
 )
 def test_an_average_is_that_of_the_run_without_shuffling(name, part, before, options):
     plain, run = prepare(name), prepare(name, shuffle=True)
-    expected, average = (averaged(each, part=part, before=before, **options) for each in (plain, run))
+    expected, average = (
+        averaged(each, part=part, before=before, **options) for each in (plain, run)
+    )
     own = moved(run.shuffler.spec, drawn(run.shuffler), contents_of(expected))
     assert distance(own, contents_of(average)) <= EXACT
     assert distance(weights(run.network), weights(unwrap(average))) > VISIBLE

@@ -44,22 +44,33 @@ def distributed_run(kind: str, **options: Any):
 def worker(rank: int, folder: str) -> None:
     """What one of the processes does; what it finds goes into a file."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
+    )
     found: dict[str, Any] = {}
     for kind in KINDS:
         plain = distributed_run(kind).train(1)
         shuffled = distributed_run(kind, shuffle=True).train(1)
-        here = {"plain": contents(plain), "shuffled": contents(shuffled), "steps": shuffled.shuffler.shuffles}
+        here = {
+            "plain": contents(plain),
+            "shuffled": contents(shuffled),
+            "steps": shuffled.shuffler.shuffles,
+        }
         unshuffle(shuffled)
         found[kind] = here | {"unshuffled": contents(shuffled)}
     # two runs with secrets of their own, the same but for them
-    first, second = (distributed_run("Opacus's, hooks", shuffle=True, own_generator=False).train(1) for _ in range(2))
+    first, second = (
+        distributed_run("Opacus's, hooks", shuffle=True, own_generator=False).train(1)
+        for _ in range(2)
+    )
     found["secret"] = [weights(each.network) for each in (first, second)]
     found["keys"] = [each.shuffler.state_dict()["key"] for each in (first, second)]
     # ranks that would draw differently if each used its own generator
     different = distributed_run("Opacus's, hooks", shuffle=True)
     own = torch.Generator().manual_seed(rank)
-    again = distributed_run("Opacus's, hooks", shuffle=True, own_generator=False, shuffle_generator=own).train(1)
+    again = distributed_run(
+        "Opacus's, hooks", shuffle=True, own_generator=False, shuffle_generator=own
+    ).train(1)
     found["generators"] = weights(again.network)
     # first records of other lengths: rank 0's specification for all
     spec = different.shuffler.spec
@@ -72,7 +83,9 @@ def worker(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    start = "spawn" if torch.cuda.is_available() else "fork"  # which imports nothing anew, and which CUDA forbids
+    start = (
+        "spawn" if torch.cuda.is_available() else "fork"
+    )  # which imports nothing anew, and which CUDA forbids
     torch.multiprocessing.start_processes(worker, (str(folder),), nprocs=RANKS, start_method=start)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 

@@ -45,14 +45,23 @@ def toy(network: nn.Module | None = None, data: TensorDataset | None = None, **c
 def traces(engine, keywords) -> tuple:
     """Everything that a refused call must leave as it was."""
     network, optimizer = keywords["module"], keywords["optimizer"]
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+    hooks = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+    )
     return (
         [type(each) for each in network.modules()],
         [each.training for each in network.modules()],
         [list(getattr(each, kind)) for each in network.modules() for kind in hooks],
         [sorted(parameter.__dict__) for parameter in network.parameters()],
         list(network.state_dict()),
-        [list(getattr(optimizer, kind)) for kind in ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks")],
+        [
+            list(getattr(optimizer, kind))
+            for kind in ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks")
+        ],
         list(optimizer._optimizer_state_dict_post_hooks),
         hasattr(optimizer, "_weight_shuffler"),
         copy.deepcopy(engine.accountant.__dict__),
@@ -78,7 +87,11 @@ class Strange(torch.optim.Optimizer):
 
     def __init__(self, parameters, lr=0.1, keep=None):
         super().__init__(parameters, {"lr": lr})
-        self.keep = (lambda p: p.detach().flatten(1).sum(1) if p.dim() > 1 else p.detach().clone()) if keep is None else keep
+        self.keep = (
+            (lambda p: p.detach().flatten(1).sum(1) if p.dim() > 1 else p.detach().clone())
+            if keep is None
+            else keep
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -106,7 +119,9 @@ def shared_memory() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    network = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    network = nn.Sequential(
+        nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
     network[2].weight = network[0].weight
     return network
 
@@ -114,12 +129,18 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"shuffle_weights": "all"}, r"shuffle_weights \(groups\) must be one of True, False, 'paper', 'heads', 'residual'"),
+        (
+            {"shuffle_weights": "all"},
+            r"shuffle_weights \(groups\) must be one of True, False, 'paper', 'heads', 'residual'",
+        ),
         ({"shuffle_weights": 1}, r"shuffle_weights \(groups\) must be True, False"),
         ({"shuffle_weights": None}, "shuffle_weights"),
         ({"shuffle_weights": {"0.weight": 0}}, "PermutationSpec"),
         ({"shuffle_mode": "every_step"}, "shuffle_mode"),
-        ({"shuffle_weights": False, "shuffle_generator": torch.Generator()}, "generator=.* is about shuffled parameters"),
+        (
+            {"shuffle_weights": False, "shuffle_generator": torch.Generator()},
+            "generator=.* is about shuffled parameters",
+        ),
         ({"shuffle_generator": 5}, "generator .of WeightShuffling. must be a Generator"),
         ({"shuffle_seed": 5}, "shuffle_seed"),
         ({"grad_sample_mode": "hook"}, "grad_sample_mode.*'hooks'.*got 'hook'"),
@@ -139,12 +160,32 @@ def test_arguments_that_make_no_sense_are_refused(changes, match):
         (lambda: toy(tied(), grad_sample_mode="ghost"), "0.weight = 2.weight.*ghost"),
         (lambda: toy(nn.Sequential(nn.Linear(5, 3)).double()), r"no axis.*0.weight \(3, 5\)"),
         (lambda: toy(shared_memory()), "2.weight and 4.weight share memory"),
-        (lambda: toy(shuffle_weights=prepare("conv", shuffle=True).shuffler.spec), "does not fit the PermutationSpec"),
-        (lambda: toy(Attending(batch_first=True).double(), records("encoder")), "DPMultiheadAttention.*attention"),
-        (lambda: toy(data=TensorDataset(torch.randn(20, 7).double(), torch.zeros(20))), "sample_input|data_loader"),
-        (lambda: toy(data=TensorDataset(torch.randn(20, 5), torch.zeros(20))), "sample_input|data_loader"),
+        (
+            lambda: toy(shuffle_weights=prepare("conv", shuffle=True).shuffler.spec),
+            "does not fit the PermutationSpec",
+        ),
+        (
+            lambda: toy(Attending(batch_first=True).double(), records("encoder")),
+            "DPMultiheadAttention.*attention",
+        ),
+        (
+            lambda: toy(data=TensorDataset(torch.randn(20, 7).double(), torch.zeros(20))),
+            "sample_input|data_loader",
+        ),
+        (
+            lambda: toy(data=TensorDataset(torch.randn(20, 5), torch.zeros(20))),
+            "sample_input|data_loader",
+        ),
     ],
-    ids=["ghost and ties", "nothing hidden", "shared memory", "another network's", "broken attention", "width", "type"],
+    ids=[
+        "ghost and ties",
+        "nothing hidden",
+        "shared memory",
+        "another network's",
+        "broken attention",
+        "width",
+        "type",
+    ],
 )
 def test_networks_and_data_that_cannot_be_shuffled_are_refused(make, match):
     refused(make(), match)
@@ -154,7 +195,10 @@ def test_a_specification_that_changes_the_function_is_refused_with_what_it_moves
     spec = find_permutations(build("mlp"))
     wrong = spec.to_dict()
     del wrong["blocks"]["0.bias"], wrong["shapes"]["0.bias"]
-    refused(toy(shuffle_weights=PermutationSpec.from_dict(wrong)), r"permuting 'units of 0' moves 0.weight, 2.weight")
+    refused(
+        toy(shuffle_weights=PermutationSpec.from_dict(wrong)),
+        r"permuting 'units of 0' moves 0.weight, 2.weight",
+    )
 
 
 def test_position_ids_for_one_record_are_refused_with_the_remedy():
@@ -167,13 +211,19 @@ def test_an_engine_that_does_not_clip_is_refused():
     class Both(ShuffleMixin, PrivacyEngineAdaptiveClipping):
         pass
 
-    refused(toy(grad_sample_mode="ghost", criterion=nn.CrossEntropyLoss()), "does not clip", Both(accountant="rdp"))
+    refused(
+        toy(grad_sample_mode="ghost", criterion=nn.CrossEntropyLoss()),
+        "does not clip",
+        Both(accountant="rdp"),
+    )
 
 
 @pytest.fixture
 def one_process(tmp_path):
     """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1
+    )
     yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
@@ -184,7 +234,9 @@ def test_sharded_parameters_are_refused_by_name(one_process):
 
     network = build("mlp")
     fully_shard(network[2], mesh=one_process)
-    with pytest.raises(ValueError, match=r"sharded parameters: 2 is of class FSDPLinear.*DistributedDataParallel"):
+    with pytest.raises(
+        ValueError, match=r"sharded parameters: 2 is of class FSDPLinear.*DistributedDataParallel"
+    ):
         PrivacyEngine(accountant="rdp").make_private(**toy(network))
     network = build("mlp")
     network[2].weight = nn.Parameter(distribute_tensor(network[2].weight.detach(), one_process))
@@ -252,4 +304,6 @@ def test_records_that_were_not_traced_at_first_have_their_say():
     spec = find_spec(WeightShuffling(), network, optimizer, loader)
     assert list(spec.blocks) == ["two.weight", "two.bias", "three.weight"]
     with pytest.raises(ValueError, match="changes what"):
-        find_spec(WeightShuffling(groups=find_permutations(network, data[:2])), network, optimizer, loader)
+        find_spec(
+            WeightShuffling(groups=find_permutations(network, data[:2])), network, optimizer, loader
+        )

@@ -39,7 +39,8 @@ from opacus_shuffle.permutation import PermutationSpec, find_permutations
 
 STEPS = RECORDS // BATCH  # of an epoch
 
-# Setting up again --------------------------------------------------------------------------------------------------------
+# Setting up again
+# --------------------------------------------------------------------------------------------------------
 
 
 def again(run, **changes):
@@ -83,7 +84,11 @@ def test_set_up_again_without_the_flag_shuffling_ends():
 def test_another_optimizer_for_the_same_network_ends_the_first_shuffler():
     run = prepare(shuffle=True).train(1)
     first = run.shuffler
-    again(run, optimizer=torch.optim.SGD(run.network.parameters(), lr=0.1, momentum=0.9), shuffle_weights=first.spec)
+    again(
+        run,
+        optimizer=torch.optim.SGD(run.network.parameters(), lr=0.1, momentum=0.9),
+        shuffle_weights=first.spec,
+    )
     run.train(1)
     assert run.shuffler.spec is first.spec
     assert (first.shuffles, run.shuffler.shuffles) == (STEPS, STEPS)
@@ -92,7 +97,12 @@ def test_another_optimizer_for_the_same_network_ends_the_first_shuffler():
 def test_shuffling_can_begin_later_and_training_goes_on():
     plain, run = (prepare(**in_order).train(1) for _ in range(2))
     again(plain, **in_order)
-    again(run, shuffle_weights=True, shuffle_generator=torch.Generator().manual_seed(20_260_101), **in_order)
+    again(
+        run,
+        shuffle_weights=True,
+        shuffle_generator=torch.Generator().manual_seed(20_260_101),
+        **in_order,
+    )
     for each in (plain, run):
         each.train(1)
     assert run.shuffler.shuffles == RECORDS // BATCH
@@ -106,7 +116,9 @@ def test_epsilon_is_the_same_with_and_without_shuffling(accountant):
     for shuffle in (False, True):
         engine = PrivacyEngine(accountant=accountant)
         prepare(shuffle=shuffle, engine=engine, sigma=2.0).train()
-        spent.append(engine.get_epsilon(1e-5, **({} if accountant == "rdp" else {"bound": "certified"})))
+        spent.append(
+            engine.get_epsilon(1e-5, **({} if accountant == "rdp" else {"bound": "certified"}))
+        )
     assert spent[0] == spent[1] > 0
 
 
@@ -135,7 +147,8 @@ def test_without_wrapping_opacus_hooks_come_back_and_the_engine_has_the_shuffler
     run.returned.cleanup()
 
 
-# By hand -----------------------------------------------------------------------------------------------------------------
+# By hand
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def train_by_hand(network, wrapped, sgd, mode="hooks", before_step=lambda: None):
@@ -168,7 +181,9 @@ def test_made_by_hand_it_trains_as_opacus_wrapper_whenever_it_gets_its_optimizer
 
     keywords = {"max_grad_norm": 1.0} if mode == "ghost" else {}
     plain, network = build("mlp"), build("mlp")
-    expected = train_by_hand(plain, wrap_model(plain, mode, True, **keywords), momentum(plain), mode)
+    expected = train_by_hand(
+        plain, wrap_model(plain, mode, True, **keywords), momentum(plain), mode
+    )
     sgd = momentum(network)
     model = ShuffleGradSampleModule(
         network,
@@ -179,7 +194,9 @@ def test_made_by_hand_it_trains_as_opacus_wrapper_whenever_it_gets_its_optimizer
     )
     if attached == "by a call":
         model.attach(sgd)
-    assert any(hasattr(layer, "ft_compute_sample_grad") for layer in network) == (mode == "functorch")
+    assert any(hasattr(layer, "ft_compute_sample_grad") for layer in network) == (
+        mode == "functorch"
+    )
     found = train_by_hand(network, model, sgd, mode)
     assert model.shuffler.shuffles == model.shuffler.steps == STEPS
     assert distance(expected, found) > 1e-3
@@ -234,7 +251,9 @@ def test_an_optimizer_that_cannot_be_followed_is_refused_before_its_first_step(l
 class HoldsTensors(torch.optim.SGD):
     def __init__(self, parameters, **options):
         super().__init__(parameters, **options)
-        self.averages = [each.detach().clone() for group in self.param_groups for each in group["params"]]
+        self.averages = [
+            each.detach().clone() for group in self.param_groups for each in group["params"]
+        ]
 
 
 def test_shufflers_that_could_not_do_their_work_are_refused():
@@ -245,7 +264,9 @@ def test_shufflers_that_could_not_do_their_work_are_refused():
     with pytest.raises(ValueError, match="averages"):
         WeightShuffler(network, spec, HoldsTensors(network.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="moves nothing"):
-        WeightShuffler(network, PermutationSpec((), {}, {}), torch.optim.SGD(network.parameters(), lr=0.1))
+        WeightShuffler(
+            network, PermutationSpec((), {}, {}), torch.optim.SGD(network.parameters(), lr=0.1)
+        )
     shuffler = WeightShuffler(network, spec, torch.optim.SGD(network.parameters(), lr=0.1))
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ValueError, match=r"cannot be copied or pickled.*state_dict\(\)"):
@@ -256,7 +277,9 @@ def test_made_by_hand_it_takes_specifications_levels_and_opacus_own_keywords():
     network = build("encoder")
     sample, sgd = records("encoder")[:2][0], torch.optim.SGD(network.parameters(), lr=0.1)
     spec = find_permutations(network, sample, groups="paper")
-    model = ShuffleGradSampleModule(network, optimizer=sgd, groups=spec, sample_input=sample, loss_reduction="sum")
+    model = ShuffleGradSampleModule(
+        network, optimizer=sgd, groups=spec, sample_input=sample, loss_reduction="sum"
+    )
     assert model.permutations is spec
     assert model.loss_reduction == "sum"
     model.to_standard_module()
@@ -289,10 +312,15 @@ def test_made_by_hand_nonsense_is_refused_and_the_network_is_left_alone(changes,
     assert not getattr(optimizer, "_optimizer_step_post_hooks", None)
 
 
-# What else users do ------------------------------------------------------------------------------------------------------
+# What else users do
+# ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
+)
 @pytest.mark.parametrize("part", ["model", "network"])
 def test_copies_compute_the_same_are_opacus_own_and_have_nothing_to_do_with_the_run(part, copied):
     run = prepare(shuffle=True).train(1)
@@ -320,7 +348,9 @@ def test_a_network_that_has_got_new_parameters_is_refused_by_their_names():
     WeightShuffler(network, find_permutations(network), optimizer)
     network.add_module("probe", nn.Linear(3, 3).double())
     network(records("mlp")[:5][0]).sum().backward()
-    with pytest.raises(ValueError, match=r"new parameters.*probe\.weight, probe\.bias.*make_private"):
+    with pytest.raises(
+        ValueError, match=r"new parameters.*probe\.weight, probe\.bias.*make_private"
+    ):
         optimizer.step()
 
 
@@ -355,7 +385,9 @@ def test_a_step_with_loaded_weights_and_the_state_of_others_comes_with_a_warning
     best = copy.deepcopy((network.state_dict(), optimizer.state_dict()))
     step()
     network.load_state_dict(best[0])
-    with pytest.warns(UserWarning, match=r"weights were loaded.*SGD.*another order.*state\.clear\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"weights were loaded.*SGD.*another order.*state\.clear\(\)"
+    ):
         step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -381,7 +413,10 @@ class Speaking(nn.Sequential):
 
 @pytest.mark.parametrize("mode", ["hooks", "ew", "ghost"])
 def test_the_wrapper_offers_what_the_network_does_and_training_is_not_disturbed(mode):
-    plain, run = (prepare(network=Speaking(*build("mlp")), mode=mode, shuffle=shuffle) for shuffle in (False, True))
+    plain, run = (
+        prepare(network=Speaking(*build("mlp")), mode=mode, shuffle=shuffle)
+        for shuffle in (False, True)
+    )
     x, words = records("mlp")[:5][0], []
     plain.train()
     run.train(before=lambda: words.append(run.model.generate(x)))
@@ -393,7 +428,8 @@ def test_the_wrapper_offers_what_the_network_does_and_training_is_not_disturbed(
     assert distance(weights(plain.network), weights(run.network)) <= EXACT
 
 
-# Networks that do unusual things ----------------------------------------------------------------------------------------------
+# Networks that do unusual things
+# ----------------------------------------------------------------------------------------------
 
 
 class Gated(nn.Module):
@@ -421,9 +457,13 @@ def test_buffers_move_with_the_units_they_belong_to(in_place):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         network = Gated(in_place).double()
-    plain, shuffled = (prepare(network=copy.deepcopy(network), shuffle=shuffle) for shuffle in (False, True))
+    plain, shuffled = (
+        prepare(network=copy.deepcopy(network), shuffle=shuffle) for shuffle in (False, True)
+    )
     for name, value in network.named_buffers():
-        assert torch.equal(shuffled.network.get_buffer(name), value)  # a search for permutations leaves no trace
+        assert torch.equal(
+            shuffled.network.get_buffer(name), value
+        )  # a search for permutations leaves no trace
     for run in (plain, shuffled):
         run.train(1)
     assert "scale" in shuffled.shuffler.spec.buffers
@@ -441,7 +481,10 @@ def test_a_network_whose_only_child_is_called_module_is_run_as_a_whole():
             return self.module(x.flatten(1))
 
     x, y = records("mlp").tensors
-    plain, run = (prepare(network=Outer(), data=TensorDataset(x[:, :, None], y), shuffle=shuffle) for shuffle in (False, True))
+    plain, run = (
+        prepare(network=Outer(), data=TensorDataset(x[:, :, None], y), shuffle=shuffle)
+        for shuffle in (False, True)
+    )
     for each in (plain, run):
         each.train(1)
     unshuffle(run)
@@ -451,10 +494,14 @@ def test_a_network_whose_only_child_is_called_module_is_run_as_a_whole():
 def test_a_plain_optimizer_is_followed_without_opacus_and_its_earlier_hooks_see_permuted_weights():
     network, other, seen = build("mlp"), build("mlp"), []
     x, y = records("mlp")[:]
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.03, eps=0.03) for each in (network, other)]
+    optimizers = [
+        torch.optim.Adam(each.parameters(), lr=0.03, eps=0.03) for each in (network, other)
+    ]
     optimizers[0].register_step_post_hook(lambda *_: seen.append(weights(network)))
     generator = torch.Generator().manual_seed(20_260_101)
-    shuffler = WeightShuffler(network, find_permutations(network), optimizers[0], generator=generator)
+    shuffler = WeightShuffler(
+        network, find_permutations(network), optimizers[0], generator=generator
+    )
     for _ in range(5):
         for each, optimizer in zip((network, other), optimizers, strict=True):
             optimizer.zero_grad()

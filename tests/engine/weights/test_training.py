@@ -33,8 +33,8 @@ STEPS = EPOCHS * RECORDS // BATCH
 VISIBLE = 1e-3
 """What a permutation of weights moves them by, at least: they differ from one another in the first digit."""
 
-# Every network with every mode that it trains in, every optimizer with several of them, with and without virtual steps and
-# wrapping.
+# Every network with every mode that it trains in, every optimizer with several of them, with and
+# without virtual steps and wrapping.
 RUNS = [
     ("mlp", "hooks", "SGD", None, True),
     ("mlp", "hooks", "Nesterov", 3, False),
@@ -69,7 +69,15 @@ FIRST = dict([*FIRST.items()][::2])
 """The default tests take one run of about half of the networks and modes, but for Hugging Face's."""
 
 
-def both(name: str = "mlp", *, shuffle=True, physical=None, accumulate: int = 1, scheduler=None, **options):
+def both(
+    name: str = "mlp",
+    *,
+    shuffle=True,
+    physical=None,
+    accumulate: int = 1,
+    scheduler=None,
+    **options,
+):
     """A run without shuffling and one with, after training."""
     runs = [prepare(name, shuffle=level, **options) for level in (False, shuffle)]
     for run in runs:
@@ -90,7 +98,9 @@ def agree(plain, shuffled) -> None:
     ("name", "mode", "optimizer", "physical", "wrap"),
     [pytest.param(*run, marks=() if run in FIRST.values() else pytest.mark.zoo) for run in RUNS],
 )
-def test_unshuffled_afterwards_a_run_is_the_run_without_shuffling(name, mode, optimizer, physical, wrap):
+def test_unshuffled_afterwards_a_run_is_the_run_without_shuffling(
+    name, mode, optimizer, physical, wrap
+):
     plain, shuffled = both(name, mode=mode, optimizer=optimizer, physical=physical, wrap_model=wrap)
     assert shuffled.shuffler.shuffles == shuffled.shuffler.steps == STEPS
     assert [steps for _, _, steps in shuffled.engine.accountant.history] == [STEPS]
@@ -104,7 +114,10 @@ def test_unshuffled_afterwards_a_run_is_the_run_without_shuffling(name, mode, op
 def groups_of_parameters(parameters):
     """Two learning rates."""
     parameters = list(parameters)
-    return torch.optim.Adam([{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2], "lr": 0.005}], eps=0.03)
+    return torch.optim.Adam(
+        [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2], "lr": 0.005}],
+        eps=0.03,
+    )
 
 
 def halving(run):
@@ -124,13 +137,21 @@ class Lookahead(torch.optim.SGD):
 
 
 NORMS = [0.1 + 0.02 * place for place in range(8)]
-ADAPTIVE = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 9.0, "min_clipbound": 0.01}
+ADAPTIVE = {
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 9.0,
+    "min_clipbound": 0.01,
+}
 WAYS = {
     "the paper's groups": ("encoder", {"shuffle": "paper"}),
     "heads": ("encoder", {"shuffle": "heads"}),
     "learning rates that fall": ("mlp", {"optimizer": "Adam", "scheduler": halving}),
     "gradients that accumulate": ("encoder", {"accumulate": 2, "poisson_sampling": False}),
-    "clipping layer by layer": ("conv", {"clipping": "per_layer", "max_grad_norm": NORMS, "optimizer": "Adam"}),
+    "clipping layer by layer": (
+        "conv",
+        {"clipping": "per_layer", "max_grad_norm": NORMS, "optimizer": "Adam"},
+    ),
     "adaptive clipping": ("mlp", {"clipping": "adaptive", "unclipped_num_std": 2.0, **ADAPTIVE}),
     "groups of parameters": ("encoder", {"optimizer": groups_of_parameters}),
     "corrections of low rank": ("low rank", {"optimizer": "Adam"}),
@@ -144,7 +165,11 @@ WAYS = {
 def test_whatever_belongs_to_training_goes_on(way):
     name, options = WAYS[way]
     plain, shuffled = both(name, **options)
-    assert shuffled.shuffler.steps == shuffled.shuffler.shuffles == STEPS // options.get("accumulate", 1)
+    assert (
+        shuffled.shuffler.steps
+        == shuffled.shuffler.shuffles
+        == STEPS // options.get("accumulate", 1)
+    )
     assert shuffled.shuffler.spec.level == options.get("shuffle", "residual")
     agree(plain, shuffled)
 
@@ -192,7 +217,8 @@ def test_what_is_released_is_permuted_by_independent_uniform_draws():
     assert chi2.sf(sum((count - 10) ** 2 / 10 for count in orders.values()), 35) > 1e-4
 
 
-# Noise ------------------------------------------------------------------------------------------------------------------------
+# Noise
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,10 +230,15 @@ def test_what_is_released_is_permuted_by_independent_uniform_draws():
         pytest.param("gpt2", "hooks", "SGD", marks=pytest.mark.zoo),
     ],
 )
-def test_with_the_noise_carried_along_a_noisy_run_is_the_noisy_run_without_shuffling(name, mode, optimizer):
+def test_with_the_noise_carried_along_a_noisy_run_is_the_noisy_run_without_shuffling(
+    name, mode, optimizer
+):
     options = {"mode": mode, "optimizer": optimizer, "sigma": 1.5}
     plain, shuffled = prepare(name, **options).train(), prepare(name, shuffle=True, **options)
-    assert distance(contents(plain), contents(prepare(name, **options | {"sigma": 0.0}).train())) > VISIBLE
+    assert (
+        distance(contents(plain), contents(prepare(name, **options | {"sigma": 0.0}).train()))
+        > VISIBLE
+    )
     with noise_carried_along(shuffled):
         shuffled.train()
     agree(plain, shuffled)
@@ -219,7 +250,9 @@ def test_without_carrying_it_equal_seeds_put_the_noise_on_other_units(mode):
     unshuffle(shuffled)
     assert distance(weights(plain.network), weights(shuffled.network)) > VISIBLE
     # the first step's noise still falls on the same units
-    plain, shuffled = (prepare("mlp", mode=mode, sigma=1.5, shuffle=shuffle) for shuffle in (False, True))
+    plain, shuffled = (
+        prepare("mlp", mode=mode, sigma=1.5, shuffle=shuffle) for shuffle in (False, True)
+    )
     for run in (plain, shuffled):
         x, y = next(iter(run.loader))
         run.criterion(logits(run.model, x), y).backward()
@@ -233,12 +266,17 @@ def test_shuffling_leaves_the_batches_the_noise_and_the_global_random_state_alon
         torch.manual_seed(0)
         run = prepare("mlp", sigma=1.0, shuffle=shuffle, own_generator=False).train()
         states.append(
-            (torch.get_rng_state(), run.optimizer.generator.get_state(), run.loader.batch_sampler.generator.get_state())
+            (
+                torch.get_rng_state(),
+                run.optimizer.generator.get_state(),
+                run.loader.batch_sampler.generator.get_state(),
+            )
         )
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
-# What goes with it ------------------------------------------------------------------------------------------------------------
+# What goes with it
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["conv", "encoder"])
@@ -256,10 +294,17 @@ def test_no_shuffle_changes_the_function_or_parts_gradients_and_state_from_weigh
         def step(self, closure=None):
             step = torch.optim.Adam.step
             (step.__wrapped__ if hasattr(step, "hooked") else step)(self, closure)  # without hooks
-            seen.append((outputs(), contents(run)))  # what the shuffler has not seen: its hook comes before all others
+            seen.append(
+                (outputs(), contents(run))
+            )  # what the shuffler has not seen: its hook comes before all others
 
     network = build(name)
-    run = prepare(name, network=network, shuffle=True, optimizer=lambda parameters: Watched(parameters, lr=0.03, eps=0.03))
+    run = prepare(
+        name,
+        network=network,
+        shuffle=True,
+        optimizer=lambda parameters: Watched(parameters, lr=0.03, eps=0.03),
+    )
     spec, generator = run.shuffler.spec, torch.Generator().manual_seed(SHUFFLE_SEED)
 
     def compare():
@@ -285,7 +330,10 @@ def test_noise_and_clipping_schedules_go_on():
 
     runs = [prepare("mlp", sigma=1.0, shuffle=shuffle) for shuffle in (False, True)]
     for run, carry in zip(runs, (False, True), strict=True):
-        noise, clip = ExponentialNoise(run.optimizer, gamma=0.8), ExponentialGradClip(run.optimizer, gamma=0.9)
+        noise, clip = (
+            ExponentialNoise(run.optimizer, gamma=0.8),
+            ExponentialGradClip(run.optimizer, gamma=0.9),
+        )
 
         def step(noise=noise, clip=clip):
             noise.step()
@@ -317,11 +365,16 @@ def test_frozen_layers_move_with_the_units_that_they_feed():
 
 
 def test_single_precision_stays_within_its_rounding():
-    plain, shuffled = (prepare("mlp", network=build("mlp").float(), shuffle=shuffle).train() for shuffle in (False, True))
+    plain, shuffled = (
+        prepare("mlp", network=build("mlp").float(), shuffle=shuffle).train()
+        for shuffle in (False, True)
+    )
     expected = contents(plain)
     assert distance(weights(plain.network), weights(shuffled.network)) > VISIBLE
     unshuffle(shuffled)
-    assert distance(expected, contents(shuffled)) <= EXACT * 2**29  # its rounding is so much coarser
+    assert (
+        distance(expected, contents(shuffled)) <= EXACT * 2**29
+    )  # its rounding is so much coarser
 
 
 def test_local_noise_and_shuffle_accountants_go_with_it():

@@ -31,19 +31,23 @@ def final_losses(seeds, *, shuffle, sigma=1.0):
             max_grad_norm=1.0,
             noise_generator=generators[1],
             wrap_model=False,
-            shuffle_weights=WeightShuffling(groups=shuffle, generator=generators[2]) if shuffle else False,
+            shuffle_weights=WeightShuffling(groups=shuffle, generator=generators[2])
+            if shuffle
+            else False,
         )
         for _ in range(2):
             run_epoch(network, optimizer, loader)
         with torch.no_grad():
-            losses.append(float(nn.functional.cross_entropy(network(data.tensors[0]), data.tensors[1])))
+            losses.append(
+                float(nn.functional.cross_entropy(network(data.tensors[0]), data.tensors[1]))
+            )
     return np.array(losses)
 
 
 @pytest.mark.zoo
 def test_shuffling_does_not_change_how_well_a_run_ends():
-    # Equal seeds put the noise on other units after the first permutation, so runs differ; their distribution does not. The
-    # level of each Kolmogorov-Smirnov test is 1e-3.
+    # Equal seeds put the noise on other units after the first permutation, so runs differ; their
+    # distribution does not. The level of each Kolmogorov-Smirnov test is 1e-3.
     spec = find_permutations(build("mlp"))
     shuffled = final_losses(range(40), shuffle=spec)
     still = final_losses(range(40, 80), shuffle=False)

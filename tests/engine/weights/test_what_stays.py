@@ -51,17 +51,24 @@ def stays(network: nn.Module, shuffle=True) -> list[str]:
         PrivacyEngine(accountant="rdp").make_private(
             module=network,
             optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(torch.randn(40, 5), torch.zeros(40)), batch_size=4),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(40, 5), torch.zeros(40)), batch_size=4
+            ),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
             shuffle_weights=shuffle,
         )
-    return [str(warning.message) for warning in caught if "shuffle_weights moves" in str(warning.message)]
+    return [
+        str(warning.message)
+        for warning in caught
+        if "shuffle_weights moves" in str(warning.message)
+    ]
 
 
 def test_the_share_that_moves_and_the_output_that_holds_the_rest_are_named():
     (message,) = stays(ReturnsHidden())
-    # The first layer's 8 units move: 5*8 + 8 entries and the 64*8 that read them. 64 and 64*3 + 3 are held.
+    # The first layer's 8 units move: 5*8 + 8 entries and the 64*8 that read them. 64 and 64*3 + 3
+    # are held.
     assert f"moves {560 / 819:.1%} of the parameters of ReturnsHidden" in message
     assert "an output of the network (259 entries)" in message
     assert "return no more than the loss needs" in message
@@ -70,7 +77,8 @@ def test_the_share_that_moves_and_the_output_that_holds_the_rest_are_named():
 def test_parameters_that_no_record_reaches_are_named_with_the_remedy():
     network = ReadsATokenAtTimes()
     (message,) = stays(network)
-    # 12 units move: 16*12 + 12 + 12*3 entries. The token's 16, and all that is as wide as it, are held.
+    # 12 units move: 16*12 + 12 + 12*3 entries. The token's 16, and all that is as wide as it, are
+    # held.
     assert f"moves {240 / 355:.1%} of the parameters of ReadsATokenAtTimes" in message
     assert "as long as an axis of mask_token, which was not reached (96 entries)" in message
     assert "Not reached by the first records: mask_token." in message
@@ -81,6 +89,9 @@ def test_parameters_that_no_record_reaches_are_named_with_the_remedy():
     assert stays(ReadsATokenAtTimes(), spec) == []
 
 
-@pytest.mark.parametrize(("network", "shuffle"), [(ReturnsLogits, True), (ReturnsHidden, "paper"), (ReturnsHidden, False)])
+@pytest.mark.parametrize(
+    ("network", "shuffle"),
+    [(ReturnsLogits, True), (ReturnsHidden, "paper"), (ReturnsHidden, False)],
+)
 def test_where_nearly_all_moves_or_less_was_asked_for_nothing_is_said(network, shuffle):
     assert stays(network(), shuffle) == []

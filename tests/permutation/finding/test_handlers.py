@@ -23,7 +23,9 @@ def own_handlers(monkeypatch):
 
 
 @torch.library.custom_op("opacus_shuffle_tests::two_layers", mutates_args=())
-def two_layers(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+def two_layers(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gain: torch.Tensor
+) -> torch.Tensor:
     return torch.relu(x @ up.T) * gain @ down.T
 
 
@@ -32,7 +34,10 @@ class Opaque(nn.Module):
 
     def __init__(self, width: int = 6, hidden: int = 9) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(hidden, width)), nn.Parameter(torch.randn(width, hidden))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(hidden, width)),
+            nn.Parameter(torch.randn(width, hidden)),
+        )
         self.register_buffer("gain", torch.rand(hidden) + 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +53,14 @@ PARAMETERS = {"up": "unit in", "down": "out unit", "gain": "unit"}
 
 def around(*opaque: nn.Module, width: int = 6) -> nn.Sequential:
     """A network with opaque modules between linear layers, in double precision with random weights."""
-    layers = [nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, width), nn.Tanh(), *opaque, nn.Linear(width, 3)]
+    layers = [
+        nn.Linear(4, 7),
+        nn.Tanh(),
+        nn.Linear(7, width),
+        nn.Tanh(),
+        *opaque,
+        nn.Linear(width, 3),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -63,8 +75,13 @@ def keeps_its_function(network: nn.Module, spec, x: torch.Tensor) -> bool:
     """Whether outputs stay, and whether weights move."""
     moved = copy.deepcopy(network)
     spec.apply_(moved, spec.sample(torch.Generator().manual_seed(1)))
-    assert any(not torch.equal(one, two) for one, two in zip(network.parameters(), moved.parameters(), strict=True))
-    return float((moved(x) - network(x)).detach().abs().max()) <= EXACT * float(network(x).detach().abs().max())
+    assert any(
+        not torch.equal(one, two)
+        for one, two in zip(network.parameters(), moved.parameters(), strict=True)
+    )
+    return float((moved(x) - network(x)).detach().abs().max()) <= EXACT * float(
+        network(x).detach().abs().max()
+    )
 
 
 INPUT = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
@@ -90,14 +107,17 @@ def test_with_a_handler_its_axes_take_part(inputs, outputs, bits):
     def axes(module):
         return ModuleAxes(PARAMETERS, inputs=inputs, outputs=outputs)
 
-    # an axis inside of the pattern that is neither in the inputs nor in the outputs ends there: "in" is then free by itself
+    # an axis inside of the pattern that is neither in the inputs nor in the outputs ends there:
+    # "in" is then free by itself
     network = around(Opaque(), nn.Tanh())
     parameters = dict(PARAMETERS)
     if "in" not in inputs:
         parameters["up"] = "unit _"
     if "out" not in outputs:
         parameters["down"] = "_ unit"
-    register_permutation(Opaque)(lambda module: ModuleAxes(parameters, inputs=inputs, outputs=outputs))
+    register_permutation(Opaque)(
+        lambda module: ModuleAxes(parameters, inputs=inputs, outputs=outputs)
+    )
     spec = find_permutations(network, INPUT)
     assert spec.log2_size() == pytest.approx(bits)
     assert "4.gain" in spec.buffers
@@ -116,7 +136,9 @@ def test_with_a_handler_its_axes_take_part(inputs, outputs, bits):
 )
 def test_a_wrong_handler_is_refused_by_the_check(parameters):
     sizes = {"width": 9, "hidden": 9} if parameters.get("down") == "unit out" else {}
-    register_permutation(Opaque)(lambda module: ModuleAxes(parameters, inputs="... in", outputs="... out"))
+    register_permutation(Opaque)(
+        lambda module: ModuleAxes(parameters, inputs="... in", outputs="... out")
+    )
     network = around(Opaque(**sizes), nn.Tanh(), width=sizes.get("width", 6))
     with pytest.raises(ValueError, match=r"changes what Sequential computes.*register_permutation"):
         find_permutations(network, INPUT)
@@ -142,7 +164,9 @@ def test_a_handler_that_returns_none_has_the_module_traced():
 
 def test_a_handler_may_decide_by_the_module():
     register_permutation(Opaque)(
-        lambda module: ModuleAxes(PARAMETERS, "... in", "... out") if module.up.shape[0] == 9 else None
+        lambda module: (
+            ModuleAxes(PARAMETERS, "... in", "... out") if module.up.shape[0] == 9 else None
+        )
     )
     network = around(Opaque(hidden=9), nn.Tanh(), Opaque(hidden=5))
     spec = find_permutations(network, INPUT)
@@ -172,7 +196,10 @@ def test_only_classes_of_modules_can_be_registered(kind):
         (ModuleAxes({"up": "(unit in"}, "... in", "... out"), r"\(unit in' has '\('"),
         (ModuleAxes({"up": "unit) in"}, "... in", "... out"), r"unit\) in' has '\)'"),
         (ModuleAxes({"upp": "unit in"}, "... in", "... out"), "'upp'.*up"),
-        (ModuleAxes({"up": "(gate unit) in"}, "... in", "... out", sizes={"gate": 4}), "gate unit.*size 9"),
+        (
+            ModuleAxes({"up": "(gate unit) in"}, "... in", "... out", sizes={"gate": 4}),
+            "gate unit.*size 9",
+        ),
         (ModuleAxes({"up": "(a b) in"}, "... in", "... out"), "'a b'.*size 9"),
         (ModuleAxes({"up": "unit in", "down": "out in"}, "... in", "... out"), "'in'.*size 9"),
         (ModuleAxes(PARAMETERS, "_ _ in", "... out"), r"_ _ in.*\(5, 6\)"),
@@ -197,18 +224,27 @@ def test_the_network_is_left_as_it_was_even_when_a_handler_fails():
     network = around(Opaque())
     for axes in (ModuleAxes(PARAMETERS, "... in", "... out"), ModuleAxes({"up": "unit"})):
         register_permutation(Opaque)(lambda module, axes=axes: axes)
-        with pytest.raises(ValueError, match="unit") if "down" not in axes.parameters else torch.no_grad():
+        with (
+            pytest.raises(ValueError, match="unit")
+            if "down" not in axes.parameters
+            else torch.no_grad()
+        ):
             find_permutations(network, INPUT)
         assert "forward" not in vars(network[4])
 
 
-# Fused layers -----------------------------------------------------------------------------------------------------------------
+# Fused layers
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("opacus_shuffle_tests::fused_lstm", mutates_args=())
-def fused_lstm(x: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor, b_ih: torch.Tensor, b_hh: torch.Tensor) -> torch.Tensor:
+def fused_lstm(
+    x: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor, b_ih: torch.Tensor, b_hh: torch.Tensor
+) -> torch.Tensor:
     start = x.new_zeros(1, x.shape[0], w_hh.shape[1])
-    return torch.lstm(x, (start, start), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, True)[0].clone()
+    return torch.lstm(
+        x, (start, start), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, True
+    )[0].clone()
 
 
 class FusedLSTM(nn.Module):
@@ -216,14 +252,25 @@ class FusedLSTM(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.w_ih, self.w_hh = nn.Parameter(torch.randn(4 * hidden, width)), nn.Parameter(torch.randn(4 * hidden, hidden))
-        self.b_ih, self.b_hh = nn.Parameter(torch.randn(4 * hidden)), nn.Parameter(torch.randn(4 * hidden))
+        self.w_ih, self.w_hh = (
+            nn.Parameter(torch.randn(4 * hidden, width)),
+            nn.Parameter(torch.randn(4 * hidden, hidden)),
+        )
+        self.b_ih, self.b_hh = (
+            nn.Parameter(torch.randn(4 * hidden)),
+            nn.Parameter(torch.randn(4 * hidden)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return fused_lstm(x, self.w_ih, self.w_hh, self.b_ih, self.b_hh)
 
 
-GATES = {"w_ih": "(gate unit) in", "w_hh": "(gate unit) unit", "b_ih": "(gate unit)", "b_hh": "(gate unit)"}
+GATES = {
+    "w_ih": "(gate unit) in",
+    "w_hh": "(gate unit) unit",
+    "b_ih": "(gate unit)",
+    "b_hh": "(gate unit)",
+}
 
 
 def recurrent(layer: nn.Module) -> nn.Sequential:
@@ -231,7 +278,9 @@ def recurrent(layer: nn.Module) -> nn.Sequential:
 
 
 def test_axes_made_of_several_are_permuted_inside_every_part():
-    register_permutation(FusedLSTM)(lambda module: ModuleAxes(GATES, "... in", "... unit", sizes={"gate": 4}, fixed=("gate",)))
+    register_permutation(FusedLSTM)(
+        lambda module: ModuleAxes(GATES, "... in", "... unit", sizes={"gate": 4}, fixed=("gate",))
+    )
     network, x = recurrent(FusedLSTM(6, 5)), torch.randn(2, 3, 4, dtype=torch.float64)
     spec = find_permutations(network, x)
     assert spec.log2_size() == pytest.approx(symmetric(6) + symmetric(5))
@@ -254,13 +303,30 @@ def test_axes_made_of_several_are_permuted_inside_every_part():
         {"fixed": ()},
         {"parameters": GATES | {"b_hh": "_"}},
         {"parameters": GATES | {"w_hh": "(gate unit) other"}},
-        {"parameters": {name: pattern.replace("(gate unit)", "(unit gate)") for name, pattern in GATES.items()}},
+        {
+            "parameters": {
+                name: pattern.replace("(gate unit)", "(unit gate)")
+                for name, pattern in GATES.items()
+            }
+        },
         {"outputs": "... free"},
     ],
-    ids=["gates permuted", "bias forgotten", "states apart", "minor and major swapped", "output apart"],
+    ids=[
+        "gates permuted",
+        "bias forgotten",
+        "states apart",
+        "minor and major swapped",
+        "output apart",
+    ],
 )
 def test_mistakes_in_a_recurrent_layer_are_found_by_the_check(change):
-    right = {"parameters": GATES, "inputs": "... in", "outputs": "... unit", "sizes": {"gate": 4}, "fixed": ("gate",)}
+    right = {
+        "parameters": GATES,
+        "inputs": "... in",
+        "outputs": "... unit",
+        "sizes": {"gate": 4},
+        "fixed": ("gate",),
+    }
     register_permutation(FusedLSTM)(lambda module: ModuleAxes(**{**right, **change}))
     with pytest.raises(ValueError, match="changes what Sequential computes"):
         find_permutations(recurrent(FusedLSTM(6, 5)), torch.randn(2, 3, 4, dtype=torch.float64))
@@ -268,7 +334,9 @@ def test_mistakes_in_a_recurrent_layer_are_found_by_the_check(change):
 
 def test_declared_modules_may_share_weights_with_traced_ones():
     register_permutation(Opaque)(lambda module: ModuleAxes(PARAMETERS, "... in", "... out"))
-    network = around(Opaque(width=6, hidden=9), nn.Linear(6, 9, bias=False), nn.Tanh(), nn.Linear(9, 6))
+    network = around(
+        Opaque(width=6, hidden=9), nn.Linear(6, 9, bias=False), nn.Tanh(), nn.Linear(9, 6)
+    )
     network[5].weight = network[4].up
     spec = find_permutations(network, INPUT)
     assert spec.aliases == {"4.up": ("5.weight",)}

@@ -26,7 +26,10 @@ def test_entries_of_sums_of_products_lie_where_grids_say():
     assert grids([whole]) == [(0, ((heads, 3), (width, 1))), (6, ((tail, 1),))]
     assert terms([whole]) == [(heads, width), (tail,)]
     copies = Axis(5)
-    assert grids([copies, whole]) == [(0, ((copies, 10), (heads, 3), (width, 1))), (6, ((copies, 10), (tail, 1)))]
+    assert grids([copies, whole]) == [
+        (0, ((copies, 10), (heads, 3), (width, 1))),
+        (6, ((copies, 10), (tail, 1))),
+    ]
 
 
 def test_views_split_atoms_and_fix_only_what_does_not_divide():

@@ -17,9 +17,23 @@ from opacus_shuffle.permutation import find_permutations
 @pytest.mark.parametrize(
     ("name", "bits"),
     {
-        **{"mlp": 499, "conv_net": 225, "resnet": 266, "opacus_encoder": 964, "torch_encoder_pre_norm": 964},
-        **{"BertForSequenceClassification": 1081, "BertForMaskedLM": 964, "RobertaForSequenceClassification": 1081},
-        **{"ViTForImageClassification": 964, "GPT2LMHeadModel": 1804, "DistilBertForSequenceClassification": 1081},
+        **{
+            "mlp": 499,
+            "conv_net": 225,
+            "resnet": 266,
+            "opacus_encoder": 964,
+            "torch_encoder_pre_norm": 964,
+        },
+        **{
+            "BertForSequenceClassification": 1081,
+            "BertForMaskedLM": 964,
+            "RobertaForSequenceClassification": 1081,
+        },
+        **{
+            "ViTForImageClassification": 964,
+            "GPT2LMHeadModel": 1804,
+            "DistilBertForSequenceClassification": 1081,
+        },
         **{"LlamaForCausalLM": 777, "GPTNeoXForCausalLM": 878},
     }.items(),
 )
@@ -34,9 +48,17 @@ def test_formulas_give_the_numbers_of_the_table(name, bits):
         ("timm_vit", "blocks.0.attention.qkv.weight", 0, "port head"),
         ("nano_gpt", "blocks.1.attention.qkv.weight", 0, "port head"),
         ("interleaved", "blocks.0.attention.qkv.weight", 0, "head port"),
-        pytest.param(*("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", 1, "port head"), marks=pytest.mark.zoo),
         pytest.param(
-            *("BloomForCausalLM", "transformer.h.0.self_attention.query_key_value.weight", 0, "head port"),
+            *("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", 1, "port head"),
+            marks=pytest.mark.zoo,
+        ),
+        pytest.param(
+            *(
+                "BloomForCausalLM",
+                "transformer.h.0.self_attention.query_key_value.weight",
+                0,
+                "head port",
+            ),
             marks=pytest.mark.zoo,
         ),
     ],
@@ -66,7 +88,8 @@ def test_packed_projections_move_queries_with_keys_and_values_apart(name, parame
     assert not torch.equal(inner[0, 0], inner[0, 1])
 
 
-# Real configurations ----------------------------------------------------------------------------------------------------------
+# Real configurations
+# ----------------------------------------------------------------------------------------------------------
 
 
 def real(model, config, sample, **options):
@@ -80,13 +103,42 @@ def real(model, config, sample, **options):
 @pytest.mark.parametrize(
     ("model", "config", "options", "sample", "size", "paper", "still"),
     [
-        ("ViTForImageClassification", "ViTConfig", {"num_labels": 100}, "images", by_hand.VIT_B, 98.98, 100),
-        ("BertForSequenceClassification", "BertConfig", {"num_labels": 2}, "tokens", by_hand.BERT_BASE, 78.18, 2),
-        ("GPT2LMHeadModel", "GPT2Config", {"use_cache": False}, "masked tokens", by_hand.GPT2_SMALL, 68.31, 0),
+        (
+            "ViTForImageClassification",
+            "ViTConfig",
+            {"num_labels": 100},
+            "images",
+            by_hand.VIT_B,
+            98.98,
+            100,
+        ),
+        (
+            "BertForSequenceClassification",
+            "BertConfig",
+            {"num_labels": 2},
+            "tokens",
+            by_hand.BERT_BASE,
+            78.18,
+            2,
+        ),
+        (
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            {"use_cache": False},
+            "masked tokens",
+            by_hand.GPT2_SMALL,
+            68.31,
+            0,
+        ),
     ],
 )
-def test_real_configurations_move_what_the_table_says(model, config, options, sample, size, paper, still):
-    samples = {"images": {"pixel_values": torch.zeros(1, 3, 224, 224)}, "tokens": {"input_ids": torch.zeros(1, 16).long()}}
+def test_real_configurations_move_what_the_table_says(
+    model, config, options, sample, size, paper, still
+):
+    samples = {
+        "images": {"pixel_values": torch.zeros(1, 3, 224, 224)},
+        "tokens": {"input_ids": torch.zeros(1, 16).long()},
+    }
     samples["masked tokens"] = samples["tokens"] | {"attention_mask": torch.zeros(1, 1, 16, 16)}
     module, sample = real(model, config, samples[sample], **options)
     total = sum(parameter.numel() for parameter in module.parameters())
@@ -96,4 +148,6 @@ def test_real_configurations_move_what_the_table_says(model, config, options, sa
     spec = find_permutations(module, sample)
     assert round((1 - spec.shuffle_ratio(module)) * total) == still
     assert spec.log2_size() == pytest.approx(size.residual, rel=1e-12)
-    assert find_permutations(module, sample, groups="heads").log2_size() == pytest.approx(size.heads, rel=1e-12)
+    assert find_permutations(module, sample, groups="heads").log2_size() == pytest.approx(
+        size.heads, rel=1e-12
+    )

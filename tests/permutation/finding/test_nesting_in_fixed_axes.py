@@ -68,7 +68,9 @@ def two_layers_of_units_of_classes():
         h = torch.einsum("bjd,jde->bje", h, net.between).tanh()
         return torch.einsum("bje,je->bj", h, net.leave).log_softmax(-1)
 
-    network = Net(way, enter=weight(3, 7, 4), shift=weight(3, 7), between=weight(3, 7, 5), leave=weight(3, 5))
+    network = Net(
+        way, enter=weight(3, 7, 4), shift=weight(3, 7), between=weight(3, 7, 5), leave=weight(3, 5)
+    )
     return network, inputs((2, 4))[0], factorials(7, 7, 7, 5, 5, 5)
 
 
@@ -77,19 +79,31 @@ def matrices_of_fixed_things():
     def way(net, x):
         return torch.bmm(torch.relu(torch.bmm(x, net.enter)), net.leave)
 
-    return Net(way, enter=weight(3, 4, 7), leave=weight(3, 7, 2)), inputs((3, 2, 4))[0], factorials(7, 7, 7)
+    return (
+        Net(way, enter=weight(3, 4, 7), leave=weight(3, 7, 2)),
+        inputs((3, 2, 4))[0],
+        factorials(7, 7, 7),
+    )
 
 
 @own
 def groups_of_channels_that_are_outputs():
-    network = nn.Sequential(nn.Conv1d(2, 18, 3), nn.GroupNorm(3, 18), nn.ReLU(), nn.Conv1d(18, 3, 3, groups=3))
+    network = nn.Sequential(
+        nn.Conv1d(2, 18, 3), nn.GroupNorm(3, 18), nn.ReLU(), nn.Conv1d(18, 3, 3, groups=3)
+    )
     return network, inputs((2, 2, 9))[0], factorials(6, 6, 6)
 
 
 @own
 def depthwise_convolutions_of_inputs():
-    network = nn.Sequential(nn.Conv1d(3, 15, 3, groups=3), nn.Tanh(), nn.Conv1d(15, 12, 1, groups=3), nn.ReLU())
-    return nn.Sequential(*network, nn.Conv1d(12, 6, 1, groups=3)), inputs((2, 3, 9))[0], factorials(5, 5, 5, 4, 4, 4)
+    network = nn.Sequential(
+        nn.Conv1d(3, 15, 3, groups=3), nn.Tanh(), nn.Conv1d(15, 12, 1, groups=3), nn.ReLU()
+    )
+    return (
+        nn.Sequential(*network, nn.Conv1d(12, 6, 1, groups=3)),
+        inputs((2, 3, 9))[0],
+        factorials(5, 5, 5, 4, 4, 4),
+    )
 
 
 @own
@@ -103,7 +117,11 @@ def capsules():
             agreement = agreement + (votes * sums[:, None]).sum(-1)
         return sums.norm(dim=-1)
 
-    return Net(way, enter=weight(4, 6), votes=weight(4, 3, 6, 7)), inputs((2, 4))[0], factorials(6, 6, 6, 6, 7, 7, 7)
+    return (
+        Net(way, enter=weight(4, 6), votes=weight(4, 3, 6, 7)),
+        inputs((2, 4))[0],
+        factorials(6, 6, 6, 6, 7, 7, 7),
+    )
 
 
 @shared
@@ -123,7 +141,14 @@ def classes_gathered_by_constants():
 
 @shared
 def classes_gathered_by_signs_of_their_own():
-    return by_class(lambda h: h + along_classes(h).gather(1, (along_classes(h).sum(-1) > 0).long()[..., None].expand_as(h)))
+    return by_class(
+        lambda h: (
+            h
+            + along_classes(h).gather(
+                1, (along_classes(h).sum(-1) > 0).long()[..., None].expand_as(h)
+            )
+        )
+    )
 
 
 @shared
@@ -139,7 +164,9 @@ def classes_written_elsewhere():
 
 @shared
 def classes_added_elsewhere():
-    return by_class(lambda h: along_classes(h).index_add(1, torch.tensor([1, 2, 0]), along_classes(h)))
+    return by_class(
+        lambda h: along_classes(h).index_add(1, torch.tensor([1, 2, 0]), along_classes(h))
+    )
 
 
 @shared
@@ -175,13 +202,16 @@ def rows_chosen_by_numbers_of_their_own():
 def groups_as_many_as_rows():
     def way(net, x):
         rows = net.enter.sum(1) * torch.arange(4)
-        h = torch._grouped_mm(rows.float(), net.enter.mT.float(), torch.tensor([1, 1, 3], dtype=torch.int32))
+        h = torch._grouped_mm(
+            rows.float(), net.enter.mT.float(), torch.tensor([1, 1, 3], dtype=torch.int32)
+        )
         return x.sum(1)[:, None] * (torch.relu(h).to(x) * net.leave).sum(1)
 
     return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
 
 
-# Slices that are used one by one ----------------------------------------------------------------------------------------------
+# Slices that are used one by one
+# ----------------------------------------------------------------------------------------------
 
 
 def bank(way):
@@ -225,7 +255,10 @@ def experts_used_as_a_whole_too():
 def experts_whose_matrices_are_square():
     def way(net, x):
         h = [torch.tanh(x @ net.enter[each].t()) for each in range(3)]
-        h = [torch.tanh(each @ net.again[number].t()) @ net.again[number].t() for number, each in enumerate(h)]
+        h = [
+            torch.tanh(each @ net.again[number].t()) @ net.again[number].t()
+            for number, each in enumerate(h)
+        ]
         return torch.stack([each @ net.leave[number] for number, each in enumerate(h)], 1)
 
     network, sample = bank(way)
@@ -233,7 +266,8 @@ def experts_whose_matrices_are_square():
     return network, sample
 
 
-# Slices that an index chooses for each record ---------------------------------------------------------------------------------
+# Slices that an index chooses for each record
+# ---------------------------------------------------------------------------------
 
 
 def routed(way):
@@ -247,7 +281,9 @@ def routed(way):
         h = torch.relu(torch.einsum("tdi,ti->td", net.enter[choice], x))
         return (way(choice, h, net) * net.leave[choice]).sum(-1, keepdim=True)
 
-    network = Net(forward, enter=weight(3, 7, 4), leave=weight(3, 7), gate=weight(3, 4), shift=weight(3, 7))
+    network = Net(
+        forward, enter=weight(3, 7, 4), leave=weight(3, 7), gate=weight(3, 4), shift=weight(3, 7)
+    )
     return network, inputs((5, 4))[0]
 
 
@@ -288,7 +324,8 @@ def matrices_of_experts_added_to_those_chosen():
     return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
 
 
-# What is found ----------------------------------------------------------------------------------------------------------------
+# What is found
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OWN)

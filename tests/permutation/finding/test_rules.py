@@ -28,7 +28,9 @@ OPAQUE = {
     "constant factors": lambda x: x * torch.arange(8, dtype=x.dtype),
     "own order": lambda x: x.take_along_dim(x.argsort(1), 1),
     "unfold": lambda x: x.unfold(1, 3, 1).flatten(1),
-    "convolution over units": lambda x: torch.conv1d(x.unsqueeze(1), torch.ones(1, 1, 3).to(x)).flatten(1),
+    "convolution over units": lambda x: torch.conv1d(
+        x.unsqueeze(1), torch.ones(1, 1, 3).to(x)
+    ).flatten(1),
     "written through a view": lambda x: x.clone().index_fill_(1, torch.tensor([0]), 0.0),
     "memory seen otherwise": lambda x: torch.as_strided(x.contiguous(), (len(x), 4), (8, 2)),
 }
@@ -44,7 +46,14 @@ def test_operations_that_tell_units_apart_keep_them_in_place(operation):
     spec = find_permutations(module, torch.randn(4, 5))
     assert spec.log2_size() == pytest.approx(by_hand.symmetric(6) + by_hand.symmetric(7))
     assert spec.moved_fraction("2.bias") == 0
-    assert set(spec.axes_to_perm) == {"0.weight", "0.bias", "2.weight", "5.weight", "5.bias", "7.weight"}
+    assert set(spec.axes_to_perm) == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "5.weight",
+        "5.bias",
+        "7.weight",
+    }
 
 
 def test_an_axis_squeezed_in_place_is_followed():
@@ -93,8 +102,11 @@ def test_what_works_along_the_only_axis_of_a_scalar_does_not_stop_the_search(red
 def test_attention_inside_of_pytorchs_own_encoder_is_seen_into():
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-    spec = find_permutations(nn.Sequential(nn.Linear(4, 8), encoder, nn.Linear(8, 3)), torch.randn(2, 5, 4))
-    # In each layer: units, heads, and in each head queries with keys, and values. In all: the residual stream.
+    spec = find_permutations(
+        nn.Sequential(nn.Linear(4, 8), encoder, nn.Linear(8, 3)), torch.randn(2, 5, 4)
+    )
+    # In each layer: units, heads, and in each head queries with keys, and values. In all: the
+    # residual stream.
     layer = by_hand.symmetric(16) + by_hand.symmetric(2) + 2 * 2 * by_hand.symmetric(4)
     assert spec.log2_size() == pytest.approx(by_hand.symmetric(8) + 2 * layer)
     assert not spec.unknown
@@ -106,7 +118,10 @@ def test_a_loop_over_what_was_chosen_needs_no_rule_where_nothing_was():
             h = h.index_add(0, place, h[place])
         return h
 
-    spec = find_permutations(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), Apply(doubled), nn.Linear(5, 2)), torch.randn(4, 3))
+    spec = find_permutations(
+        nn.Sequential(nn.Linear(3, 5), nn.Tanh(), Apply(doubled), nn.Linear(5, 2)),
+        torch.randn(4, 3),
+    )
     assert not spec.unknown
 
 
@@ -120,7 +135,9 @@ class TextCNN(nn.Module):
 
     def forward(self, x):
         h = self.words(x)[:, None]
-        return self.out(torch.cat([kernel(h).relu().squeeze(3).amax(2) for kernel in self.kernels], 1))
+        return self.out(
+            torch.cat([kernel(h).relu().squeeze(3).amax(2) for kernel in self.kernels], 1)
+        )
 
 
 class Mixer(nn.Module):
@@ -154,7 +171,9 @@ def test_a_kernel_that_spans_an_axis_of_the_sample_alone_stays():
             self.places, self.kernel = nn.Parameter(torch.randn(1, 4, 5)), nn.Conv1d(4, 2, 5)
 
         def forward(self, x):
-            return self.kernel(x[:, None] * torch.cat([self.places, self.places], 2)[..., : x.shape[1]]).amax(2)
+            return self.kernel(
+                x[:, None] * torch.cat([self.places, self.places], 2)[..., : x.shape[1]]
+            ).amax(2)
 
     spec = find_permutations(Sliding(), torch.randn(2, 5))
     assert spec.log2_size() == pytest.approx(by_hand.symmetric(4))

@@ -18,7 +18,10 @@ def positive(x: torch.Tensor) -> torch.Tensor:
 MATRIX, CUBE, SQUARE = (3, 4), (2, 3, 4), (4, 4)
 CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "where": (lambda x, y, z: torch.where(x > 0, y, z), (CUBE, (4,), (3, 1))),
-    "masked in place": (lambda x, y: x.clone().masked_fill_(y > 0, torch.tensor(2.0)), (CUBE, (3, 1))),
+    "masked in place": (
+        lambda x, y: x.clone().masked_fill_(y > 0, torch.tensor(2.0)),
+        (CUBE, (3, 1)),
+    ),
     "largest and where": (lambda x: tuple(x.max(1)), (CUBE,)),
     "largest": (lambda x: x.max(1, keepdim=True).values, (CUBE,)),
     "median": (lambda x: x.median(1).values, (CUBE,)),
@@ -33,24 +36,45 @@ CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "ranks": (lambda x: x.argsort(1).argsort(1), (MATRIX,)),
     "topk": (lambda x: x.topk(2, 1).values, (CUBE,)),
     "topk in any order": (lambda x: x.topk(2, 1, sorted=False).values, (CUBE,)),
-    "the largest of each": (lambda x: torch.where(x < x.kthvalue(3, 1, keepdim=True).values, 0.0, x), (MATRIX,)),
+    "the largest of each": (
+        lambda x: torch.where(x < x.kthvalue(3, 1, keepdim=True).values, 0.0, x),
+        (MATRIX,),
+    ),
     "chosen by the largest": (lambda x, y: y.gather(1, x.topk(2, 1).indices), (MATRIX, MATRIX)),
     "running largest": (lambda x: tuple(x.cummax(1)), (CUBE,)),
     "running sum": (lambda x: x.cumsum(1), (CUBE,)),
     "index_add": (lambda x, y: x.index_add(1, torch.tensor([1, 1]), y[:, :2]), (CUBE, CUBE)),
-    "index_reduce": (lambda x, y: x.index_reduce(1, torch.tensor([1, 1]), y[:, :2], "amax"), (CUBE, CUBE)),
+    "index_reduce": (
+        lambda x, y: x.index_reduce(1, torch.tensor([1, 1]), y[:, :2], "amax"),
+        (CUBE, CUBE),
+    ),
     "gather": (lambda x, y: x.gather(1, positive(y)), (CUBE, CUBE)),
     "fourier": (lambda x: torch.view_as_real(torch.fft.fft(x, dim=1)), (CUBE,)),
     "real fourier": (lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1), n=5, dim=1), (CUBE,)),
-    "sparse": (lambda x: torch.sparse.mm(torch.eye(3).double().roll(1, 0).to_sparse(), x), (MATRIX,)),
-    "transposed convolution": (lambda x, y: F.conv_transpose1d(x, y, groups=2), ((2, 4, 5), (4, 3, 2))),
-    "across groups": (lambda x, y: F.conv_transpose1d(x, y, groups=2).unflatten(1, (2, -1)).sum(1), ((2, 4, 5), (4, 3, 2))),
+    "sparse": (
+        lambda x: torch.sparse.mm(torch.eye(3).double().roll(1, 0).to_sparse(), x),
+        (MATRIX,),
+    ),
+    "transposed convolution": (
+        lambda x, y: F.conv_transpose1d(x, y, groups=2),
+        ((2, 4, 5), (4, 3, 2)),
+    ),
+    "across groups": (
+        lambda x, y: F.conv_transpose1d(x, y, groups=2).unflatten(1, (2, -1)).sum(1),
+        ((2, 4, 5), (4, 3, 2)),
+    ),
     "padded volume": (lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="reflect"), ((2, 3, 2, 3, 4),)),
-    "replicated volume": (lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"), ((2, 3, 2, 3, 4),)),
+    "replicated volume": (
+        lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"),
+        ((2, 3, 2, 3, 4),),
+    ),
     "nearest": (lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"), (CUBE,)),
     "every other": (lambda x: x[:, ::2], (MATRIX,)),
     "every other one and the ones between": (lambda x: x[:, ::2] * x[:, 1::2], (MATRIX,)),
-    "every other one written to": (lambda x, y: torch.cat([1 * x, y])[:, 1::2].mul_(2), (MATRIX, MATRIX)),
+    "every other one written to": (
+        lambda x, y: torch.cat([1 * x, y])[:, 1::2].mul_(2),
+        (MATRIX, MATRIX),
+    ),
     "every other of an odd number": (lambda x: x[:, 1::2], (CUBE,)),
 }
 
@@ -64,7 +88,9 @@ def test_permuted_operands_give_permuted_results(name):
     assert not breaks(operation, spec)
 
 
-@pytest.mark.parametrize("name", ["running sum", "running largest", "sorted and where", "chosen by the largest"])
+@pytest.mark.parametrize(
+    "name", ["running sum", "running largest", "sorted and where", "chosen by the largest"]
+)
 def test_a_rule_that_does_not_hold_is_seen(name, monkeypatch):
     def keeps_labels(run, call):
         for result in call.outputs:
@@ -74,7 +100,11 @@ def test_a_rule_that_does_not_hold_is_seen(name, monkeypatch):
         for result in call.outputs:
             run.set(result, [*run.dimensions(call.inputs[0])[:1], fixed_factors(result.shape[1])])
 
-    monkeypatch.setattr(rules, "RULES", rules.RULES | dict.fromkeys(("aten.cumsum", "aten.cummax", "aten.sort"), keeps_labels))
+    monkeypatch.setattr(
+        rules,
+        "RULES",
+        rules.RULES | dict.fromkeys(("aten.cumsum", "aten.cummax", "aten.sort"), keeps_labels),
+    )
     monkeypatch.setitem(rules.RULES, "aten.topk", forgets_labels)
     operation = Operation(*CASES[name])
     assert breaks(operation, labelled(operation))

@@ -31,9 +31,13 @@ PLACES = {
     "kthvalue": lambda x: torch.add(*x.kthvalue(2, keepdim=True)),
     "median": lambda x: torch.add(*x.median(-1, keepdim=True)),
     "max": lambda x: torch.add(*x.max(-1, keepdim=True)),
-    "squeezed in place": lambda x: torch.add(*(each.unsqueeze(1).squeeze_(1) for each in x.sort(-1))),
+    "squeezed in place": lambda x: torch.add(
+        *(each.unsqueeze(1).squeeze_(1) for each in x.sort(-1))
+    ),
     "min": lambda x: torch.add(*x.min(-1, keepdim=True)),
-    "written elsewhere": lambda x: torch.topk(x, 3, out=(x.new_zeros(len(x), 3), torch.zeros(len(x), 3).long()))[0],
+    "written elsewhere": lambda x: torch.topk(
+        x, 3, out=(x.new_zeros(len(x), 3), torch.zeros(len(x), 3).long())
+    )[0],
 }
 
 SEQUENTIAL = {
@@ -65,7 +69,9 @@ def test_equal_entries_and_no_numbers_come_out_the_same_in_every_order(name):
     entries = [1.0, 1.0, float("nan"), -float("inf"), 2.0, float("inf")]
     orders = torch.tensor(list(itertools.permutations(entries)))
     results = VALUES[name](orders)
-    assert torch.equal(results.nan_to_num(nan=7.0), results[:1].nan_to_num(nan=7.0).expand_as(results))
+    assert torch.equal(
+        results.nan_to_num(nan=7.0), results[:1].nan_to_num(nan=7.0).expand_as(results)
+    )
 
 
 def test_what_is_sorted_along_one_axis_moves_along_the_others():
@@ -74,7 +80,8 @@ def test_what_is_sorted_along_one_axis_moves_along_the_others():
 
 
 def test_across_a_sorted_axis_no_unit_has_an_order_of_its_own():
-    # Two parts of three units; sorted across the parts, the three pairs have orders of their own, the units one for both parts.
+    # Two parts of three units; sorted across the parts, the three pairs have orders of their own,
+    # the units one for both parts.
     apart = found(lambda x: x.view(-1, 2, 3).square().sum(-1))
     mixed = found(lambda x: x.view(-1, 2, 3).sort(1).values.square().sum(-1))
     assert apart == pytest.approx(2 * symmetric(3) + symmetric(2) + STAYS)

@@ -20,7 +20,10 @@ def test_values_that_leave_pytorch_keep_their_axes_in_place_and_the_others_move(
         def forward(self, x):
             return torch.tensor(x.tolist(), dtype=x.dtype)
 
-    spec = find_permutations(nn.Sequential(*mlp(Leaving(), nn.ReLU())[:-1], nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), X)
+    spec = find_permutations(
+        nn.Sequential(*mlp(Leaving(), nn.ReLU())[:-1], nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
+        X,
+    )
     assert round(2 ** spec.log2_size()) == 120
     assert "Tensor.tolist" in spec.describe()
 
@@ -78,7 +81,8 @@ def shown_in_place_of_a_weight(net, h):
 
 
 @pytest.mark.parametrize(
-    "change", [compared_with_a_pattern, written_to_in_a_list, filled_as_an_array, shown_in_place_of_a_weight]
+    "change",
+    [compared_with_a_pattern, written_to_in_a_list, filled_as_an_array, shown_in_place_of_a_weight],
 )
 def test_what_returns_no_tensor_keeps_its_axes_in_place(change):
     class Changing(nn.Module):
@@ -87,7 +91,11 @@ def test_what_returns_no_tensor_keeps_its_axes_in_place(change):
 
         def __init__(self):
             super().__init__()
-            self.one, self.two, self.shift = nn.Linear(4, 6), nn.Linear(6, 3), nn.Parameter(torch.ones(6))
+            self.one, self.two, self.shift = (
+                nn.Linear(4, 6),
+                nn.Linear(6, 3),
+                nn.Parameter(torch.ones(6)),
+            )
 
     with pytest.raises(ValueError, match="no axis"):
         find_permutations(Changing(), torch.randn(5, 4))
@@ -102,7 +110,12 @@ class Hiding(nn.Module):
 
     def __init__(self, hide):
         super().__init__()
-        self.hide, self.one, self.two, self.three = hide, nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.hide, self.one, self.two, self.three = (
+            hide,
+            nn.Linear(4, 6),
+            nn.Linear(6, 3),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, x):
         out = self.two(torch.relu(self.one(x)))
@@ -110,7 +123,11 @@ class Hiding(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "hide", [lambda h: h.as_subclass(Dressed).sin().as_subclass(torch.Tensor), lambda h: nn.Parameter(h).sin()]
+    "hide",
+    [
+        lambda h: h.as_subclass(Dressed).sin().as_subclass(torch.Tensor),
+        lambda h: nn.Parameter(h).sin(),
+    ],
 )
 def test_a_tensor_that_is_made_out_of_sight_moves_as_what_it_shows(hide):
     (moving,) = find_permutations(Hiding(hide), torch.randn(5, 4)).perm_to_axes.values()
@@ -136,8 +153,13 @@ def test_the_error_for_a_network_in_which_nothing_moves_says_what_fixed_its_tens
         def forward(self, x):
             return x * (x.argsort(-1) > 2)
 
-    with pytest.raises(ValueError, match=r"0\.weight: axis 0: test_trace\.py:\d+ \(sort\) of 1.* Leave shuffle_weights out"):
-        find_permutations(nn.Sequential(nn.Linear(4, 6), Largest(), nn.Linear(6, 3)), torch.randn(5, 4))
+    with pytest.raises(
+        ValueError,
+        match=r"0\.weight: axis 0: test_trace\.py:\d+ \(sort\) of 1.* Leave shuffle_weights out",
+    ):
+        find_permutations(
+            nn.Sequential(nn.Linear(4, 6), Largest(), nn.Linear(6, 3)), torch.randn(5, 4)
+        )
 
 
 def test_no_warning_is_shown_of_how_the_network_is_run():
@@ -146,7 +168,8 @@ def test_no_warning_is_shown_of_how_the_network_is_run():
         find_permutations(nn.Sequential(*mlp(nn.ReLU())), X)
 
 
-# What outlives the pass -------------------------------------------------------------------------------------------------------
+# What outlives the pass
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -212,7 +235,13 @@ class Keeping(nn.Module):
 @pytest.mark.parametrize(
     "keep",
     [
-        *(keep_in_a_global, keep_in_a_class_attribute, keep_in_a_dataclass, keep_in_slots, keep_in_a_closure),
+        *(
+            keep_in_a_global,
+            keep_in_a_class_attribute,
+            keep_in_a_dataclass,
+            keep_in_slots,
+            keep_in_a_closure,
+        ),
         *(keep_in_a_dictionary_of_a_hook, keep_a_list_of_views),
     ],
 )
@@ -226,4 +255,7 @@ def test_activations_that_nothing_but_their_own_circle_keeps_may_move():
         circle = [h]
         circle.append(circle)
 
-    assert round(2 ** find_permutations(Keeping(keep_in_a_circle), torch.randn(5, 4)).log2_size()) == 720
+    assert (
+        round(2 ** find_permutations(Keeping(keep_in_a_circle), torch.randn(5, 4)).log2_size())
+        == 720
+    )

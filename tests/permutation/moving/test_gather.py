@@ -47,7 +47,9 @@ def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, s
 
 
 def test_nan_payloads_survive():
-    payloads = torch.tensor([0x7FA00001, 0x7FC12345, -0x200001, 0x7F800001], dtype=torch.int32)  # quiet and signalling
+    payloads = torch.tensor(
+        [0x7FA00001, 0x7FC12345, -0x200001, 0x7F800001], dtype=torch.int32
+    )  # quiet and signalling
     tensor = payloads.clone().view(torch.float32)
     gather_([Move(tensor, 4, 1, 1, torch.tensor([3, 2, 1, 0]), None)], executor="torch")
     assert tensor.view(torch.int32).tolist() == payloads.flip(0).tolist()
@@ -74,7 +76,9 @@ def test_parameters_and_their_states_move_together_and_training_goes_on():
     optimizer.step()
     r, c = torch.randperm(7), torch.randperm(5)
     states = [layer.weight, layer.weight.grad, optimizer.state[layer.weight]["exp_avg"]]
-    moves = [Move(tensor, 7, 5, 1, r, c) for tensor in states] + [Move(layer.bias, 7, 1, 1, r, None)]
+    moves = [Move(tensor, 7, 5, 1, r, c) for tensor in states] + [
+        Move(layer.bias, 7, 1, 1, r, None)
+    ]
     wanted = [tensor.detach()[r][:, c] for tensor in states] + [layer.bias.detach()[r]]
     gather_(moves)
     assert all(torch.equal(move.tensor, value) for move, value in zip(moves, wanted, strict=True))
@@ -89,7 +93,10 @@ def test_views_of_a_shared_storage_move_where_they_lie():
     parts = [flat[:12].view(4, 3), flat[12:].view(6, 3)]
     r = [torch.randperm(4), torch.randperm(6)]
     wanted = torch.cat([part[i].reshape(-1) for part, i in zip(parts, r, strict=True)])
-    gather_([Move(part, len(part), 3, 1, i, None) for part, i in zip(parts, r, strict=True)], executor="torch")
+    gather_(
+        [Move(part, len(part), 3, 1, i, None) for part, i in zip(parts, r, strict=True)],
+        executor="torch",
+    )
     assert torch.equal(flat, wanted)
     shared = torch.randn(4, 3).share_memory_()
     pointer = shared.data_ptr()
@@ -99,8 +106,14 @@ def test_views_of_a_shared_storage_move_where_they_lie():
 
 def test_vectors_that_share_an_index_are_moved_each_by_its_own():
     shared, own = torch.randperm(9), torch.randperm(9)
-    drawn = [random_bits((9,), dtype) for dtype in (torch.float32, torch.float16, torch.float32, torch.int32, torch.float32)]
-    check([Move(each, 9, 1, 1, shared if n < 4 else own, None) for n, each in enumerate(drawn)], executor="torch")
+    drawn = [
+        random_bits((9,), dtype)
+        for dtype in (torch.float32, torch.float16, torch.float32, torch.int32, torch.float32)
+    ]
+    check(
+        [Move(each, 9, 1, 1, shared if n < 4 else own, None) for n, each in enumerate(drawn)],
+        executor="torch",
+    )
 
 
 def test_large_tensors_move_in_place_with_bounded_scratch():
@@ -115,7 +128,12 @@ def test_large_tensors_move_in_place_with_bounded_scratch():
 def test_a_move_without_indices_changes_nothing():
     tensor = torch.randn(3, 4)
     before = tensor.clone()
-    gather_([Move(tensor, 3, 4, 1, None, None), Move(torch.tensor(1.0), 1, 1, 1, torch.tensor([0]), torch.tensor([0]))])
+    gather_(
+        [
+            Move(tensor, 3, 4, 1, None, None),
+            Move(torch.tensor(1.0), 1, 1, 1, torch.tensor([0]), torch.tensor([0])),
+        ]
+    )
     gather_([])
     assert torch.equal(tensor, before)
 
@@ -123,7 +141,9 @@ def test_a_move_without_indices_changes_nothing():
 def test_arguments_that_do_not_fit_are_refused():
     tensor, three, four = torch.randn(3, 4), torch.arange(3), torch.arange(4)
     good = Move(tensor, 3, 4, 1, three, four)
-    with pytest.raises(ValueError, match="executor must be one of 'auto', 'torch', 'triton', got 'cuda'"):
+    with pytest.raises(
+        ValueError, match="executor must be one of 'auto', 'torch', 'triton', got 'cuda'"
+    ):
         gather_([good], executor="cuda")
     with pytest.raises(ValueError, match="comes twice"):
         gather_([good, copy.copy(good)])

@@ -16,8 +16,18 @@ from opacus_shuffle.permutation.moving.layout import (
     plan_movement,
 )
 
-FACTORS = (Factor("heads", 2), Factor("width", 3, inside=(0,)), Factor("units", 4), Factor("fixed", 2, free=False))
-TABLES = (torch.tensor([1, 0]), torch.tensor([[2, 0, 1], [0, 2, 1]]), torch.tensor([3, 1, 0, 2]), None)
+FACTORS = (
+    Factor("heads", 2),
+    Factor("width", 3, inside=(0,)),
+    Factor("units", 4),
+    Factor("fixed", 2, free=False),
+)
+TABLES = (
+    torch.tensor([1, 0]),
+    torch.tensor([[2, 0, 1], [0, 2, 1]]),
+    torch.tensor([3, 1, 0, 2]),
+    None,
+)
 
 
 def test_each_head_moves_its_own_dimensions_and_the_heads_move_with_them():
@@ -76,12 +86,17 @@ def test_equal_blocks_share_one_index_wherever_they_lie():
 
 
 def test_all_index_vectors_go_to_a_device_in_one_copy():
-    indices = IndexVectors({3: (2, Block(0, 1, 4, UNITS)), 5: (Block(0, 1, 6, HEADS),)}, FACTORS, TABLES)
+    indices = IndexVectors(
+        {3: (2, Block(0, 1, 4, UNITS)), 5: (Block(0, 1, 6, HEADS),)}, FACTORS, TABLES
+    )
     here = indices.on(torch.device("cpu"))
     assert here[None] is None
     assert here[3].tolist() == [3, 1, 0, 2, 7, 5, 4, 6]
     there = indices.on(torch.device("meta"))
-    assert [(there[number].dtype, len(there[number]), there[number].storage_offset()) for number in (3, 5)] == [
+    assert [
+        (there[number].dtype, len(there[number]), there[number].storage_offset())
+        for number in (3, 5)
+    ] == [
         (torch.int32, 8, 0),
         (torch.int32, 6, 8),
     ]

@@ -31,7 +31,9 @@ def resources(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr)
     assert found is not None, said
     return int(found[1]), int(found[2])
@@ -59,8 +61,13 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("words_on_chip", [pytest.param(2**14, marks=pytest.mark.zoo), 32])
-@pytest.mark.parametrize("dtype", [pytest.param(d, marks=() if d in ONE_OF_EACH_SIZE else pytest.mark.zoo) for d in DTYPES])
-def test_the_kernel_agrees_bit_for_bit_with_advanced_indexing(interpreted, monkeypatch, dtype, words_on_chip):
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(d, marks=() if d in ONE_OF_EACH_SIZE else pytest.mark.zoo) for d in DTYPES],
+)
+def test_the_kernel_agrees_bit_for_bit_with_advanced_indexing(
+    interpreted, monkeypatch, dtype, words_on_chip
+):
     torch.manual_seed(0)
     monkeypatch.setattr(interpreted, "STAGED_WORDS", words_on_chip)
     shapes = [
@@ -91,7 +98,9 @@ def test_tables_are_kept_while_the_shapes_stay_and_new_tensors_and_indices_are_u
     check(first, executor="triton")
     count = interpreted._launches.cache_info().currsize
     again = [draw_move(5, 16, 1), draw_move(12, 32, 1)]
-    assert not {move.tensor.data_ptr() for move in first} & {move.tensor.data_ptr() for move in again}
+    assert not {move.tensor.data_ptr() for move in first} & {
+        move.tensor.data_ptr() for move in again
+    }
     check(again, executor="triton")
     assert interpreted._launches.cache_info().currsize == count
     for rows in range(2, 2 + 2 * interpreted._CACHED_TABLES):
@@ -123,10 +132,13 @@ def test_no_program_takes_more_memory_than_the_card_has(compiled, monkeypatch, m
                 assert mode != "whole" or width <= block < max(2 * width, 65)
 
 
-def test_rows_beyond_the_chip_come_in_pieces_until_reading_every_word_by_itself_costs_no_more(compiled):
+def test_rows_beyond_the_chip_come_in_pieces_until_reading_every_word_by_itself_costs_no_more(
+    compiled,
+):
     def modes(word, limit):
         return [
-            compiled._Shape(1, width, 1, -1, 0, aligned=True).mode(word, limit) for width in (8192, 28_672, 131_072, 131_073)
+            compiled._Shape(1, width, 1, -1, 0, aligned=True).mode(word, limit)
+            for width in (8192, 28_672, 131_072, 131_073)
         ]
 
     assert modes(4, 16_384) == ["whole", "pieces", "pieces", "words"]
@@ -143,7 +155,9 @@ def variants(module, word, limit):
     """Every mode, block and alignment that words of this size are compiled for."""
     for aligned in (True, False):
         yield from (("whole", 2**power, aligned) for power in range(6, limit.bit_length()))
-        yield from ((mode, block, aligned) for mode in ("rows", "words") for block in module._ROWS_BLOCKS)
+        yield from (
+            (mode, block, aligned) for mode in ("rows", "words") for block in module._ROWS_BLOCKS
+        )
         yield "pieces", module.block_of("pieces", 2 * limit, limit, aligned=aligned), aligned
 
 
@@ -151,7 +165,10 @@ def variants(module, word, limit):
     ("capability", "memory", "some"),
     [
         (80, 2**16, True),
-        *(pytest.param(*each, False, marks=pytest.mark.zoo) for each in [(80, 2**16), (86, 49_152), (90, 2**16)]),
+        *(
+            pytest.param(*each, False, marks=pytest.mark.zoo)
+            for each in [(80, 2**16), (86, 49_152), (90, 2**16)]
+        ),
     ],
 )
 @pytest.mark.parametrize("word", [1, 2, 4, 8])
@@ -161,13 +178,26 @@ def test_every_variant_compiles_without_a_gpu_keeps_its_values_in_registers_and_
     monkeypatch.setattr(compiled, "STAGED_BYTES", memory)
     limit = compiled.staged_words(word, torch.device("cpu"))
     names = ["WORD", "ROWS", "BLOCK", "MODE", "ALIGNED"]
-    pointers = {"table": "*i64", "tiles": "*i32", "addresses": "*i64", "indices": "*i32", "scratch": "*u8"}
+    pointers = {
+        "table": "*i64",
+        "tiles": "*i32",
+        "addresses": "*i64",
+        "indices": "*i32",
+        "scratch": "*u8",
+    }
     for mode, block, aligned in variants(compiled, word, limit):
-        if some and (block < limit or not aligned):  # in the default tests those that take most registers
+        if some and (
+            block < limit or not aligned
+        ):  # in the default tests those that take most registers
             continue
-        constants = {"WORD": compiled._TYPES[word], **compiled.constants_of(mode, block, aligned=aligned)}
+        constants = {
+            "WORD": compiled._TYPES[word],
+            **compiled.constants_of(mode, block, aligned=aligned),
+        }
         options = {"num_warps": constants.pop("num_warps")}
-        source = ASTSource(compiled.move_kernel, pointers | dict.fromkeys(names, "constexpr"), constants)
+        source = ASTSource(
+            compiled.move_kernel, pointers | dict.fromkeys(names, "constexpr"), constants
+        )
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert kernel.metadata.shared <= memory
         assert "st.local" not in kernel.asm["ptx"]
@@ -175,7 +205,9 @@ def test_every_variant_compiles_without_a_gpu_keeps_its_values_in_registers_and_
         assert stack == 0, (mode, block, aligned)  # registers that were spilled lie there
         assert registers * 32 * options["num_warps"] <= 2**16
         if aligned and block >= 4096 and word > 1:
-            assert "st.global.v4.b32" in kernel.asm["ptx"] or "st.global.v2.b64" in kernel.asm["ptx"]
+            assert (
+                "st.global.v4.b32" in kernel.asm["ptx"] or "st.global.v2.b64" in kernel.asm["ptx"]
+            )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -183,11 +215,25 @@ def test_every_variant_compiles_without_a_gpu_keeps_its_values_in_registers_and_
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu_every_executor_agrees_with_advanced_indexing(dtype, executor):
     torch.manual_seed(0)
-    shapes = [(1, 768, 1), (768, 1, 1), (3072, 768, 1), (64, 32, 9), (33, 17_000, 1), (20_000, 3, 1), (1, 40_000, 1)]
+    shapes = [
+        (1, 768, 1),
+        (768, 1, 1),
+        (3072, 768, 1),
+        (64, 32, 9),
+        (33, 17_000, 1),
+        (20_000, 3, 1),
+        (1, 40_000, 1),
+    ]
     which = [(True, True), (True, False), (False, True)]
     drawn = [draw_move(*shape, dtype, w) for shape in shapes for w in which]
     on_gpu = [
-        Move(*(value.cuda() if isinstance(value, torch.Tensor) else value for value in vars(move).values())) for move in drawn
+        Move(
+            *(
+                value.cuda() if isinstance(value, torch.Tensor) else value
+                for value in vars(move).values()
+            )
+        )
+        for move in drawn
     ]
     for _ in range(2):
         check(on_gpu, executor=executor)

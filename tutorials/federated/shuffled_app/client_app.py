@@ -17,7 +17,9 @@ def submit(context: Context, report: bytes) -> None:
     """Sends a report, with the secret that this node was started with."""
     settings = context.node_config
     certificate = str(settings.get("certificate", "")) or None
-    FarShuffler(str(settings["shuffler"]), str(settings["secret"]), certificate=certificate).submit(report)
+    FarShuffler(str(settings["shuffler"]), str(settings["secret"]), certificate=certificate).submit(
+        report
+    )
 
 
 def book(context: Context) -> str:

@@ -18,7 +18,9 @@ def main(grid: Grid, context: Context) -> None:
     """Trains, and writes down what came out and what it cost."""
     settings = context.run_config
     certificate = str(settings["certificate"]) or None
-    shuffler = FarShuffler(str(settings["shuffler"]), str(settings["secret"]), certificate=certificate)
+    shuffler = FarShuffler(
+        str(settings["shuffler"]), str(settings["secret"]), certificate=certificate
+    )
     ledger = Ledger(report_format(), shuffler, delta=DELTA, path=str(settings["book"]) or None)
     result = ShuffledStrategy(ledger, min_nodes=CLIENTS).start(
         grid=grid,

@@ -75,7 +75,9 @@ def trained(arrays: ArrayRecord, client: int, num_clients: int) -> ArrayRecord:
 
 def as_record(network: nn.Module) -> ArrayRecord:
     """A network's weights as Flower's record."""
-    return ArrayRecord({name: Array(value.detach().numpy()) for name, value in network.state_dict().items()})
+    return ArrayRecord(
+        {name: Array(value.detach().numpy()) for name, value in network.state_dict().items()}
+    )
 
 
 def accuracy(arrays: ArrayRecord) -> float:
