@@ -1,4 +1,4 @@
-"""Shuffle-model differential privacy for Opacus: import it, and Opacus knows the accountants; flags do the rest.
+"""Shuffle-model differential privacy for Opacus: an import registers the accountants.
 
 >>> import opacus_shuffle
 >>> epsilon = opacus_shuffle.compute_epsilon(
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         PrivacyAssumptionWarning,
         PrivacyBound,
     )
-    from opacus_shuffle.engine.privacy_engine import PrivacyEngine, ShuffleMixin
+    from opacus_shuffle.engine.privacy_engine import PrivacyEngine
     from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
     from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
     from opacus_shuffle.networks.position_ids import prepare_model
@@ -58,7 +58,6 @@ __all__ = [
     "PrivacyReport",
     "ShuffleGauss",
     "ShuffleGradSampleModule",
-    "ShuffleMixin",
     "ShuffleVectorSum",
     "ShuffledCheckIn",
     "ShuffledSums",
@@ -83,12 +82,14 @@ __all__ = [
 _HOMES = {
     "": "accountants analysis audit permutation sco",
     "accountants.compute": "compute_epsilon compute_noise_multiplier privacy_bound privacy_report",
-    "accountants.mechanisms": "ShuffleGauss ShuffledCheckIn ShuffledSums ShuffledWeights SubsampledShuffle",
+    "accountants.mechanisms": (
+        "ShuffleGauss ShuffledCheckIn ShuffledSums ShuffledWeights SubsampledShuffle"
+    ),
     "accountants.plan": "plan",
     "accountants.report": "PrivacyReport",
     "core.guarantees": "Adjacency Guarantee PrivacyAssumptionWarning PrivacyBound",
     "networks.position_ids": "prepare_model",
-    "engine.privacy_engine": "PrivacyEngine ShuffleMixin",
+    "engine.privacy_engine": "PrivacyEngine",
     "engine.weights.module": "ShuffleGradSampleModule",
     "engine.weights.weight_shuffling": "WeightShuffling",
     "permutation.find": "find_permutations",

@@ -1,1 +1,1 @@
-"""What every storey stands on: guarantees, checks, randomness, rounding, roots, tables, and Opacus's private side."""
+"""What every storey stands on: guarantees, checks, randomness, rounding, Opacus's private side."""

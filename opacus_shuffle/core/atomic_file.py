@@ -1,4 +1,4 @@
-"""Files that are whole at every moment: a process killed while writing leaves what was there before.
+"""Files that are whole at every moment: a process killed while writing leaves the file as it was.
 
 >>> import tempfile
 >>> folder = tempfile.TemporaryDirectory()
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import stat
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,17 +34,15 @@ def replacing(path: Any) -> Iterator[Any]:
     if target is None or (os.path.exists(target) and not os.path.isfile(target)):
         yield path
         return
-    target = os.fsdecode(target)
-    folder, name = os.path.split(target)
+    folder, name = os.path.split(os.fsdecode(target))
     beside = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
-    handle = os.open(
-        beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
-    )
+    # A failure to open it is not caught: then there is nothing of ours to remove.
+    file = open(beside, "xb")  # noqa: SIM115
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             if os.path.exists(target):
                 with contextlib.suppress(OSError):  # a file system without permissions
-                    os.chmod(beside, stat.S_IMODE(os.stat(target).st_mode))
+                    shutil.copymode(target, beside)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -53,12 +51,9 @@ def replacing(path: Any) -> Iterator[Any]:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: str) -> None:
-    """Has the rename itself on the disk, where the system can."""
-    with contextlib.suppress(OSError):  # Windows opens no folders, and some file systems sync none
+    # The rename itself is to be on the disk, too, where the system can: Windows opens no folders,
+    # and some file systems sync none.
+    with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -5,7 +5,8 @@ mends: the last bits of data + noise tell how large the data were (Mironov 2012)
 is against that: the sum is made in double precision of four draws and rounded to a grid of 2⁻²⁰ of
 the noise's scale, the same whatever the data are.
 
->>> released = torch.zeros(10_000) + draw_noise(2.0, torch.zeros(10_000), SecretGenerator(secure=True))
+>>> zeros = torch.zeros(10_000)
+>>> released = zeros + draw_noise(2.0, zeros, SecretGenerator(secure=True))
 >>> round(float(released.std())), released.dtype
 (2, torch.float32)
 """
@@ -53,12 +54,15 @@ class GridNoise:
 
 
 def draw_noise(std: float, reference: torch.Tensor, generator: SecretGenerator) -> Any:
-    """Draws N(0, std²) for every entry of a tensor: what to add to it, a tensor or a :class:`GridNoise`.
+    """Draws N(0, std²) for every entry of a tensor.
 
     Args:
         std: Standard deviation, absolute, at least 0.
         reference: What it is for; shape, type and device of the noise are its own.
         generator: On the CPU, from where the numbers go to the reference's device; or on that GPU.
+
+    Returns:
+        What to add to the tensor: a tensor or a :class:`GridNoise`.
     """
     if std == 0:
         return torch.zeros_like(reference)

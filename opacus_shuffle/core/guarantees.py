@@ -1,6 +1,7 @@
-"""An ε with its meaning: what it is worth, between which data sets, for how many rounds, and against whom.
+"""An ε with its meaning: what it is worth, for which data sets and rounds, and against whom.
 
->>> bound = PrivacyBound("shuffle_gauss", "certified", 0.25, 1e-5, "zero_out", Guarantee.PROVED, "every data set", rounds=7)
+>>> values = ("shuffle_gauss", "certified", 0.25, 1e-5, "zero_out")
+>>> bound = PrivacyBound(*values, Guarantee.PROVED, "every data set", rounds=7)
 >>> bound.adjacency == "zero_out", bound.to_dict()["guarantee"]
 (True, 'PROVED')
 """
@@ -29,7 +30,10 @@ class Guarantee(enum.Enum):
 
 
 class Adjacency(str, enum.Enum):
-    """Which two data sets are neighbours; ``Adjacency("zero_out")`` checks a plain string, which is equal to its member."""
+    """Which two data sets are neighbours.
+
+    ``Adjacency("zero_out")`` checks a plain string, which is equal to its member.
+    """
 
     ZERO_OUT = "zero_out"
     """One record's report becomes a report of zero."""

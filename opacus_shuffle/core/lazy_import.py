@@ -1,4 +1,4 @@
-"""Importing late: names of a package when they are first asked for, and ours after another package has been imported.
+"""Importing late: a package's names when first asked for, and ours after another package's import.
 
 PyTorch and Opacus take seconds to import, and a number or a line of help needs neither.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
 def names_of(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` for a package whose names are imported when first asked for.
+    """Returns a package's ``__getattr__`` and ``__dir__``, which import names when first asked for.
 
     Args:
         package: Its ``__name__``.
@@ -29,12 +27,9 @@ def names_of(
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = homes[name]
-        value = (
-            getattr(importlib.import_module(home), name)
-            if home
-            else importlib.import_module(f"{package}.{name}")
-        )
+        if not homes[name]:
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(homes[name]), name)
         setattr(module, name, value)  # so that it is asked for once
         return value
 
@@ -42,37 +37,33 @@ def names_of(
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
-    """Acts once a package has been imported: now if it has been, else at the end of its import."""
+    """Acts once a package has been imported: now if it has been, else at the end of its import.
+
+    The package is found and loaded as it would be anyway. The action may run more than once.
+    """
     if sys.modules.get(name) is not None:  # None stands for a package that must not be imported
         action()
-    else:
-        sys.meta_path.insert(0, _Waiting(name, action))
+        return
 
-
-class _Waiting(MetaPathFinder):
-    """Has the import of one package followed by an action; the package is found and loaded as it would be anyway."""
-
-    def __init__(self, name: str, action: Callable[[], object]) -> None:
-        self._name, self._action = name, action
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name or self not in sys.meta_path:
+    def find_spec(fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != name:
             return None
-        # Those before found nothing. This one stays until an import succeeds: many only ask whether
-        # the package is there.
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        later = sys.meta_path[sys.meta_path.index(waiting) + 1 :]  # type: ignore[arg-type]
         specs = (finder.find_spec(fullname, path, target) for finder in later)
         spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            # Every search makes a loader of its own, so that no other import is followed.
-            spec.loader.exec_module = partial(self._follow, spec.loader.exec_module)  # type: ignore[method-assign]
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def follow(module: ModuleType) -> None:
+            execute(module)
+            action()
+
+        # Every search makes a loader of its own, so that no other import is followed.
+        spec.loader.exec_module = follow  # type: ignore[method-assign]
         return spec
 
-    def _follow(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """Runs the package's code, then acts, and waits no longer."""
-        execute(module)
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        self._action()
+    # This finder stays: many only ask whether the package is there, and an import may fail and be
+    # tried again.
+    waiting = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, waiting)  # type: ignore[arg-type]

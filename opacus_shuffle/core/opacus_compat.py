@@ -1,4 +1,4 @@
-"""Everything that this package knows of Opacus's inside: private names, a look at a caller, and defects.
+"""Everything that this package knows of Opacus's inside: private names, callers, and defects.
 
 No other module mentions a private name of Opacus; ``tests/core/test_opacus_compat.py`` says, name
 by name, what is relied on. What Opacus's attention computes wrongly is found by its effect, so a
@@ -29,7 +29,6 @@ from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from opacus.utils import batch_memory_manager
-from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.module_utils import trainable_parameters
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -52,16 +51,16 @@ WRAPPING_PACKAGES = (
     "torch.optim.swa_utils",
 )
 WRAPPER_NAMES = ("_module", "module", "_orig_mod")
-"""Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which names these keep the
-network.
+"""Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which
+names these keep the network.
 """
 
 ACCOUNTANTS = registry._ACCOUNTANTS
-"""What Opacus makes accountants by, under their names: its own, and those that were registered with it."""
+"""What Opacus makes accountants by, under their names: its own, and those registered with it."""
 
 mark_as_used = _mark_as_processed
 """Notes on a gradient, or a list of them, that a step has used it."""
-refuse_used = _check_processed_flag
+check_unused = _check_processed_flag
 """Raises a ValueError for a gradient, or a list of them, that a step has used."""
 
 
@@ -69,7 +68,7 @@ refuse_used = _check_processed_flag
 def gaussian_noise(
     std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False
 ) -> Any:
-    """Noise of the reference's shape: from our stream where that is the generator, else Opacus's own."""
+    """Draws noise of the reference's shape, from our stream if that is the generator."""
     if isinstance(generator, SecretGenerator):
         return draw_noise(float(std), reference, generator)
     return _generate_noise(
@@ -88,38 +87,9 @@ for _name, _module in list(sys.modules.items()):
         _module._generate_noise = gaussian_noise  # type: ignore[attr-defined]
 
 
-class OpenEngine(opacus.PrivacyEngine):
-    """Opacus's engine, whose four builders may be overridden under public names; ``make_private`` calls them in this order."""
-
-    def build_model(self, module: nn.Module, **keywords: Any) -> Any:
-        """Wraps the network: the result is what computes gradients per record."""
-        return super()._prepare_model(module, **keywords)
-
-    def build_data_loader(
-        self, data_loader: DataLoader, *, distributed: bool, **keywords: Any
-    ) -> DataLoader:
-        """Replaces the loader's sampler."""
-        return super()._prepare_data_loader(data_loader, distributed=distributed, **keywords)
-
-    def build_optimizer(self, *, optimizer: torch.optim.Optimizer, **keywords: Any) -> DPOptimizer:
-        """Wraps the optimizer, to add noise to what it clips."""
-        return super()._prepare_optimizer(optimizer=optimizer, **keywords)
-
-    def build_criterion(self, **keywords: Any) -> Any:
-        """Wraps the criterion of ghost clipping, after all others."""
-        return super()._prepare_criterion(**keywords)
-
-    def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
-        return self.build_model(module, **keywords)
-
-    def _prepare_data_loader(self, data_loader: DataLoader, **keywords: Any) -> DataLoader:
-        return self.build_data_loader(data_loader, **keywords)
-
-    def _prepare_optimizer(self, **keywords: Any) -> DPOptimizer:
-        return self.build_optimizer(**keywords)
-
-    def _prepare_criterion(self, **keywords: Any) -> Any:
-        return self.build_criterion(**keywords)
+def wrap_network(engine: opacus.PrivacyEngine, module: nn.Module, **keywords: Any) -> Any:
+    """Returns what Opacus's engine makes of a network, which computes gradients per record."""
+    return engine._prepare_model(module, **keywords)
 
 
 class OpenOptimizer(DPOptimizer):
@@ -135,7 +105,7 @@ class OpenOptimizer(DPOptimizer):
 
     @property
     def last_step_was_skipped(self) -> bool:
-        """Whether the last step only added to the sum of a batch, which ``zero_grad()`` then keeps."""
+        """Whether the last step only added to a batch's sum, which ``zero_grad()`` then keeps."""
         return bool(self._is_last_step_skipped)
 
     @last_step_was_skipped.setter
@@ -157,12 +127,12 @@ class OpenOptimizer(DPOptimizer):
 
 
 def build_physical_loaders_with(build: Callable[..., DataLoader]) -> None:
-    """Lets ``BatchMemoryManager`` build its loaders by this function, which gets the keywords of ``DataLoader``."""
+    """Lets ``BatchMemoryManager`` build its loaders by a function."""
     batch_memory_manager.DataLoader = build
 
 
 def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
-    """The loader and the unread keywords of a stock engine's ``make_private`` that asks its accountant for a step hook.
+    """Returns the loader and the unread keywords of the stock ``make_private`` that is running.
 
     Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded
     down (98 records in batches of 2 become 49 of 1), and of its sampler nothing at all. If it ever
@@ -177,13 +147,13 @@ def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
     return None, {}
 
 
-def rows_waiting(optimizer: DPOptimizer) -> set[int]:
+def record_counts(optimizer: DPOptimizer) -> set[int]:
     """How many records each parameter has gradients of; nothing of those that have none."""
-    found = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
+    gradients = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
     return {
-        sum(map(len, each)) if isinstance(each, list) else len(each)
-        for each in found
-        if each is not None
+        sum(map(len, gradient)) if isinstance(gradient, list) else len(gradient)
+        for gradient in gradients
+        if gradient is not None
     }
 
 
@@ -195,7 +165,7 @@ def drop_sum(optimizer: DPOptimizer) -> None:
 
 
 def drop_partial_batch(optimizer: DPOptimizer) -> None:
-    """Forgets a logical batch that was left before its end, and the steps that were to be skipped for it."""
+    """Forgets a logical batch that was left before its end, and the steps to be skipped for it."""
     drop_sum(optimizer)
     optimizer._step_skip_queue.clear()
     for parameter in optimizer.params:
@@ -216,7 +186,10 @@ def forget_parameters(module: nn.Module) -> None:
 
 
 def without_records(state: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a network, a layer, a parameter or a wrapper, without what Opacus keeps of single records there."""
+    """Returns an object's attributes without what Opacus keeps of single records there.
+
+    The object is a network, a layer, a parameter or a wrapper.
+    """
     # By "_forward_counter" a parameter is told from one of a copy, which no hook clips.
     left_out = {"_norm_sample", "_current_grad_sample", "max_batch_len", "_forward_counter"}
     if all(
@@ -254,7 +227,7 @@ def wrapped_network(module: AbstractGradSampleModule) -> nn.Module:
 
 
 def forget_pass(module: Any, *, norms_only: bool = False) -> None:
-    """Takes off a network what earlier passes have left: norms, which are stale, and all that waits for a backward pass."""
+    """Takes off a network what earlier passes left: norms, and what waits for a backward pass."""
     for parameter in module.trainable_parameters:
         parameter.__dict__.pop("_norm_sample", None)
     if not norms_only:
@@ -268,12 +241,21 @@ def expect_backward(layer: nn.Module) -> None:
 
 
 def without_norm(module: Any) -> list[torch.Tensor]:
-    """The parameters that ghost clipping counts on, and for which the backward pass has found no norms."""
-    return [each for each in module.trainable_parameters if "_norm_sample" not in vars(each)]
+    """Returns the parameters for which a backward pass of ghost clipping has found no norms."""
+    return [
+        parameter
+        for parameter in module.trainable_parameters
+        if "_norm_sample" not in vars(parameter)
+    ]
+
+
+def norms_of_records(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns the norms of records' gradients that ghost clipping found for a parameter, if any."""
+    return vars(parameter).get("_norm_sample")
 
 
 def norms_of_no_records(module: Any, layer: nn.Module) -> bool:
-    """Notes that a call of a layer had no records, and thus no norms, which Opacus cannot compute for embeddings."""
+    """Notes that a call of a layer had no records, of which Opacus may find no norms."""
     axis = 0 if module.batch_first or type(layer) is RNNLinear else 1
     if hasattr(layer, "max_batch_len") or any(call[-1].shape[axis] for call in layer.activations):  # type: ignore[union-attr]
         return False
@@ -282,6 +264,32 @@ def norms_of_no_records(module: Any, layer: nn.Module) -> bool:
         parameter._norm_sample = parameter.new_zeros(0)
         parameter._forward_counter -= 1
     return True
+
+
+def raise_norms(
+    layer: nn.Module, activations: torch.Tensor, backprops: torch.Tensor, *, axis: int
+) -> None:
+    """Raises norms of gradients of a linear layer by what rounding may have taken from them.
+
+    Opacus adds up scalar products of all pairs of rows of a record, which cancel where the rows are
+    long and the gradient is short: it has found norms of 0 for gradients of some hundred clipping
+    norms. What is added is far below the norm where nothing cancels.
+
+    Args:
+        layer: Its parameters have the norms of the call.
+        activations: What it was given: [records, rows, features], or [rows, records, features].
+        backprops: The gradients of its output, of the same form.
+        axis: That of the rows.
+    """
+    lengths = backprops.norm(dim=-1)
+    terms = max(backprops.shape[axis], backprops.shape[-1], activations.shape[-1])
+    rounding = 4 * terms * torch.finfo(backprops.dtype).eps
+    for name, parameter in trainable_parameters(layer):
+        sizes = lengths
+        if name == "weight":
+            sizes = lengths * activations.to(lengths.dtype).norm(dim=-1)
+        slack = rounding**0.5 * sizes.sum(axis)
+        parameter._norm_sample = torch.hypot(parameter._norm_sample, slack)
 
 
 def records_of_calls(module: Any) -> int | None:
@@ -294,10 +302,10 @@ def records_of_calls(module: Any) -> int | None:
 
 
 def forget_unfinished_passes(network: nn.Module) -> None:
-    """Forgets what was not finished: the next gradients would never be done, but be added to those of the batch after."""
+    """Forgets passes that were not finished, whose gradients would be added to the next batch's."""
     for layer in network.modules():
         kept = layer.__dict__.get("activations")  # an attribute of the user's is no list of lists
-        if isinstance(kept, list) and all(isinstance(each, list) for each in kept):
+        if isinstance(kept, list) and all(isinstance(call, list) for call in kept):
             kept.clear()
             layer.__dict__.pop("max_batch_len", None)
         for parameter in layer.parameters(recurse=False):
@@ -307,11 +315,16 @@ def forget_unfinished_passes(network: nn.Module) -> None:
 
 
 def unknown_to_hooks(network: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters that were not there, or frozen, when the hooks of a private network were made, by name."""
+    """Returns, by name, the trainable parameters that the hooks of a private network do not know.
+
+    They were frozen, or not there, when the hooks were made.
+    """
     trained = (
         trainable_parameters(network) if hasattr(network, "autograd_grad_sample_hooks") else ()
     )
-    return {name: each for name, each in trained if not hasattr(each, "_forward_counter")}
+    return {
+        name: parameter for name, parameter in trained if not hasattr(parameter, "_forward_counter")
+    }
 
 
 def is_copy(network: nn.Module) -> bool:
@@ -330,7 +343,7 @@ def watches_gradients(module: Any) -> bool:
 
 @functools.cache
 def attention_mixes_batch() -> bool:
-    """Whether ``DPMultiheadAttention`` gives something else with ``batch_first=True`` than the same weights without.
+    """Tells whether ``DPMultiheadAttention`` computes something else with ``batch_first=True``.
 
     Opacus 1.6.0 splices the heads into the time axis there.
     """
@@ -343,11 +356,11 @@ def attention_mixes_batch() -> bool:
         for target, source in zip(doubtful.parameters(), right.parameters(), strict=True):
             target.copy_(source)
         x = torch.randn(3, 2, 4, dtype=torch.float64)  # time, batch, features
-        expected, found = right(x, x, x)[0], doubtful(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1)
-        return not torch.allclose(expected, found, atol=1e-9)
+        outputs = doubtful(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1)
+        return not torch.allclose(right(x, x, x)[0], outputs, atol=1e-9)
 
 
-def refuse_broken_attention(module: nn.Module) -> None:
+def check_attention(module: nn.Module) -> None:
     """Refuses attention layers whose outputs the installed Opacus computes wrongly, by name."""
     # With a single head there is nothing to splice, and the outputs are right.
     paths = [
@@ -367,36 +380,16 @@ def refuse_broken_attention(module: nn.Module) -> None:
         )
 
 
-def refuse_unclipped_engine(engine: Any) -> None:
-    """Refuses Opacus's engine for adaptive ghost clipping.
-
-    Its loss is averaged over the batch before each record's factor is applied, so no record is
-    bounded.
-    """
-    if isinstance(engine, PrivacyEngineAdaptiveClipping):
-        raise ValueError(
-            f"engine is a {type(engine).__name__}, that is a PrivacyEngineAdaptiveClipping, which "
-            "in Opacus 1.6 does not clip "
-            "each record's gradient, so that no guarantee holds; use a PrivacyEngine with "
-            "grad_sample_mode='ghost' and a fixed "
-            "max_grad_norm, or with clipping='adaptive'"
-        )
-
-
 def tied_parameters(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter that is reached under several, in the module's order, by the first of them."""
+    """Maps the first name of each parameter with several names to all of them."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     return {names[0]: names for names in aliases.values() if len(names) > 1}
 
 
-def _owner(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
-
-
-def refuse_tied_ghost(module: nn.Module) -> None:
-    """Refuses, by name, different layers that share a trainable parameter, which ghost clipping cannot train."""
+def check_ghost_ties(module: nn.Module) -> None:
+    """Refuses layers that share a trainable parameter, which ghost clipping cannot train."""
     tied = [
         " = ".join(names)
         for first, names in tied_parameters(module).items()
@@ -405,7 +398,7 @@ def refuse_tied_ghost(module: nn.Module) -> None:
             {
                 id(layer)
                 for name in names
-                if not isinstance(layer := _owner(module, name), DPRNNBase)
+                if not isinstance(layer := module.get_submodule(name.rpartition(".")[0]), DPRNNBase)
             }
         )
         > 1

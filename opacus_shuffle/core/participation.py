@@ -1,4 +1,4 @@
-"""Who takes part: every record by a coin of its own, or so many of all, in the time that the batch takes.
+"""Who takes part: every record by a coin of its own, or so many of all.
 
 Where few take part, coins are not tossed one by one: how many show heads is binomial, and given
 that number all subsets of its size are equally likely. So a batch of 1,000 out of ten million
@@ -42,7 +42,7 @@ def bernoulli_indices(count: int, rate: float, generator: torch.Generator | None
 
 
 def _as_opacus_tosses(count: int, rate: float, generator: torch.Generator) -> list[int]:
-    """Compares 24 bits, which Opacus takes alone, and 29 more of the coins that these do not decide."""
+    """Compares 24 bits, which Opacus takes alone, and 29 more where these do not decide."""
     coarse = math.floor(rate * 2**24)
     fine = math.floor((rate * 2**24 - coarse) * 2**29) / 2**29
     drawn = torch.rand(count, generator=generator, dtype=torch.float32)
@@ -54,10 +54,10 @@ def _as_opacus_tosses(count: int, rate: float, generator: torch.Generator) -> li
 
 
 def subset(count: int, size: int, generator: torch.Generator | None) -> list[int]:
-    """Draws so many of 0, …, ``count`` − 1, in random order: all choices and orders are equally likely.
+    """Draws so many of 0, …, ``count`` − 1, in random order.
 
-    Numbers of 64 bits are taken modulo ``count``, so none is likelier than another by more than
-    ``count``/2⁶⁴, relatively.
+    All choices and orders are equally likely: numbers of 64 bits are taken modulo ``count``, so
+    none is likelier than another by more than ``count``/2⁶⁴, relatively.
     """
     stream = stream_of(generator)
     if 2 * size > count:
@@ -66,7 +66,7 @@ def subset(count: int, size: int, generator: torch.Generator | None) -> list[int
 
 
 def permutation(count: int, generator: torch.Generator | None) -> npt.NDArray[np.int64]:
-    """Draws a random order of 0, …, ``count`` − 1: shape (count,); exact but for ties of 64 bits."""
+    """Draws a random order of 0, …, ``count`` − 1, exact but for ties of 64 bits: (count,)."""
     return np.argsort(stream_of(generator).words(count))
 
 

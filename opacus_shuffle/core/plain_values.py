@@ -38,7 +38,7 @@ _PLAIN = (
 
 
 def plain(value: Any, foreign: set[str]) -> Any:
-    """Returns a value with Python's numbers for NumPy's; tensors are the same ones, containers are new.
+    """Returns a value with Python's numbers for NumPy's; tensors stay, containers are new.
 
     Args:
         value: Lists, tuples and dictionaries of anything.
@@ -64,7 +64,7 @@ def plain(value: Any, foreign: set[str]) -> Any:
 
 
 def fingerprint(*values: Any) -> str:
-    """A digest of plain values and tensors' contents: the same wherever the tensors are, and after saving and loading."""
+    """Returns a digest of plain values and tensors, the same on every device and after a load."""
     digest = hashlib.sha256()
     for value in values:
         _feed(digest, value)

@@ -1,4 +1,4 @@
-"""Secret randomness: AES-256 in counter mode, keyed by the operating system, for all that hides people.
+"""Secret randomness for all that hides people: AES-256 in counter mode.
 
 PyTorch's generator on a CPU is a Mersenne Twister, which gives its state away: from 25,600 numbers
 of noise that are seen alone (coordinates in which every gradient is zero) its state follows by
@@ -29,7 +29,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +42,13 @@ KEY_BYTES = 32
 """AES-256."""
 _BLOCK_BYTES = 16
 BYTES_PER_KEY = 2**32 * _BLOCK_BYTES
-"""After so many bytes a key is replaced: far more blocks of one key would differ from random ones."""
+"""After so many bytes a key is replaced: far more blocks of one would differ from random ones."""
 _ZEROS = memoryview(bytes(2**18))
 """What is encrypted: the cipher adds its stream to it."""
 _NUMBERS = 2**16
-"""Normal numbers that are made at a time, by NumPy, in what a processor's cache holds: PyTorch would
-start threads for so many, for which a forked process waits for ever.
+"""Normal numbers that are made at a time, by NumPy, in what a processor's cache holds.
+
+PyTorch would start threads for so many, for which a forked process waits for ever.
 """
 _SMALLEST = 2.0**-33
 """The middle of the interval [0, 2⁻³²] of uniform numbers that one word of 32 bits stands for."""
@@ -58,45 +59,23 @@ _ANGLES = np.arange(_TURNS) * (2 * math.pi / _TURNS)
 _COARSE = np.cos(_ANGLES), np.sin(_ANGLES)
 _SCALE = (2 / _DRAWS) ** 0.5  # of half the sum, and of radii that lack their root of two
 _FINE = _SCALE * np.cos(_ANGLES / _TURNS), _SCALE * np.sin(_ANGLES / _TURNS)
-_NONE = np.empty(0)
 
 
-class _Secret(Protocol):
-    """What must not be the same in two processes."""
-
-    def renew(self) -> None:
-        """Draws a new secret from the operating system, so that a forked process has its own."""
-
-
-_LIVE: weakref.WeakSet[_Secret] = weakref.WeakSet()
-_WITHOUT: weakref.WeakKeyDictionary[Any, torch.device] = weakref.WeakKeyDictionary()
-_seed_of_parent: int | None = None  # of PyTorch's own generator, in a forked process
+_LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What must not be the same in two processes: ``renew()`` draws a new secret for each."""
 
 
 def _renew_all() -> None:
     """Reseeds every secret generator after a fork."""
-    global _seed_of_parent
-    _seed_of_parent = torch.initial_seed()
     for secret in list(_LIVE):
         # CUDA refuses here, as it refuses everything in a forked process.
         with contextlib.suppress(Exception):
             secret.renew()
-    for owner, device in list(_WITHOUT.items()):
-        with contextlib.suppress(Exception):
-            secret_after_fork(owner, device)
 
 
-def renew_after_fork(secret: _Secret) -> None:
+def renew_after_fork(secret: Any) -> None:
     """Calls the secret's ``renew`` in every forked process, as long as the secret lives."""
     _LIVE.add(secret)
-
-
-def secret_after_fork(owner: Any, device: torch.device) -> None:
-    """Gives a secret generator, after a fork, to what draws from PyTorch's own unless that is seeded anew."""
-    if owner.generator is None:
-        _WITHOUT[owner] = device
-        if _seed_of_parent == torch.initial_seed():
-            owner.generator = SecretGenerator(device)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
@@ -148,7 +127,7 @@ class SecretGenerator(torch.Generator):
 
     @functools.cached_property
     def _room(self) -> npt.NDArray[np.float64]:
-        """Memory that numbers are worked on in: asking for it each time costs more than the work."""
+        """Memory to work on numbers in: asking for it each time costs more than the work."""
         return np.empty((4, _NUMBERS // 2))
 
     def _start(self, key: bytes) -> None:
@@ -170,7 +149,7 @@ class SecretGenerator(torch.Generator):
             self._start(os.urandom(KEY_BYTES))
 
     def next_key(self) -> None:
-        """Replaces the key by its hash: what was drawn until now cannot be drawn again from here."""
+        """Replaces the key by its hash: what was drawn so far cannot be drawn again from here."""
         ready = self._ready  # nobody has had these
         self._start(hashlib.sha256(b"next" + self._key).digest())
         self._ready = ready
@@ -218,7 +197,7 @@ class SecretGenerator(torch.Generator):
         return self._handed_out(count, np.float32, self._fill)
 
     def precise_normals(self, count: int) -> torch.Tensor:
-        """Draws standard normal numbers, each the halved sum of four draws: float64, shape (count,).
+        """Draws standard normal numbers, each half a sum of four draws: float64, shape (count,).
 
         One draw alone can only be one of 2⁶⁴ numbers, through which an adversary could go (Holohan
         and Braghin, "Secure random sampling in differential privacy", section 5.1). Directions come
@@ -231,9 +210,9 @@ class SecretGenerator(torch.Generator):
     def _handed_out(
         self, count: int, kind: type[np.floating], fill: Callable[[npt.NDArray], None]
     ) -> torch.Tensor:
-        """Takes so many numbers from those that are ready, each once; small tensors share a block."""
+        """Takes numbers from those that are ready, each once; small tensors share a block."""
         with self._lock:
-            ready = self._ready.get(kind, _NONE)
+            ready = self._ready.get(kind, np.empty(0))
             if count > len(ready):
                 ready = np.empty(max(count, _NUMBERS), kind)
                 for start in range(0, len(ready), _NUMBERS):
@@ -326,7 +305,7 @@ def stream_of(generator: torch.Generator | None) -> SecretGenerator:
 
 
 def is_secret(generator: torch.Generator | None) -> bool:
-    """Whether nobody can draw the numbers of this generator again; PyTorch's own (None) is no cipher."""
+    """Tells whether nobody can draw a generator's numbers again; PyTorch's own is None."""
     return isinstance(generator, SecretGenerator) and generator.secret
 
 

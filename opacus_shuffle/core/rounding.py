@@ -10,7 +10,10 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 
 def round_up(value: float, digits: int = 4) -> str:
-    """A finite number in ``digits`` significant digits, as a whole number if that takes more, with an exponent if extreme."""
+    """Writes a finite number in so many significant digits.
+
+    It is a whole number if that takes more, and has an exponent if it is extreme.
+    """
     exact = Decimal(value)
     if not exact:
         return "0"

@@ -1,4 +1,4 @@
-"""Roots that end on the safe side: the point returned was itself evaluated and found to meet its condition.
+"""Roots that end on the safe side: the point returned was itself evaluated and meets its condition.
 
 Every ε, noise level and shift that this library looks for is the end of a half-line: on one side
 ``excess(x) ≤ 0`` holds (ε is within its budget, δ is not exceeded), on the other it does not. A
@@ -29,7 +29,9 @@ def crossing(
     tolerance: float,
     relative_tolerance: float = _FINEST,
 ) -> float:
-    """Returns where a continuous function changes its sign, on either side of the root within the tolerances; an end if zero.
+    """Returns where a continuous function changes its sign, on either side of its root.
+
+    It is within the tolerances; an end where that is zero.
 
     Raises:
         ValueError: If the function has the same sign at both ends.
@@ -96,16 +98,15 @@ def safe_root(
 
 
 def log_excess(value: float, target: float) -> float:
-    """Returns log(value / target) of a value that may be 0, above zero wherever the value is above the target.
+    """Returns log(value / target), above zero wherever the value, which may be 0, is above it.
 
     >>> log_excess(math.nextafter(0.1, 1), 0.1) > 0 > log_excess(0.0, 1e-308)
     True
     """
     least = max(min(1e-300, 1e-3 * target), math.ulp(0.0))  # what stands for zero
     difference = math.log(max(value, least)) - math.log(target)
-    return (
-        max(difference, 1e-16) if value > target else difference
-    )  # logarithms may agree where the numbers do not
+    # Logarithms may agree where the numbers do not.
+    return max(difference, 1e-16) if value > target else difference
 
 
 def bracket(
@@ -127,15 +128,9 @@ def bracket(
         ``(unsafe, safe)``, two neighbours of the walk. ``None`` stands for the side that the walk
         did not reach.
     """
-    last = start
-    if excess(start) > 0:
-        for point in towards_safe:
-            if excess(point) <= 0:
-                return last, point
-            last = point
-        return last, None
-    for point in towards_unsafe:
-        if excess(point) > 0:
-            return point, last
+    last, unsafe = start, excess(start) > 0
+    for point in towards_safe if unsafe else towards_unsafe:
+        if (excess(point) > 0) != unsafe:
+            return (last, point) if unsafe else (point, last)
         last = point
-    return None, last
+    return (last, None) if unsafe else (None, last)

@@ -1,6 +1,7 @@
 r"""Tables as text, and wrapped paragraphs: the one writer that all printed results share.
 
->>> print("\n".join(text_table(("bound", "epsilon"), [("certified", "0.25"), ("pair", "12.5")], right=("epsilon",))))
+>>> rows = [("certified", "0.25"), ("pair", "12.5")]
+>>> print("\n".join(text_table(("bound", "epsilon"), rows, right=("epsilon",))))
 bound      epsilon
 ---------  -------
 certified     0.25
@@ -38,7 +39,10 @@ def text_table(
 
 
 def paragraph(text: str, *, term: str = "", indent: int = 0) -> list[str]:
-    """Returns wrapped lines of at most ``WIDTH`` characters; with a ``term``, a glossary's entry indented by ``indent``."""
+    """Returns wrapped lines of at most ``WIDTH`` characters.
+
+    With a ``term`` they are a glossary's entry, indented by ``indent``.
+    """
     return textwrap.wrap(
         text,
         WIDTH,

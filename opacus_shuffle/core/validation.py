@@ -1,4 +1,4 @@
-"""One-line checks of arguments: each returns the clean value or raises a ``ValueError`` that says what to pass instead.
+"""Checks of arguments: each returns the clean value or raises a ``ValueError`` that names it.
 
 >>> integer("num_users", 60_000.0)
 60000
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 
 class UnknownKeywordError(ValueError, TypeError):
-    """A keyword that nobody reads: a ``ValueError`` as all our refusals, a ``TypeError`` as Python's own."""
+    """A keyword that nobody reads: a ``ValueError`` as all refusals, and Python's ``TypeError``."""
 
 
 def reject_unknown(
@@ -37,24 +37,24 @@ def reject_unknown(
             suggested.
         parameters: How each is written, where they are too many to be listed.
     """
-    if unknown:
-        plain = bool | int | float | str | tuple | list | dict | None  # short to print
-        names = ", ".join(
-            f"{name}={reprlib.repr(value) if isinstance(value, plain) else type(value).__name__}"
-            for name, value in unknown.items()
-        )
-        hint = ", ".join(sorted(known))
-        written = parameters or {name: name for name in known}
-        close = [
-            written[match]
-            for name in unknown
-            for match in difflib.get_close_matches(name, list(written), 1)
-        ]
-        raise UnknownKeywordError(
-            f"{function} got unknown keyword(s): {names}; remove or correct them"
-            + (f" (known: {hint})" if hint else "")
-            + (f" (did you mean {', '.join(close)}?)" if close else "")
-        )
+    if not unknown:
+        return
+    plain = bool | int | float | str | tuple | list | dict | None  # short to print
+    names = ", ".join(
+        f"{name}={reprlib.repr(value) if isinstance(value, plain) else type(value).__name__}"
+        for name, value in unknown.items()
+    )
+    written = parameters or {name: name for name in known}
+    close = [
+        written[match]
+        for name in unknown
+        for match in difflib.get_close_matches(name, list(written), 1)
+    ]
+    raise UnknownKeywordError(
+        f"{function} got unknown keyword(s): {names}; remove or correct them"
+        + (f" (known: {', '.join(sorted(known))})" if known else "")
+        + (f" (did you mean {', '.join(close)}?)" if close else "")
+    )
 
 
 def finite_number(name: str, value: Any) -> float:
@@ -62,20 +62,22 @@ def finite_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(
-            f"{name} must be a finite number, got {number if number == math.inf else value!r}"
-        )
-    return number
+        finite = float(value)
+    except OverflowError:  # a whole number or fraction beyond double precision
+        finite = value = math.inf
+    if not math.isfinite(finite):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return finite
 
 
 def number(
     name: str, value: Any, wanted: str, holds: Callable[[float], bool], remedy: str = ""
 ) -> float:
-    """A finite float of which a condition holds; else the argument, what it must do and its value are named."""
+    """A finite float of which a condition holds.
+
+    Raises:
+        ValueError: If it does not; the argument, what it must do, its value and a remedy are named.
+    """
     finite = finite_number(name, value)
     if not holds(finite):
         raise ValueError(f"{name} must {wanted}, got {value!r}{remedy}")
@@ -94,18 +96,14 @@ def not_negative(name: str, value: Any) -> float:
 
 def not_negative_or_infinite(name: str, value: Any) -> float:
     """A float of at least zero or infinity, as an ε is."""
-    return (
-        math.inf
-        if isinstance(value, numbers.Real) and value == math.inf
-        else not_negative(name, value)
-    )
+    infinite = isinstance(value, numbers.Real) and value == math.inf
+    return math.inf if infinite else not_negative(name, value)
 
 
 def positive_or_infinite(name: str, value: Any) -> float:
     """A float above zero or infinity, as a norm that nothing is clipped to."""
-    return (
-        math.inf if isinstance(value, numbers.Real) and value == math.inf else positive(name, value)
-    )
+    infinite = isinstance(value, numbers.Real) and value == math.inf
+    return math.inf if infinite else positive(name, value)
 
 
 def moderate(name: str, value: Any) -> float:
@@ -135,14 +133,10 @@ def integer(name: str, value: Any, *, minimum: int = 1, maximum: int = 2**53) ->
     """An integer (or a float that is one) from ``minimum`` to ``maximum``."""
     most = "2**53" if maximum == 2**53 else f"{maximum:,}"
     wanted = f"be a whole number of at least {minimum} (and at most {most})"
-    return int(
-        number(
-            name,
-            value,
-            wanted,
-            lambda finite: finite == int(finite) and minimum <= finite <= maximum,
-        )
+    whole = number(
+        name, value, wanted, lambda finite: finite.is_integer() and minimum <= finite <= maximum
     )
+    return int(whole)
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -175,12 +169,11 @@ def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def identity(name: str, value: Any) -> str:
-    """A plain string, which is a key: two of one value are one and the same, as two equal tensors are not."""
-    if type(value) is not str:  # a derived class may compare in another way
+    """A plain string, which is a key: a derived class may compare in another way."""
+    if type(value) is not str:
         raise ValueError(
             f"{name} must be a str, got {reprlib.repr(value)} ({type(value).__name__}): pass a "
-            "name or number as text, "
-            "the same text each time"
+            "name or number as text, the same text each time"
         )
     return value
 
@@ -188,53 +181,35 @@ def identity(name: str, value: Any) -> str:
 def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     """A non-empty vector of Rényi orders in (1, maximum]."""
     try:
-        vector = np.atleast_1d(
-            np.asarray(list(orders) if isinstance(orders, Iterable) else orders, dtype=np.float64)
-        )
-    except OverflowError:
+        listed = list(orders) if isinstance(orders, Iterable) else [orders]
+        vector = np.asarray(listed, dtype=np.float64)
+    except (OverflowError, TypeError, ValueError):
+        vector = np.empty(0)
+    if vector.ndim != 1 or not vector.size or not np.all((vector > 1) & (vector <= maximum)):
         raise ValueError(
-            f"orders must lie in (1, {maximum}], got {reprlib.repr(orders)}: leave the larger ones "
-            "out"
-        ) from None
-    except (TypeError, ValueError):
-        raise ValueError(f"orders must be numbers above 1, got {orders!r}") from None
-    if (
-        vector.ndim != 1
-        or vector.size == 0
-        or not np.all(np.isfinite(vector))
-        or np.any(vector <= 1)
-    ):
-        raise ValueError(
-            f"orders must be a non-empty list of finite numbers above 1, got {orders!r}"
-        )
-    if vector.max() > maximum:
-        raise ValueError(
-            f"orders must not exceed {maximum} (the cost grows as its square), got {vector.max():g}"
+            f"orders must be one number or a list of numbers in (1, {maximum}] (the cost grows as "
+            f"the square of the largest), got {reprlib.repr(orders)}"
         )
     return vector
 
 
-def refuse_taken(what: str, holder: Any, newcomer: Any) -> None:
-    """Refuses a place in a registry that something else holds already; the same definition may come again, after a reload.
+def check_free(what: str, holder: Any, newcomer: Any) -> None:
+    """Refuses a place in a registry that something else holds already.
+
+    The same definition may come again, after a reload.
 
     Args:
         what: The place, in words.
         holder: The class or function that holds it; None if nobody does.
         newcomer: The one that asks for it.
     """
-    if holder is not None and _definition(holder) != _definition(newcomer):
-        module, name = _definition(holder)
+    (module, name), other = (
+        (getattr(thing, "__module__", ""), getattr(thing, "__qualname__", repr(thing)))
+        for thing in (holder, newcomer)
+    )
+    # All functions without a name have the same one.
+    if holder is not None and ((module, name) != other or "<lambda>" in name):
         raise ValueError(
             f"{what} belongs to {name} of {module}: choose another name, or derive a class of your "
             "own"
         )
-
-
-def _definition(thing: Any) -> tuple[str, str]:
-    """Where a class or function is defined; a partial one counts as the function itself, another object as its class."""
-    thing = getattr(thing, "func", thing)
-    thing = thing if hasattr(thing, "__qualname__") else type(thing)
-    line = (
-        f" in line {thing.__code__.co_firstlineno}" if thing.__name__ == "<lambda>" else ""
-    )  # which have no names
-    return thing.__module__, thing.__qualname__ + line

@@ -7,8 +7,6 @@ import configparser
 import re
 from pathlib import Path
 
-from opacus_shuffle.core import extras
-
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -24,10 +22,3 @@ def test_every_hint_names_an_extra_that_brings_the_package():
     assert calls
     for _, package, extra in calls:
         assert package in re.split(r"[[<>=!~][^\n]*|\s+", options["options.extras_require"][extra])
-
-
-def test_a_hint_can_be_typed_as_it_stands():
-    assert extras.missing("plot", "matplotlib", "plots") == (
-        "plot needs the package matplotlib: run pip install '.[plots]' in your clone of "
-        "opacus_shuffle"
-    )

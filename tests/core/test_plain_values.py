@@ -1,4 +1,4 @@
-"""What is said to be plain is read back as it was by a reader that runs no code, and what is not is named."""
+"""What is said to be plain is read back as it was without running code; the rest is named."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from opacus_shuffle.core.plain_values import fingerprint, plain
 
 NUMPY = [np.float64, np.float32, np.int64, np.int8, np.uint64, np.bool_, np.float16]
 plain_ones = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
-    st.sampled_from([torch.float64, torch.device("cpu"), torch.Size([2, 3]), Counter("abca"), {1, 2}, bytearray(b"x")]),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),
+    st.complex_numbers(),
+    st.sampled_from(
+        [torch.float64, torch.device("cpu"), torch.Size([2, 3]), Counter("abca"), {1, 2},
+         bytearray(b"x")]
+    ),
     st.builds(lambda kind, number: kind(number), st.sampled_from(NUMPY), st.integers(0, 100)),
     st.builds(lambda *shape: torch.zeros(shape), st.integers(0, 2), st.integers(0, 2)),
 )  # fmt: skip
@@ -62,9 +66,9 @@ def test_plain_values_come_back_as_they_were_with_the_same_fingerprint(value):
     if foreign:
         assert foreign == {"builtins.bytes"}  # the empty ones, which PyTorch's reader does not know
         return
-    found = again(made)
-    assert same(found, made)
-    assert fingerprint(found) == fingerprint(made)
+    restored = again(made)
+    assert same(restored, made)
+    assert fingerprint(restored) == fingerprint(made)
 
 
 def test_metadata_of_a_state_dict_stays_and_counts():
@@ -92,10 +96,10 @@ def test_a_fingerprint_tells_every_entry_and_shape_apart(kind):
     one = torch.zeros(3, 2, dtype=kind)
     other = one.clone()
     other[2, 1] = 1
-    found = {
-        fingerprint(each)
-        for each in (one, other, one.reshape(2, 3), one.reshape(6), one.to(torch.int8))
+    restored = {
+        fingerprint(tensor)
+        for tensor in (one, other, one.reshape(2, 3), one.reshape(6), one.to(torch.int8))
     }
-    assert len(found) == 5
+    assert len(restored) == 5
     assert fingerprint(one.t().clone().t()) == fingerprint(one)
     assert fingerprint([one], other) != fingerprint([one, other])

@@ -1,6 +1,11 @@
-"""Checks of arguments name the argument whatever they are given; tests/test_bad_input.py tries many more values, slowly."""
+"""Checks of arguments name the argument; tests/test_bad_input.py tries many more values, slowly."""
 
 from __future__ import annotations
+
+import functools
+import math
+import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,6 +16,40 @@ from opacus_shuffle.core import validation
 
 
 @pytest.mark.parametrize(
+    ("check", "low", "high"),
+    [
+        (validation.positive, 5e-324, sys.float_info.max),
+        (validation.not_negative, 0.0, sys.float_info.max),
+        (validation.positive_or_infinite, 5e-324, math.inf),
+        (validation.not_negative_or_infinite, 0.0, math.inf),
+        (validation.moderate, 1e-100, 1e100),
+        (validation.noise_level, 1e-6, 1e12),
+        (validation.open_unit_interval, 5e-324, 1 - 2.0**-53),
+        (validation.sampling_rate, 5e-324, 1.0),
+        (validation.integer, 1, 2**53),
+        (functools.partial(validation.integer, minimum=0, maximum=10), 0, 10),
+    ],
+)
+def test_a_range_has_its_ends_and_nothing_beyond(check, low, high):
+    assert (check("steps", low), check("steps", high)) == (low, high)
+    below = low - 1 if isinstance(low, int) else np.nextafter(low, -1.0)
+    above = high + 2 if isinstance(low, int) else np.nextafter(high, math.inf)
+    bad = [below, math.nan, -math.inf, True, "1", None, 1j, [1.0], np.array([1.0])]
+    for value in [*bad, torch.tensor(1.0), *([] if high == math.inf else [above, math.inf])]:
+        with pytest.raises(ValueError, match=r"^steps must "):
+            check("steps", value)
+
+
+def test_numbers_of_other_types_are_taken_for_what_they_are():
+    assert validation.finite_number("rate", Fraction(1, 4)) == 0.25
+    assert validation.integer("steps", 60_000.0) == 60_000
+    with pytest.raises(ValueError, match="rate must be a finite number, got inf"):
+        validation.finite_number("rate", Fraction(10**400, 3))
+    with pytest.raises(ValueError, match=r"^steps must be a whole number of at least 1 .*\(and at"):
+        validation.integer("steps", 2.5)
+
+
+@pytest.mark.parametrize(
     "value", [np.array([]), np.array(True), torch.tensor(True), torch.tensor([1.0, 2.0]), [], {}]
 )
 def test_no_array_is_one_of_the_choices(value):
@@ -18,39 +57,46 @@ def test_no_array_is_one_of_the_choices(value):
         validation.one_of("mode", value, (True, "a"))
 
 
-def test_a_whole_number_may_have_a_largest_value():
-    assert validation.integer("steps", 10, maximum=10) == 10
+@pytest.mark.parametrize("orders", [1.0, [], [2.0, 1.0], [math.nan], 101, "many", [[2.0]], None])
+def test_orders_are_numbers_above_one_that_are_not_too_large(orders):
+    assert validation.renyi_orders(2, maximum=100).tolist() == [2.0]
+    assert validation.renyi_orders((1.5, 100), maximum=100).tolist() == [1.5, 100]
+    with pytest.raises(ValueError, match=r"^orders must be .* in \(1, 100\]"):
+        validation.renyi_orders(orders, maximum=100)
+
+
+def test_a_place_that_is_taken_is_refused_but_for_the_same_definition_again():
+    first, again = (type("Mine", (), {}) for _ in range(2))
+    validation.check_free("the name", None, first)
+    validation.check_free("the name", first, again)
+    for holder, newcomer in ((first, dict), (lambda: 1, lambda: 2), (dict, None)):
+        with pytest.raises(ValueError, match=r"the name belongs to .*: choose another name"):
+            validation.check_free("the name", holder, newcomer)
+
+
+def test_unknown_keywords_are_listed_with_what_may_have_been_meant():
     with pytest.raises(
-        ValueError, match=r"^steps must be a whole number of at least 1 \(and at most 10\), got 11"
+        ValueError, match=r"f\(\) got .*sigm=1.0.*known: delta, sigma.*did you mean sigma"
     ):
-        validation.integer("steps", 11, maximum=10)
+        validation.reject_unknown("f()", {"sigm": 1.0}, ["sigma", "delta"])
+    with pytest.raises(TypeError, match="did you mean --sigma"):
+        validation.reject_unknown("f()", {"sigm": 1.0}, parameters={"sigma": "--sigma"})
 
 
 @pytest.mark.parametrize(
     ("call", "named"),
     [
         (
-            lambda: accountants.smallest_noise(
-                lambda sigma: 1 / sigma, target_epsilon=1.0, lowest=float("nan")
-            ),
-            "lowest",
+            lambda: accountants.smallest_noise(lambda x: 1 / x, target_epsilon=math.nan),
+            "target_epsilon",
         ),
         (lambda: accountants.smallest_noise(None, target_epsilon=1.0), "epsilon"),
         (lambda: accountants.compute_bound(3, delta=1e-5), "rounds"),
         (lambda: accountants.bounds_of("shuffle_gauss"), "mechanism"),
         (lambda: ShuffledSums.of_protocol(None), "protocol"),
-        (
-            lambda: WeightShuffling(unshuffled_noise_multiplier=float("nan")),
-            "unshuffled_noise_multiplier",
-        ),
-        (lambda: sco.Projection(lambda theta: theta, diameter=float("nan")), "diameter"),
+        (lambda: WeightShuffling(unshuffled_noise_multiplier=math.nan), "unshuffled_noise_mult"),
+        (lambda: sco.L2Ball(math.nan), "radius"),
         (lambda: audit.audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=10**15), "trials"),
-        (
-            lambda: audit.audit_permuted_gaussian(
-                noise_multiplier=1, dimension=2, delta=0.1, steps=2**50, pair="oblique"
-            ),
-            "steps",
-        ),
     ],
 )
 def test_what_hung_or_was_obscure_names_the_argument(call, named):
