@@ -21,12 +21,17 @@ from torch import Tensor
 
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.validation import boolean, one_of, positive
-from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
-from opacus_shuffle.sco.problem import PrivacyBudget, Problem
-from opacus_shuffle.sco.result import Estimate
+from opacus_shuffle.sco import (
+    Estimate,
+    L2Ball,
+    PrivacyBudget,
+    Problem,
+    absolute_loss,
+    logistic_loss,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+    shuffle_sgd,
+)
 
 Rows = np.ndarray[Any, np.dtype[Any]]
 SOLVERS: dict[str, Callable[[Problem, PrivacyBudget], Estimate]] = {
@@ -36,11 +41,10 @@ SOLVERS: dict[str, Callable[[Problem, PrivacyBudget], Estimate]] = {
 }
 
 
-@dataclasses.dataclass(
-    kw_only=True, eq=False, repr=False
-)  # scikit-learn reads parameters off a constructor's signature
+# A dataclass because scikit-learn reads parameters off a constructor's signature.
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
-    """What both models share: their parameters, rows that are cut to a public length, and the run itself.
+    """What both models share: parameters, rows that are cut to a public length, and the run.
 
     Args:
         epsilon: ε of the fit, in (0, 15], if one user's row and target are replaced by any other.
@@ -70,34 +74,23 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         tags.non_deterministic = self.random_state is None
         return tags
 
-    def _settings(
-        self,
-    ) -> tuple[Callable[[Problem, PrivacyBudget], Estimate], PrivacyBudget, L2Ball, float]:
-        """Returns solver, budget, set and the length that no row exceeds with its constant.
-
-        It says which parameter is wrong, before any data are read.
-        """
-        solver = SOLVERS[one_of("solver", self.solver, tuple(SOLVERS))]
-        longest = positive("row_norm", self.row_norm) * (
-            2**0.5 if boolean("fit_intercept", self.fit_intercept) else 1.0
-        )
-        return (
-            solver,
-            PrivacyBudget(self.epsilon, self.delta),
-            L2Ball(positive("weight_norm", self.weight_norm)),
-            longest,
-        )
+    def _longest(self) -> float:
+        """Returns the length that no row exceeds with its constant; checks all parameters."""
+        one_of("solver", self.solver, tuple(SOLVERS))
+        PrivacyBudget(self.epsilon, self.delta)
+        positive("weight_norm", self.weight_norm)
+        row_norm = positive("row_norm", self.row_norm)
+        return row_norm * 2**0.5 if boolean("fit_intercept", self.fit_intercept) else row_norm
 
     def _rows(self, X: Any) -> Tensor:
         """Returns rows cut to ``row_norm``, with a constant for the intercept, float64."""
         rows = torch.tensor(np.asarray(X, dtype=np.float64))
         lengths = rows.norm(dim=1, keepdim=True)
         rows = torch.where(lengths > self.row_norm, rows * (self.row_norm / lengths), rows)
-        if not self.fit_intercept:
-            return rows
-        return torch.cat(
-            [rows, torch.full((len(rows), 1), float(self.row_norm), dtype=torch.float64)], dim=1
-        )
+        if self.fit_intercept:
+            constant = torch.full((len(rows), 1), float(self.row_norm), dtype=torch.float64)
+            rows = torch.cat([rows, constant], dim=1)
+        return rows
 
     def _run(
         self,
@@ -108,34 +101,32 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         smoothness: float | None,
     ) -> Tensor:
         """Minimises the loss, and keeps what came out and what it reveals."""
-        solver, budget, ball, _ = self._settings()
         generator = None
         if self.random_state is not None:
-            generator = torch.Generator().manual_seed(
-                int(check_random_state(self.random_state).randint(2**31 - 1))
-            )
+            seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+            generator = torch.Generator().manual_seed(seed)
         problem = Problem(
             loss,
             data,
-            constraint=ball,
-            lipschitz=lipschitz
-            * (1 + 1e-9),  # a row that was cut to its length may be longer by rounding
+            constraint=L2Ball(self.weight_norm),
+            # A row that was cut to its length may be longer by rounding.
+            lipschitz=lipschitz * (1 + 1e-9),
             smoothness=smoothness,
             dimension=dimension,
             clip=True,
             generator=generator,
         )
-        estimate = solver(problem, budget)
+        estimate = SOLVERS[self.solver](problem, PrivacyBudget(self.epsilon, self.delta))
         self.privacy_ = estimate.privacy
         if generator is not None:
-            nothing = "no data set: its noise was drawn from random_state"
             self.privacy_ = dataclasses.replace(
-                estimate.privacy, guarantee=Guarantee.ESTIMATE, covers=nothing
+                estimate.privacy,
+                guarantee=Guarantee.ESTIMATE,
+                covers="no data set: its noise was drawn from random_state",
             )
             warnings.warn(
                 f"This fit is not private: whoever knows random_state={self.random_state!r} can "
-                "draw its noise again. Use "
-                "random_state=None for data that matter",
+                "draw its noise again. Use random_state=None for data that matter",
                 PrivacyAssumptionWarning,
                 stacklevel=3,
             )
@@ -145,10 +136,9 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _keep(self, weights: Rows) -> None:
         """Stores weights (..., entries of a row) as ``coef_`` and ``intercept_``."""
-        self.coef_ = weights[..., :-1] if self.fit_intercept else weights
-        self.intercept_ = (
-            weights[..., -1] * self.row_norm if self.fit_intercept else np.zeros(weights.shape[:-1])
-        )
+        self.coef_, self.intercept_ = weights, np.zeros(weights.shape[:-1])
+        if self.fit_intercept:
+            self.coef_, self.intercept_ = weights[..., :-1], weights[..., -1] * self.row_norm
 
     def _scores(self, X: Any) -> Rows:
         """Returns one score per row and output."""
@@ -179,7 +169,7 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
         privacy_: The ε of the fit with its meaning
             (:class:`~opacus_shuffle.protocols.statement.PrivacyStatement`).
         excess_loss_bound_: A proved number for the expected excess loss (see
-            :class:`~opacus_shuffle.sco.result.Estimate`).
+            :class:`~opacus_shuffle.sco.solver.Estimate`).
         n_iter_: Rounds.
 
     Raises:
@@ -200,7 +190,7 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
 
     def fit(self, X: Any, y: Any) -> ShuffleClassifier:
         """Fits the model to rows (users, features) and labels (users,)."""
-        *_, longest = self._settings()
+        longest = self._longest()
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         if self.classes is None:
@@ -223,28 +213,22 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
         labels, rows = torch.from_numpy(np.searchsorted(self.classes_, y)), self._rows(X)
         width, count = rows.shape[1], len(self.classes_)
         if count == 2:
-            theta = self._run(
-                logistic_loss, (rows, 2.0 * labels - 1), width, longest, longest**2 / 4
-            )
+            signs = 2.0 * labels - 1
+            theta = self._run(logistic_loss, (rows, signs), width, longest, longest**2 / 4)
             self._keep(theta.numpy()[None])
-        else:
-            # The gradient is (p − e_y)xᵀ, |p − e_y|² ≤ 2; p's covariance has no eigenvalue above ½
-            # (Gershgorin).
-            theta = self._run(
-                multinomial_loss(count),
-                (rows, labels),
-                count * width,
-                2**0.5 * longest,
-                longest**2 / 2,
-            )
-            self._keep(theta.numpy().reshape(count, width))
+            return self
+        # The gradient is (p − e_y)xᵀ, |p − e_y|² ≤ 2; p's covariance has no eigenvalue above ½
+        # (Gershgorin).
+        lipschitz, smoothness = 2**0.5 * longest, longest**2 / 2
+        loss = multinomial_loss(count)
+        theta = self._run(loss, (rows, labels), count * width, lipschitz, smoothness)
+        self._keep(theta.numpy().reshape(count, width))
         return self
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.classifier_tags.poor_score = (
-            True  # on so few rows as scikit-learn's checks have, noise is all there is
-        )
+        # On so few rows as scikit-learn's checks have, noise is all there is.
+        tags.classifier_tags.poor_score = True
         return tags
 
     def decision_function(self, X: Any) -> Rows:
@@ -268,7 +252,7 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
 
 
 class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc]
-    """Linear regression by least absolute deviations, on users who send random bits to a shuffler and trust nobody else.
+    """Linear regression by least absolute deviations, on users who trust only a shuffler.
 
     A target may be any number: one user's pull on the weights is bounded by the length of the row.
     Scale targets by a public constant so that weights within ``weight_norm`` can reach them.
@@ -296,7 +280,7 @@ class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc
 
     def fit(self, X: Any, y: Any) -> ShuffleRegressor:
         """Fits the model to rows (users, features) and targets (users,)."""
-        *_, longest = self._settings()
+        longest = self._longest()
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         rows = self._rows(X)
         targets = torch.tensor(np.asarray(y, dtype=np.float64))
@@ -315,7 +299,10 @@ class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc
 
 
 def multinomial_loss(classes: int) -> Callable[[Tensor, Any], Tensor]:
-    """Returns the multinomial logistic loss of θ, (classes · entries of a row,), on rows and labels from 0."""
+    """Returns the multinomial logistic loss of θ, of shape (classes · entries of a row,).
+
+    Its batches are rows and labels from 0.
+    """
 
     def loss(theta: Tensor, batch: Any) -> Tensor:
         rows, labels = batch

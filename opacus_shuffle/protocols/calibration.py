@@ -1,4 +1,4 @@
-r"""How fine the grid, how many noise bits: the printed constants, or the least noise that the exact accounting allows.
+r"""Chooses a protocol's grid and number of noise bits: as printed, or as few as are proved.
 
 SCO is Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation, whose protocols these are.
 One user's coordinate travels as g bits that say where on the grid it lies and b noise bits that are
@@ -41,21 +41,21 @@ from opacus_shuffle.core.validation import (
 CALIBRATIONS = ("published", "tight")
 SMALLEST_MULTIPLIER, SMALLEST_EPSILON = 0.1, 1e-9
 LARGEST_EPSILON = 300.0
-"""Of the tight calibration: at δ = 1e-5 about what one sum with a noise multiplier of :data:`SMALLEST_MULTIPLIER` costs."""
+"""At δ = 1e-5 about what one sum with a multiplier of :data:`SMALLEST_MULTIPLIER` costs."""
 OVERHEAD = 0.05
-"""How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
+"""How far above its limit the tight calibration's variance may stay for the sake of fewer bits."""
 ROUNDING_SHARE = 0.1
 """The same for a protocol that is built for a noise multiplier: 5 % of the standard deviation."""
 _PACE, _COARSE = 1.25, 8
 _FINE_PACE, _FINE = 0.01, 1024
-"""Grids of fewer steps than that are searched at this pace, larger ones at :data:`_PACE`, for the first that will do."""
+"""Grids of fewer steps than that are searched at this pace, larger ones at :data:`_PACE`."""
 _PROBABILITY_STEPS = 2**16
-"""A noise bit's probability is a multiple of one over this: sixteen fair coins make it exactly."""
+"""One over the unit of a noise bit's probability: sixteen fair coins make it exactly."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GridPlan:
-    """What every user of a round needs to know.
+    """The grid and the noise bits of one round, which every user needs to know.
 
     Attributes:
         granularity: g, grid steps from end to end of a coordinate's range.
@@ -71,16 +71,16 @@ class GridPlan:
 
     @property
     def noise(self) -> BinomialNoise:
-        """What the honest users add to a coordinate's sum."""
+        """The binomial noise that the honest users add to a coordinate's sum."""
         return BinomialNoise(
             trials=self.noise_bits * self.honest_users, probability=self.bit_probability
         )
 
     def variance(self, num_users: int, rate: float = 1.0) -> float:
-        """Of a coordinate's sum of ``num_users`` reports, in grid steps squared: noise, and rounding at its worst.
+        """The variance of a coordinate's sum of ``num_users`` reports, in grid steps squared.
 
-        ``rate`` is the expected share of the users whose values are rounded, as those on the grid
-        are not.
+        It is that of the noise, and of rounding at its worst. ``rate`` is the expected share of the
+        users whose values are rounded, as those on the grid are not.
         """
         return num_users * (
             0.25 * rate + self.noise_bits * self.bit_probability * (1 - self.bit_probability)
@@ -89,7 +89,10 @@ class GridPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """What a protocol is made for, in the ranges of SCO Theorem A.6 and Claim A.8; the protocols say what each field means."""
+    """The numbers that a protocol is made for: users, ε, δ, honest fraction.
+
+    The protocols say what each field means.
+    """
 
     epsilon: float
     delta: float
@@ -103,21 +106,21 @@ class Promise:
         if positive("epsilon", self.epsilon) > 15 and self.calibration == "published":
             raise ValueError(
                 "epsilon with calibration='published' must not exceed 15 (SCO Theorem 3.2), got "
-                f"{self.epsilon!r}: choose a "
-                "smaller one, or calibration='tight'"
+                f"{self.epsilon!r}: choose a smaller one, or calibration='tight'"
             )
         if self.epsilon > LARGEST_EPSILON:
             raise ValueError(
                 f"epsilon must not exceed {LARGEST_EPSILON:g}, got {self.epsilon!r}: choose a "
-                "smaller one; so large a one "
-                "protects nobody, and the tails of its noise are not known"
+                "smaller one; so large a one protects nobody, and the tails of its noise are not "
+                "known"
             )
         if self.epsilon < SMALLEST_EPSILON:
             raise ValueError(
                 f"epsilon must be at least {SMALLEST_EPSILON:g}, got {self.epsilon!r}: choose a "
                 "larger one"
             )
-        if not 1e-200 <= positive("delta", self.delta) < 0.5:  # smaller tails are not known
+        # Smaller tails are not known.
+        if not 1e-200 <= positive("delta", self.delta) < 0.5:
             raise ValueError(
                 f"delta must be at least 1e-200 and below 1/2 (SCO Theorem 3.2), got {self.delta!r}"
             )
@@ -130,8 +133,8 @@ class Promise:
         if rate < 1 and (self.calibration != "tight" or self.honest_fraction < 1):
             raise ValueError(
                 f"sample_rate={self.sample_rate!r} takes calibration='tight' and "
-                f"honest_fraction=1, got {self.calibration!r} "
-                f"and {self.honest_fraction!r}: what a secret sample gains is not proved for others"
+                f"honest_fraction=1, got {self.calibration!r} and {self.honest_fraction!r}: what a "
+                "secret sample gains is not proved for others"
             )
         for name in ("epsilon", "delta", "honest_fraction", "sample_rate"):
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -139,12 +142,15 @@ class Promise:
 
     @property
     def lost(self) -> float:
-        """What the tails of one round's coordinates may take of δ together."""
+        """The share of δ that the tails of one round's coordinates may take together."""
         return LOST_SHARE * self.delta / self.rounds
 
     @property
     def round_mu(self) -> float:
-        """μ, rounded down, of each of equal rounds that are (ε, δ)-DP together: of the same users, or of samples."""
+        """μ, rounded down, of each of equal rounds that together are (ε, δ)-DP.
+
+        They are of the same users, or of samples.
+        """
         if self.sample_rate < 1:
             return sampled_sums.largest_mu(
                 epsilon=self.epsilon,
@@ -159,11 +165,11 @@ class Promise:
 
     @property
     def published_round(self) -> tuple[float, float]:
-        """(ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
+        """(ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it.
 
-        Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was
-        left out: T > 1/δ, or ε large and δ near ½), the most that advanced composition allows at
-        the same δ's. One round gets all of it.
+        That is ε/(2√(2T·ln(1/δ))) and δ/(T + 1). Where that is too much (the printed ln(1/δ) stands
+        for ln((T+1)/δ), and the term in ε² was left out: T > 1/δ, or ε large and δ near ½), the
+        most that advanced composition allows at the same δ's. One round gets all of it.
         """
         epsilon, delta, rounds = self.epsilon, self.delta, self.rounds
         if rounds == 1:
@@ -176,7 +182,7 @@ class Promise:
 
 
 def honest_users(num_users: int, honest_fraction: float) -> int:
-    """Returns the fewest users that a fraction of them can mean."""
+    """Returns the fewest users that a fraction of them can be."""
     return max(1, math.ceil(num_users * honest_fraction - 1e-9))
 
 
@@ -189,7 +195,7 @@ def published_vector_plan(
     delta: float,
     honest_fraction: float,
 ) -> GridPlan:
-    """Returns the grid of SCO Theorem A.6; with drop-outs Corollary A.9, whose ε/γ is here the ε asked for.
+    """Returns the grid of SCO Theorem A.6; with drop-outs of Corollary A.9, whose ε/γ is our ε.
 
     ``granularity`` is max(2Δ₂√n, √d, 4) as printed: it depends on the unit in which ``max_norm`` is
     measured.
@@ -234,15 +240,16 @@ def _published_plan(
     num_users: int,
     honest_fraction: float,
 ) -> GridPlan:
-    """Takes the smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n), ε being a coordinate's: ε·γ/``split``."""
-    if (
-        honest_fraction < 1 and epsilon * honest_fraction > 1
-    ):  # Claim A.8 is for ε ≤ 1 of a protocol in which all are honest
+    """Takes the smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n).
+
+    The ε of these is a coordinate's: ε·γ/``split``.
+    """
+    # Claim A.8 is for ε ≤ 1 of a protocol in which all are honest.
+    if honest_fraction < 1 and epsilon * honest_fraction > 1:
         raise ValueError(
             f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * "
-            "honest_fraction <= 1 in each "
-            f"round (SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a "
-            "smaller epsilon"
+            f"honest_fraction <= 1 in each round (SCO Corollary A.9), got epsilon={epsilon!r}: use "
+            "calibration='tight' or a smaller epsilon"
         )
     if granularity > 2**40:
         raise ValueError(
@@ -254,8 +261,7 @@ def _published_plan(
     if 2 * half * num_users > MOST_TRIALS:
         raise ValueError(
             f"calibration='published' would send {2 * half:.3g} noise bits per user and "
-            "coordinate: use calibration='tight' or "
-            "a larger epsilon"
+            "coordinate: use calibration='tight' or a larger epsilon"
         )
     b = math.floor(2 * half) + 1
     return GridPlan(g, b, half / b, honest_users(num_users, honest_fraction))
@@ -265,13 +271,17 @@ def _published_plan(
 def tight_vector_plan(
     *, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float
 ) -> GridPlan:
-    """Returns the cheapest grid that is ``mu``-Gaussian-private but for ``lost``, which all coordinates share."""
+    """Returns the cheapest grid that is ``mu``-Gaussian-private but for ``lost``.
+
+    All coordinates share ``lost``.
+    """
     honest = honest_users(num_users, honest_fraction)
     tail = max(lost / dimension, 1e-300)
 
     def largest_granularity(noise: BinomialNoise) -> int:
         g = math.floor(mu * math.sqrt(noise.variance))
-        for _ in range(2):  # the slope falls with the shift, so what fits a larger one fits
+        # The slope falls with the shift, so what fits a larger one fits.
+        for _ in range(2):
             if g < _COARSE and noise.variance + honest / 4 > (1 + OVERHEAD) * (g / mu) ** 2:
                 return 0  # too coarse a grid, whatever the bound says
             slope = gaussian_bound(noise, shift=max(g, 1), tail=tail).slope
@@ -316,29 +326,31 @@ def fewest_bits_plan(
     allowed = (1 + rounding_share) / mu**2 * num_users / honest
 
     def with_bits(g: int, bits: int) -> GridPlan | None:
-        """The plan whose noise bits are 1 as near half the time as the variance allows; None where that is too little."""
-        each = min(
-            0.25, (allowed * g**2 / num_users - rate / 4) / bits
-        )  # variance of one noise bit
-        if each <= 0 or bits * honest > MOST_TRIALS:
+        """Returns the plan whose noise bits are 1 as near half the time as the variance allows.
+
+        None where that is too little noise.
+        """
+        variance_of_bit = min(0.25, (allowed * g**2 / num_users - rate / 4) / bits)
+        if variance_of_bit <= 0 or bits * honest > MOST_TRIALS:
             return None
-        p = math.floor((1 - math.sqrt(1 - 4 * each)) / 2 * _PROBABILITY_STEPS) / _PROBABILITY_STEPS
+        exact = (1 - math.sqrt(1 - 4 * variance_of_bit)) / 2
+        p = math.floor(exact * _PROBABILITY_STEPS) / _PROBABILITY_STEPS
         plan = GridPlan(g, bits, p, honest)
-        return (
-            plan
-            if p > 0 and gaussian_bound(plan.noise, shift=g, tail=share).slope * g <= mu
-            else None
-        )
+        fits = p > 0 and gaussian_bound(plan.noise, shift=g, tail=share).slope * g <= mu
+        return plan if fits else None
 
     def at(g: int) -> GridPlan | None:
-        """The grid of g steps with the fewest noise bits; None where no number of them is enough noise and not too much."""
+        """Returns the grid of g steps with the fewest noise bits.
+
+        None where no number of them is enough noise and not too much.
+        """
         high = max(1, math.ceil(4 * (allowed * g**2 / num_users - rate / 4)))
-        found, low = with_bits(g, high), 0
-        while found and high - low > 1:
+        plan, low = with_bits(g, high), 0
+        while plan and high - low > 1:
             middle = (low + high) // 2
             fewer = with_bits(g, middle)
-            low, high, found = (low, middle, fewer) if fewer else (middle, high, found)
-        return found
+            low, high, plan = (low, middle, fewer) if fewer else (middle, high, plan)
+        return plan
 
     # Rounding alone takes that share on a grid which is coarser.
     step = 2 if zero_on_grid else 1
@@ -347,9 +359,8 @@ def fewest_bits_plan(
         if 4 * (g / mu) ** 2 > MOST_TRIALS / _PACE**2:
             raise ValueError(
                 "no protocol with at most 2**50 noise bits of all users together keeps to "
-                f"rounding_share={rounding_share} for "
-                f"num_users={num_users} and a noise multiplier of {2 / mu:.3g}: raise that share, "
-                "or take less extreme ones"
+                f"rounding_share={rounding_share} for num_users={num_users} and a noise multiplier "
+                f"of {2 / mu:.3g}: raise that share, or take less extreme ones"
             )
         g += step * max(1, math.floor((_FINE_PACE if g < _FINE else _PACE - 1) * g / step))
     return plan
@@ -385,7 +396,10 @@ def _cheapest(
     *,
     limit: float,
 ) -> GridPlan:
-    """Finds the fewest noise bits whose variance, of all users' sum, is near its limit (in units of the range squared)."""
+    """Finds the fewest noise bits whose variance, of all users' sum, is near its limit.
+
+    The limit is in units of the range squared.
+    """
     # Rounding alone costs 1/bits of the noise, and a grid of one step at least has a standard
     # deviation of 1/μ.
     bits = max(1, math.floor(0.5 / OVERHEAD), math.floor(min(4 * limit / honest, MOST_TRIALS)))
@@ -396,23 +410,21 @@ def _cheapest(
             plan = GridPlan(g, bits, 0.5, honest)
             if plan.variance(num_users) / g**2 <= (1 + OVERHEAD) * limit * num_users / honest:
                 return plan
-        bits = math.ceil(
-            bits * (_PACE if g >= _COARSE else 2.0)
-        )  # on so coarse a grid whole steps are far apart
+        # On a coarse grid whole steps are far apart.
+        bits = math.ceil(bits * (_PACE if g >= _COARSE else 2.0))
     raise ValueError(
         "no protocol with fewer than 2**50 noise bits is private enough for "
-        f"num_users={num_users}: raise epsilon or delta, "
-        "or take fewer rounds"
+        f"num_users={num_users}: raise epsilon or delta, or take fewer rounds"
     )
 
 
 def noise_variance(
     *, dimension: int, max_norm: float, epsilon: float, delta: float, calibration: str = "tight"
 ) -> float:
-    """Returns each coordinate's variance as the number of users and bits grows, in units of ``max_norm`` squared.
+    """Returns each coordinate's variance as the number of users and bits grows.
 
-    For planning before a protocol is built: :attr:`ShuffleVectorSum.variance` is the protocol's
-    own.
+    It is in the square of ``max_norm``'s unit. For planning before a protocol is built:
+    :attr:`ShuffleVectorSum.variance` is the protocol's own.
 
     Args:
         dimension: d.

@@ -1,4 +1,4 @@
-"""What the scalar and the vector protocol share: users put numbers on a grid, add noise bits, and the analyzer counts.
+"""``GridSum``: what both protocols share: numbers on a grid, noise bits, and the analyzer.
 
 ``simulate`` draws the analyzer's answer at once, without any messages: the sum of the rounded
 values plus one binomial per coordinate has the same distribution as what the bits add up to.
@@ -18,22 +18,25 @@ import torch
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
+from opacus_shuffle.core.exact_binomials import exact_binomials
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
-from opacus_shuffle.protocols.binomials import alike_binomials, draw_binomials
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
 from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.sums_of_roundings import round_at_random
 
-_CHUNK = 2**17  # numbers that are rounded at a time: what a processor's cache holds
+_CHUNK = 2**17
+"""Numbers that are rounded at a time: what a processor's cache holds."""
 TOLERANCE = 1e-5
-"""How far beyond its bound a value may lie, relatively, for the rounding of single precision; it is taken back to the bound."""
+"""How far beyond its bound a value may lie, relatively, by the rounding of single precision."""
 
 
 class GridSum(ABC):
-    """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``; subclasses say which points are allowed.
+    """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``.
+
+    Subclasses say which of these points are allowed.
 
     Attributes:
         granularity: g, grid steps from end to end of a coordinate's range.
@@ -64,46 +67,52 @@ class GridSum(ABC):
 
     @property
     def bits_per_user(self) -> int:
-        """What one user sends in one round: d·(g + b) bits."""
+        """How many bits one user sends in one round: d·(g + b)."""
         return self.dimension * (self.granularity + self.noise_bits)
 
     @property
     def fewest_reports(self) -> int:
-        """How many users must report: those whose noise the guarantee counts on."""
+        """How many users must report at least for the guarantee to hold."""
         return self._plan.honest_users
 
     @property
     def grid_step(self) -> float:
-        """One grid step, in the points' own unit."""
+        """The length of one grid step, in the points' own unit."""
         return self._span / self.granularity
 
     def expected_ones(self, num_reports: int) -> float:
-        """How many ones a coordinate has on average if all of so many points are zero there."""
+        """How many ones a coordinate has on average if all points are zero there."""
         return num_reports * (self.noise_bits * self.bit_probability - self._low / self.grid_step)
 
     @property
     def variance(self) -> float:
-        """Of each coordinate of the answer when all users take part: noise, and rounding at its worst (¼ grid step² a user)."""
+        """The variance of each coordinate of the answer when all users take part.
+
+        It is that of the noise, and of rounding at its worst (¼ grid step² a user).
+        """
         return self.grid_step**2 * self._plan.variance(self.num_users)
 
     @property
     def mean_squared_error(self) -> float:
-        """E‖answer − sum‖₂² at most: d times :attr:`variance`, what SCO Theorem 3.2 bounds."""
+        """An upper bound on E‖answer − sum‖₂²: d times :attr:`variance` (SCO Theorem 3.2)."""
         return self.dimension * self.variance
 
     @property
     def sum_round(self) -> BinomialSum:
-        """One round, as :mod:`opacus_shuffle.analysis.binomial_sums` accounts for it; honest users' noise alone."""
+        """One round as it is accounted for, with the noise of honest users alone."""
         return BinomialSum(noise=self._plan.noise, shift=self.granularity, dimension=self.dimension)
 
     @property
     def mu(self) -> float:
-        """One round is a μ-Gaussian mechanism under replacement, but for a probability of :attr:`lost`."""
+        """The μ of a round's Gaussian privacy under replacement, but for a chance :attr:`lost`."""
         return gaussian_equivalent(self.sum_round, lost=self.tail)[0]
 
     @property
     def noise_multiplier(self) -> float:
-        """2/μ, the noise of the sum over the clipping norm; rounded down, so that 2 over it is no less than μ."""
+        """The noise multiplier 2/μ, the noise of the sum over the clipping norm.
+
+        It is rounded down, so that 2 over it is no less than μ.
+        """
         return math.nextafter(2 / self.mu, 0.0)
 
     @property
@@ -113,27 +122,23 @@ class GridSum(ABC):
 
     @property
     def tail(self) -> float:
-        """What the binomial tails of one round's coordinates may take of δ together; :attr:`lost` is what they take."""
+        """The share of δ that one round's binomial tails may take."""
         return self._promise.lost
 
     @property
-    def round_delta(self) -> float:
-        """One round's share of δ."""
-        return (
-            self.delta if self.rounds == self.sample_rate == 1 else self.delta / (self.rounds + 1)
-        )
+    def round_epsilon(self) -> float | None:
+        """ε of one round by the paper's constants; None for another ``calibration``."""
+        return self._promise.published_round[0] if self.calibration == "published" else None
 
     @property
-    def round_epsilon(self) -> float:
-        """ε at :attr:`round_delta` of one round that everyone takes part in, by the protocol's calibration."""
-        if self.calibration == "published":
-            return self._promise.published_round[0]
-        if self.rounds == self.sample_rate == 1:
-            return self.epsilon
-        return binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=self.round_delta)
+    def round_delta(self) -> float | None:
+        """One round's share of δ, if :attr:`round_epsilon` is a number."""
+        return self._promise.published_round[1] if self.calibration == "published" else None
 
     def exact_epsilon(self, delta: float | None = None) -> tuple[float, float]:
-        """Computes what the noise really gives: a lower value by one pair of data sets, and a proved one for all of them.
+        """Computes a lower value of ε, and a proved upper one, from the noise itself.
+
+        The lower one is that of one pair of data sets, the upper one holds for all of them.
 
         Args:
             delta: δ of all the rounds that the protocol is made for; by default the protocol's.
@@ -153,8 +158,7 @@ class GridSum(ABC):
         if not math.isfinite(upper):
             raise ValueError(
                 f"delta={delta!r} is less than the binomial's tails can be held to over "
-                f"{self.rounds} rounds: ask for a "
-                "larger delta"
+                f"{self.rounds} rounds: ask for a larger delta"
             )
         lower = binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate)
         if lower > upper:
@@ -165,7 +169,7 @@ class GridSum(ABC):
         return lower, upper
 
     def statement(self) -> PrivacyStatement:
-        """Returns the (ε, δ) that the protocol is made for, with its meaning: all rounds, with the same users in each."""
+        """Returns the (ε, δ) of all rounds together, with its meaning."""
         return PrivacyStatement(
             epsilon=self.epsilon,
             delta=self.delta,
@@ -182,10 +186,10 @@ class GridSum(ABC):
     # One user, the shuffler, the analyzer
 
     def _randomize(self, point: torch.Tensor, generator: torch.Generator | None) -> Messages:
-        """One user's messages for a point of shape (1, d)."""
+        """Returns one user's messages for a point of shape (1, d)."""
         draws = stream_of(generator)
         rounded = round_at_random(self._place(self._checked(point))[0], draws).numpy()
-        noise = alike_binomials(self.noise_bits, self.bit_probability, self.dimension, draws)
+        noise = exact_binomials(self.noise_bits, self.bit_probability, self.dimension, draws)
         return Messages.of(
             rounded + noise,
             bits_per_report=self.granularity + self.noise_bits,
@@ -195,7 +199,7 @@ class GridSum(ABC):
     def shuffle(
         self, messages: Sequence[Messages], generator: torch.Generator | None = None
     ) -> Messages:
-        """Returns all users' messages in random order: what the analyzer, and the adversary, gets to see.
+        """Returns all users' messages in random order, as the analyzer gets them.
 
         Args:
             messages: One :class:`~opacus_shuffle.protocols.messages.Messages` per user.
@@ -217,12 +221,12 @@ class GridSum(ABC):
         return shuffled(sent, stream_of(generator))
 
     def _analyze(self, messages: Messages) -> torch.Tensor:
-        """The estimate of the sum over those whose messages these are."""
+        """Returns the estimate of the sum over the senders of these messages."""
         self._check(messages)
         return self.decode(torch.from_numpy(messages.ones()), messages.num_reports)
 
     def _check(self, messages: Any) -> None:
-        """Refuses what this protocol did not send."""
+        """Refuses messages that this protocol did not send."""
         if isinstance(messages, list | tuple):
             raise ValueError(
                 "messages must be what shuffle(...) returned, got a list: call shuffle on it first"
@@ -233,8 +237,8 @@ class GridSum(ABC):
         if sizes != expected:
             raise ValueError(
                 "messages come from another protocol: (dimension, bits per coordinate, "
-                f"granularity) are {sizes}, here "
-                f"{expected}; build both ends with the same arguments"
+                f"granularity) are {sizes}, here {expected}; build both ends with the same "
+                "arguments"
             )
 
     def check_reports(self, num_reports: Any) -> int:
@@ -245,9 +249,8 @@ class GridSum(ABC):
             between = f"{fewest} to {self.num_users}" if fewest < self.num_users else str(fewest)
             raise ValueError(
                 f"this protocol is for {between} users (num_users={self.num_users}, "
-                "honest_fraction="
-                f"{self.honest_fraction:.3g}), got {reports}: fewer have too little noise, more "
-                "were not planned for"
+                f"honest_fraction={self.honest_fraction:.3g}), got {reports}: fewer have too "
+                "little noise, more were not planned for"
             )
         return reports
 
@@ -257,24 +260,22 @@ class GridSum(ABC):
         """Returns the sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
 
         Args:
-            points: X of shape (n, d), dense or sparse; or an iterable of such blocks of rows, where
-                memory does not hold it. A tensor expanded from one row (stride 0) costs no more
-                than that row.
+            points: X of shape (n, d), or an iterable of such blocks of rows, where memory does not
+                hold it.
             generator: On the CPU; by default secret.
         """
         return self._encode(points, stream_of(generator))[0]
 
     def _encode(self, points: Any, draws: SecretGenerator) -> tuple[torch.Tensor, int]:
-        """The sum and the number of rows."""
-        if isinstance(points, torch.Tensor | np.ndarray):
-            points = [points]
-        if isinstance(points, str | bytes) or not isinstance(points, Iterable):
+        """Returns the sum of the rounded points, and how many there are."""
+        blocks = [points] if isinstance(points, torch.Tensor | np.ndarray) else points
+        if isinstance(blocks, str | bytes) or not isinstance(blocks, Iterable):
             raise ValueError(
                 f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got "
                 f"{points!r}"
             )
         total, rows = torch.zeros(self.dimension, dtype=torch.int64), 0
-        for block in points:
+        for block in blocks:
             if not isinstance(block, torch.Tensor | np.ndarray):
                 raise ValueError(
                     f"X must be a tensor or hold tensors of shape (rows, {self.dimension}), got a "
@@ -286,51 +287,9 @@ class GridSum(ABC):
                     f"X must have shape (n, {self.dimension}), got {tuple(numbers.shape)}"
                 )
             rows += len(numbers)
-            if len(numbers):
-                total += self._encode_block(numbers, draws)
+            for part in torch.split(numbers, max(1, _CHUNK // self.dimension)):
+                total += round_at_random(self._place(self._checked(part)), draws).sum(0)
         return total, rows
-
-    def _encode_block(self, block: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
-        """The sum of one block of rows."""
-        if block.layout != torch.strided:
-            return self._encode_sparse(block, draws)
-        if block.stride(0) == 0 and len(block) > 1:
-            return self._round_copies(self._place(self._checked(block[:1]))[0], len(block), draws)
-        total = torch.zeros(self.dimension, dtype=torch.int64)
-        for rows in torch.split(block, max(1, _CHUNK // self.dimension)):
-            total += round_at_random(self._place(self._checked(rows)), draws).sum(0)
-        return total
-
-    def _encode_sparse(self, block: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
-        """Rows of which only some entries are not zero."""
-        if block.layout == torch.sparse_coo and block.dense_dim():
-            raise ValueError(
-                "X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()"
-            )
-        # Anew: a tensor may be marked as coalesced, and CSR always is, while an entry is there
-        # twice.
-        listed = block.to_sparse_coo()  # type: ignore[no-untyped-call]
-        entries = torch.sparse_coo_tensor(
-            listed._indices(), listed._values(), listed.shape, is_coalesced=False
-        ).coalesce()
-        (row, column), values = entries.indices().cpu(), entries.values().to("cpu", torch.float64)
-        norms = torch.zeros(len(block), dtype=torch.float64).index_add_(0, row, values**2).sqrt()
-        place = self._place(self._within(values, norms[row]))
-        whole = place.floor()
-        rounded = whole + (draws.uniforms(len(place)) < place - whole)
-        total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.long())
-        zeros = len(block) - torch.bincount(column, minlength=self.dimension)
-        zero = torch.full(
-            (self.dimension,), -self._low * self.granularity / self._span, dtype=torch.float64
-        )
-        return total + self._round_copies(zero, zeros, draws)
-
-    @staticmethod
-    def _round_copies(place: torch.Tensor, copies: Any, draws: SecretGenerator) -> torch.Tensor:
-        """The sum of so many roundings of each place: coins for the same fraction are one binomial."""
-        whole = place.floor()
-        coins = draw_binomials(copies, (place - whole).numpy(), draws)
-        return copies * whole.long() + torch.from_numpy(coins)
 
     def draw_noise(
         self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False
@@ -352,7 +311,7 @@ class GridSum(ABC):
         )
         trials, draws = reports * self.noise_bits, stream_of(generator)
         return torch.from_numpy(
-            alike_binomials(trials, self.bit_probability, self.dimension, draws)
+            exact_binomials(trials, self.bit_probability, self.dimension, draws)
         )
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
@@ -372,7 +331,7 @@ class GridSum(ABC):
         return estimate.mul_(self.grid_step).add_(reports * self._low)
 
     def _simulate(self, points: Any, generator: torch.Generator | None) -> torch.Tensor:
-        """A draw of the analyzer's answer."""
+        """Draws an answer of the analyzer, without messages."""
         draws = stream_of(generator)
         counts, reports = self._encode(points, draws)
         if not reports:
@@ -380,21 +339,29 @@ class GridSum(ABC):
         return self.decode(counts + self.draw_noise(reports, draws), reports)
 
     def _place(self, points: torch.Tensor) -> torch.Tensor:
-        """Where points lie on the grid, in steps."""
+        """Returns where points lie on the grid, in steps."""
         return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
 
     def _checked(self, points: torch.Tensor) -> torch.Tensor:
-        """Points as float64 on the CPU, within their bounds."""
+        """Returns points as float64 on the CPU, or refuses points out of bounds."""
         points = points.to("cpu", torch.float64)
         return self._within(points, torch.linalg.vector_norm(points, dim=1, keepdim=True))
 
     @abstractmethod
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-        """Values, each with the norm of its row, back within their bounds if rounding took them beyond; else refused."""
+        """Returns values with their norms, moved back where rounding took them out of bounds.
+
+        Raises:
+            ValueError: If they are farther off than rounding explains.
+        """
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:
-    """Returns a tensor of real numbers, detached, or refuses what is none."""
+    """Returns a dense tensor of real numbers, detached.
+
+    Raises:
+        ValueError: If it is none.
+    """
     try:
         if isinstance(value, np.ndarray) and not value.flags.writeable:
             value = value.copy()
@@ -405,4 +372,6 @@ def real_numbers(name: str, value: Any) -> torch.Tensor:
         ) from None
     if numbers.is_complex() or numbers.dtype == torch.bool:
         raise ValueError(f"{name} must hold real numbers, got {numbers.dtype}")
+    if numbers.layout != torch.strided:
+        raise ValueError(f"{name} must be dense, got {numbers.layout}: pass its to_dense()")
     return numbers

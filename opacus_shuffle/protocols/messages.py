@@ -1,4 +1,4 @@
-"""What travels: bits that carry the label of their coordinate, packed eight to a byte.
+"""``Messages``: bits that carry the label of their coordinate, packed eight to a byte.
 
 A user's messages are, for each coordinate, ``ones`` bits that are 1 and the rest 0; the shuffler
 permutes all users' messages at random. Labels travel with their bits, so a random permutation of
@@ -21,7 +21,7 @@ from opacus_shuffle.core.validation import integer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Messages:
-    """The bits of one report or of many, coordinate by coordinate.
+    """The bits of one or many reports, coordinate by coordinate.
 
     Attributes:
         bits: uint8, shape (d, ⌈num_reports·bits_per_report/8⌉): row j holds coordinate j's bits,
@@ -51,28 +51,30 @@ class Messages:
 
     @classmethod
     def of(cls, ones: npt.NDArray[np.int64], *, bits_per_report: int, granularity: int) -> Messages:
-        """One user's messages: so many ones in each coordinate, then zeros."""
+        """Makes one user's messages: ``ones`` ones in each coordinate, then zeros."""
         place = np.arange(bits_per_report)
         return cls(
             np.stack([np.packbits(place < count) for count in ones]), bits_per_report, granularity
         )
 
     def ones(self) -> npt.NDArray[np.int64]:
-        """How many bits of each coordinate are 1, shape (d,)."""
+        """How many ones each coordinate has: shape (d,)."""
         return np.array([np.count_nonzero(np.unpackbits(row)) for row in self.bits], np.int64)
 
 
 def shuffled(messages: Sequence[Messages], stream: SecretGenerator) -> Messages:
-    """Returns all these messages in random order."""
+    """Returns these messages in random order."""
     first = messages[0]
-    reports = sum(each.num_reports for each in messages)
+    reports = sum(message.num_reports for message in messages)
     total = reports * first.bits_per_report
     bits = np.empty((len(first.bits), -(-total // 8)), np.uint8)
     for coordinate in range(len(bits)):
         pooled = np.concatenate(
             [
-                np.unpackbits(each.bits[coordinate], count=each.num_reports * each.bits_per_report)
-                for each in messages
+                np.unpackbits(
+                    message.bits[coordinate], count=message.num_reports * message.bits_per_report
+                )
+                for message in messages
             ]
         )
         bits[coordinate] = np.packbits(pooled[permutation(total, stream)])

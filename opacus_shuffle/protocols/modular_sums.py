@@ -1,4 +1,4 @@
-"""Sums of counts modulo a power of two: all that a secure aggregation reveals, and all that the analyzer needs.
+"""Sums of counts modulo a power of two, which is all that a secure aggregation reveals.
 
 The analyzer of a sum of bits reads one count for each coordinate. A secure aggregation that shows
 the sum of the users' counts modulo M, and nothing else, shows it no more than the shuffled bits do:
@@ -8,7 +8,8 @@ for vectors of zero, and M has to tell how far from that.
 >>> from opacus_shuffle import ShuffleVectorSum
 >>> protocol = ShuffleVectorSum.with_noise_multiplier(1000, 3, 1.0, 1.5, delta=1e-6)
 >>> modulus = smallest_modulus(protocol, largest_coordinate=5.0)
->>> counts = torch.tensor([protocol.num_users * protocol.granularity // 2 + protocol.num_users * protocol.noise_bits // 2] * 3)
+>>> ones = (protocol.granularity + protocol.noise_bits) // 2
+>>> counts = torch.tensor([protocol.num_users * ones] * 3)
 >>> torch.equal(unwrapped(protocol, counts % modulus, 1000, modulus), counts)
 True
 """
@@ -23,11 +24,11 @@ from opacus_shuffle.core.validation import instance_of, integer, not_negative
 from opacus_shuffle.protocols.grid_sum import GridSum
 
 DEVIATIONS = 6.0
-"""Standard deviations of the noise to either side: a coordinate's noise wraps around with a chance of 2·10⁻⁹."""
+"""Of the noise, to either side: a coordinate's noise wraps around with a chance of 2·10⁻⁹."""
 
 
 def smallest_modulus(protocol: GridSum, largest_coordinate: float | None = None) -> int:
-    """Returns the smallest power of two modulo which a round's sum is still found.
+    """Returns the smallest power of two modulo which a round's sum can be decoded.
 
     Args:
         protocol: What the users' counts are made by.
@@ -49,9 +50,10 @@ def smallest_modulus(protocol: GridSum, largest_coordinate: float | None = None)
 def unwrapped(
     protocol: GridSum, residues: torch.Tensor, num_reports: int, modulus: int
 ) -> torch.Tensor:
-    """Returns the numbers of ones from what they are modulo M: those nearest to what vectors of zero would give.
+    """Returns the counts of ones from their values modulo M.
 
-    If M has room for every number of ones, the residues are these.
+    They are those nearest to what vectors of zero would give. If M has room for every number of
+    ones, the residues are these.
 
     Args:
         protocol: What the users' counts were made by.
@@ -59,19 +61,20 @@ def unwrapped(
         num_reports: How many users' counts were added up.
         modulus: M.
     """
-    size, found = integer("modulus", modulus), instance_of("residues", residues, (torch.Tensor,))
+    size = integer("modulus", modulus)
+    instance_of("residues", residues, (torch.Tensor,))
     integer("num_reports", num_reports, maximum=protocol.num_users)
-    if found.dtype != torch.int64 or found.shape != (protocol.dimension,):
+    if residues.dtype != torch.int64 or residues.shape != (protocol.dimension,):
         raise ValueError(
-            f"residues must be int64 of shape ({protocol.dimension},), got {found.dtype} "
-            f"{tuple(found.shape)}"
+            f"residues must be int64 of shape ({protocol.dimension},), got {residues.dtype} "
+            f"{tuple(residues.shape)}"
         )
     lowest = round(protocol.expected_ones(num_reports)) - size // 2
     if size > _largest_count(protocol, num_reports):
         lowest = 0
-    return (found - lowest) % size + lowest
+    return (residues - lowest) % size + lowest
 
 
 def _largest_count(protocol: GridSum, num_reports: int) -> int:
-    """All bits of a coordinate."""
+    """Returns the largest count that a coordinate can have."""
     return num_reports * (protocol.granularity + protocol.noise_bits)

@@ -88,10 +88,10 @@ class ShuffleScalarSum(GridSum):
         return float(self._analyze(messages))
 
     def simulate(self, x: Any, generator: torch.Generator | None = None) -> float:
-        """Draws what ``analyze(shuffle([randomize(value) for value in x]))`` answers, without the messages.
+        """Draws what ``analyze`` answers to shuffled messages of these numbers, without messages.
 
         Args:
-            x: One number per user, shape (n,), dense or sparse.
+            x: One number per user, shape (n,).
             generator: On the CPU; by default secret.
 
         Raises:
@@ -113,7 +113,6 @@ class ShuffleScalarSum(GridSum):
             )
             raise ValueError(
                 f"max_value is {self.max_value:g}, got the number {worst:.6g}: numbers must lie in "
-                "[0, max_value]; shift and "
-                "clip them first"
+                "[0, max_value]; shift and clip them first"
             )
         return values.clamp(0, self.max_value)

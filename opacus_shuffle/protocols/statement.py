@@ -1,4 +1,4 @@
-"""``PrivacyStatement``: the ε of a sum or an optimisation, with who took part in what, and what that took to send."""
+"""``PrivacyStatement``: the ε of a sum or an optimisation, with who took part and what was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds up many rows, each entry rounded at random to a grid around zero: the sums of clipped gradients that users report.
+"""Adds up rows whose entries are rounded at random to a grid: users' clipped gradients.
 
 An entry is in the count of ⌊g/2 + x + U⌋, x measured in grid steps and U uniform, fresh for every
 entry. Single precision and ten bits of U decide all but two entries in a thousand: x in units of
@@ -8,7 +8,8 @@ the ten bits that they have and 53 more. The distribution is that of rounding in
 
 >>> from opacus_shuffle.core.randomness import seeded_generator
 >>> source = seeded_generator("cpu", 1, "rounding")
->>> sum_of_roundings(torch.full((1000, 3), 0.25), torch.ones(1000), granularity=8, source=source) - 4000
+>>> rows, steps = torch.full((1000, 3), 0.25), torch.ones(1000)
+>>> sum_of_roundings(rows, steps, granularity=8, source=source) - 4000
 tensor([269, 248, 224])
 """
 
@@ -24,21 +25,22 @@ from opacus_shuffle.core.randomness import SecretGenerator
 
 FINEST = 2**12
 """Grids with more steps than this do not fit into single precision."""
-_BITS, _LANES = 10, 3  # three times ten bits in a random number of 32
+_BITS, _LANES = 10, 3
+"""Three times ten bits are in a random number of 32."""
 _UNITS = 2**_BITS
-_MAGIC = (
-    3 * 2**22
-    # single precision has no fractions here, so adding it rounds, and the last 22 bits are the whole
-    # number
-)
+_MAGIC = 3 * 2**22
+"""Single precision has no fractions here: adding it rounds, and the last 22 bits are the number."""
 _STEPS_OF_MAGIC = int(np.float32(_MAGIC).view(np.int32)) >> _BITS
-_ENTRIES = 2**17  # that are worked on at a time: what a processor's cache holds
+_ENTRIES = 2**17
+"""Entries that are worked on at a time: what a processor's cache holds."""
 _COLUMNS = 2**11
 _SIXTEEN_BITS = 2**16
 
 
 def round_at_random(place: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
-    """Returns ⌊place + U⌋, int64, with U uniform for every entry; ``place`` (float64, at least 0) is overwritten.
+    """Returns ⌊place + U⌋, int64, with U uniform in [0, 1) for every entry.
+
+    ``place`` (float64, at least 0) is overwritten.
 
     The first 16 bits of U decide all but one in 65,536, and cost a quarter of what 64 do; the rest
     is drawn where it matters.
@@ -73,7 +75,9 @@ def sum_of_roundings(
     total = np.zeros(width, dtype=np.int64)
     across = max(1, min(width, max(_COLUMNS, _ENTRIES // max(count, 1))))
     down = max(1, min(count, _ENTRIES // across))
-    room = _Room(down, across)
+    # Memory for block after block, as asking for it each time costs more than the work.
+    kinds = (np.float32, np.int32, np.int32, np.bool_)
+    room = [np.empty(down * across + _LANES, dtype=kind) for kind in kinds]
     for left in range(0, width, across):
         for top in range(0, count, down):
             block = values[top : top + down, left : left + across]
@@ -83,34 +87,17 @@ def sum_of_roundings(
     return torch.from_numpy(total)
 
 
-class _Room:
-    """Memory that block after block is worked on in, as asking for it each time costs more than the work.
-
-    Args:
-        rows: Of the largest block.
-        columns: Of the largest block.
-    """
-
-    def __init__(self, rows: int, columns: int) -> None:
-        kinds = (np.float32, np.int32, np.int32, np.bool_)
-        self._flat = [np.empty(rows * columns + _LANES, dtype=kind) for kind in kinds]
-
-    def of(self, entries: int) -> list[npt.NDArray[Any]]:
-        """Single precision, two of whole numbers, truth values: so many entries each."""
-        return [each[:entries] for each in self._flat]
-
-
 def _sum_block(
     block: npt.NDArray[np.floating],
     scale: npt.NDArray[np.float64],
     granularity: int,
     source: SecretGenerator,
-    room: _Room,
+    room: list[npt.NDArray[Any]],
 ) -> npt.NDArray[np.int32]:
-    """What fits into the cache."""
+    """Returns the counts of a block of rows that fits into the cache."""
     count, width = block.shape
     entries, middle = count * width, granularity * (_UNITS // 2)
-    units, sums, _, near = room.of(entries)
+    units, sums, near = room[0][:entries], room[1][:entries], room[3][:entries]
     np.multiply(
         block,
         scale.astype(block.dtype)[:, None],
@@ -121,7 +108,7 @@ def _sum_block(
     # remainders 0 and 1.
     units += np.float32(_MAGIC + 1 + middle % _UNITS)
     third = -(-entries // _LANES)
-    _, _, bits, _ = room.of(_LANES * third)
+    bits = room[2][: _LANES * third]
     drawn = source.words(-(-third // 2)).view(np.uint32)[:third]
     for lane in range(_LANES):
         part = bits[lane * third : (lane + 1) * third].view(np.uint32)
@@ -135,13 +122,13 @@ def _sum_block(
         row, column = np.divmod(close, width)
         exact = np.clip(block[row, column].astype(np.float64) * scale[row], -middle, middle)
         coarse = np.floor(exact)
-        more = (source.words(len(close)) >> np.uint64(11)).astype(np.float64) * 2.0**-53 >= 1 - (
-            exact - coarse
-        )
+        later = (source.words(len(close)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        more = later >= 1 - (exact - coarse)
         whole = (coarse.astype(np.int64) + middle % _UNITS + bits[close] + more) >> _BITS
         sums[close] = whole + _STEPS_OF_MAGIC
     offset = (count * (_STEPS_OF_MAGIC - middle // _UNITS)) % 2**32
+    # Modulo 2^32.
     summed: npt.NDArray[np.uint32] = np.add.reduce(
         sums.view(np.uint32).reshape(count, width), axis=0, dtype=np.uint32
-    )  # modulo 2^32
+    )
     return (summed - np.uint32(offset)).view(np.int32)

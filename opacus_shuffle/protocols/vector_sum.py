@@ -1,4 +1,4 @@
-r"""``ShuffleVectorSum``: the sum of users' vectors of bounded ℓ₂ norm, with multi-message shuffle privacy.
+r"""``ShuffleVectorSum``: the sum of users' vectors of bounded ℓ₂ norm, by shuffled messages.
 
 This is Algorithm 2 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Every
 coordinate of a user's vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from opacus_shuffle.analysis import binomial_sums
+from opacus_shuffle.core.exact_binomials import exact_binomials
 from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.validation import integer, moderate, noise_level, positive, sampling_rate
-from opacus_shuffle.protocols.binomials import alike_binomials
 from opacus_shuffle.protocols.calibration import (
     ROUNDING_SHARE,
     SMALLEST_MULTIPLIER,
@@ -34,7 +34,7 @@ from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
 _ENTRIES = 2**24
 """Numbers in double precision that are held at a time."""
 _SHORT = 2**12
-"""Entries of a parameter that is joined with its neighbours, as a call for each would cost more than a copy."""
+"""Entries of a parameter that is joined with its neighbours: a call for each costs more."""
 
 
 class ShuffleVectorSum(GridSum):
@@ -120,11 +120,11 @@ class ShuffleVectorSum(GridSum):
         rate: float = 1.0,
         rounding_share: float = ROUNDING_SHARE,
     ) -> ShuffleVectorSum:
-        """Makes the tight protocol whose covering Gaussian has this noise multiplier, or the nearest above that a grid allows.
+        """Makes the tight protocol whose covering Gaussian has this noise multiplier.
 
-        As in DP-SGD the multiplier is the noise of the **sum** over ``max_norm``: one user's vector
-        becoming zero is a Gaussian mechanism of μ = 1/``noise_multiplier``, a vector replaced by
-        another one of μ = 2/``noise_multiplier``.
+        It has the nearest above that a grid allows. As in DP-SGD the multiplier is the noise of the
+        **sum** over ``max_norm``: one user's vector becoming zero is a Gaussian mechanism of μ =
+        1/``noise_multiplier``, a vector replaced by another one of μ = 2/``noise_multiplier``.
 
         Args:
             num_users: n, as in the constructor (like ``dimension``, ``max_norm`` and
@@ -159,8 +159,8 @@ class ShuffleVectorSum(GridSum):
         if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
             raise ValueError(
                 f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got "
-                f"{noise_multiplier!r}: below, "
-                "epsilon of a round is in the hundreds, and no tails are known so far out"
+                f"{noise_multiplier!r}: below, epsilon of a round is in the hundreds, and no tails "
+                "are known so far out"
             )
         share = sampling_rate("rate", rate)
         if share < 1 and not zero_on_grid:
@@ -207,7 +207,7 @@ class ShuffleVectorSum(GridSum):
         return self._randomize(point.unsqueeze(0), generator)
 
     def analyze(self, messages: Messages) -> torch.Tensor:
-        """Returns the unbiased estimate of the sum of those whose messages these are: float64, shape (d,).
+        """Returns the unbiased estimate of the senders' sum: float64, shape (d,).
 
         Args:
             messages: What ``shuffle`` answered.
@@ -219,11 +219,11 @@ class ShuffleVectorSum(GridSum):
         return self._analyze(messages)
 
     def simulate(self, X: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws what ``analyze(shuffle([randomize(x) for x in X]))`` answers, without the messages.
+        """Draws what ``analyze(shuffle([randomize(x) for x in X]))`` answers, without messages.
 
         Args:
-            X: One row per user, shape (n, d): a tensor or array (dense, sparse, or expanded from
-                one row), or an iterable of blocks of rows, for data that memory does not hold.
+            X: One row per user, shape (n, d): a tensor or array, or an iterable of blocks of rows,
+                for data that memory does not hold.
             generator: On the CPU; by default secret.
 
         Returns:
@@ -240,7 +240,9 @@ class ShuffleVectorSum(GridSum):
         factors: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Returns what :meth:`encode` does, of vectors that lie in pieces and are to be scaled: no copy of them is made.
+        """Returns what :meth:`encode` does, of vectors in pieces that are to be scaled.
+
+        No copy of them is made.
 
         Args:
             pieces: Shapes (n, ...), of ``dimension`` entries a user together, finite.
@@ -255,32 +257,33 @@ class ShuffleVectorSum(GridSum):
         if self.granularity > FINEST:
             parts = zip(
                 *(
-                    torch.split(each, max(1, _ENTRIES // self.dimension))
-                    for each in (*rows, factors)
+                    torch.split(piece, max(1, _ENTRIES // self.dimension))
+                    for piece in (*rows, factors)
                 ),
                 strict=True,
             )
-            return self._encode(
-                (
-                    torch.cat([each.double() for each in part[:-1]], dim=1) * part[-1][:, None]
-                    for part in parts
-                ),
-                draws,
-            )[0]
+            scaled = (
+                torch.cat([piece.double() for piece in part[:-1]], dim=1) * part[-1][:, None]
+                for part in parts
+            )
+            return self._encode(scaled, draws)[0]
         steps = factors.cpu() * (self.granularity / self._span)
-        narrow = _joined([each if each.dtype == torch.float64 else each.float() for each in rows])
+        wide = [piece if piece.dtype == torch.float64 else piece.float() for piece in rows]
         return torch.cat(
             [
-                sum_of_roundings(each, steps, granularity=self.granularity, source=draws)
-                for each in narrow
+                sum_of_roundings(piece, steps, granularity=self.granularity, source=draws)
+                for piece in _joined(wide)
             ]
         )
 
     def encode_zeros(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Returns what :meth:`encode` does, of so many vectors of zero: a single number where zero is on the grid."""
+        """Returns what :meth:`encode` does, of so many vectors of zero.
+
+        It is a single number where zero is on the grid.
+        """
         if self.granularity % 2 == 0:
             return torch.tensor(count * (self.granularity // 2))
-        coins = alike_binomials(count, 0.5, self.dimension, stream_of(generator))
+        coins = exact_binomials(count, 0.5, self.dimension, stream_of(generator))
         return torch.from_numpy(coins) + count * (self.granularity // 2)
 
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
@@ -290,31 +293,31 @@ class ShuffleVectorSum(GridSum):
         if largest > self.max_norm * (1 + TOLERANCE):
             raise ValueError(
                 f"max_norm is {self.max_norm:g}, got a vector of norm {largest:.6g}: clip vectors "
-                "first, or raise max_norm "
-                "(and with it the noise)"
+                "first, or raise max_norm (and with it the noise)"
             )
         return values * (self.max_norm / norms).clamp(max=1.0)
 
     def __repr__(self) -> str:
         return (
             f"ShuffleVectorSum(num_users={self.num_users}, dimension={self.dimension}, "
-            f"max_norm={self.max_norm:g}, "
-            f"epsilon={self.epsilon:g}, delta={self.delta:g}, calibration={self.calibration!r}, "
+            f"max_norm={self.max_norm:g}, epsilon={self.epsilon:g}, delta={self.delta:g}, "
+            f"calibration={self.calibration!r}, "
             f"honest_fraction={self.honest_fraction:g}): rounds={self.rounds}, "
             f"sample_rate={self.sample_rate:g}, "
-            f"granularity={self.granularity}, "
-            f"noise_bits={self.noise_bits}, bit_probability={self.bit_probability:.4g}, "
+            f"granularity={self.granularity}, noise_bits={self.noise_bits}, "
+            f"bit_probability={self.bit_probability:.4g}, "
             f"{self.bits_per_user} bits per user"
         )
 
 
 def _joined(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same columns in fewer pieces: neighbours that are short and of one type become one."""
-    found: list[list[torch.Tensor]] = []
-    for each in rows:
-        last = found[-1] if found else None
-        if last and each.dtype == last[0].dtype and max(each.shape[1], last[-1].shape[1]) <= _SHORT:
-            last.append(each)
+    """Returns the same columns in fewer pieces: short neighbours of one type become one."""
+    groups: list[list[torch.Tensor]] = []
+    for piece in rows:
+        last = groups[-1] if groups else [piece]
+        alike = groups and piece.dtype == last[0].dtype
+        if alike and max(piece.shape[1], last[-1].shape[1]) <= _SHORT:
+            last.append(piece)
         else:
-            found.append([each])
-    return [each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in found]
+            groups.append([piece])
+    return [group[0] if len(group) == 1 else torch.cat(group, dim=1) for group in groups]

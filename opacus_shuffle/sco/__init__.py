@@ -1,4 +1,4 @@
-"""Shuffle-private convex optimisation: a problem and a privacy budget go into an optimiser, an estimate comes out.
+"""Shuffle-private convex optimisation: a problem and a privacy budget in, an estimate out.
 
 The paper is "Shuffle Private Stochastic Convex Optimization" (Cheu, Joseph, Mao, Peng, ICLR 2022),
 SCO for short. Its sums of bounded vectors by multi-message shuffling are
@@ -6,15 +6,15 @@ SCO for short. Its sums of bounded vectors by multi-message shuffling are
 """
 
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, Projection, as_constraint
+from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball
 from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.losses import Link, absolute_loss, hinge_loss, logistic_loss, squared_loss
+from opacus_shuffle.sco.losses import absolute_loss, hinge_loss, logistic_loss, squared_loss
 from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.objective import LinearObjective, Objective
+from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
-from opacus_shuffle.sco.result import Estimate
+from opacus_shuffle.sco.solver import Estimate
 from opacus_shuffle.sco.strongly_convex import shuffle_strongly_convex
 
 __all__ = [
@@ -22,16 +22,12 @@ __all__ = [
     "Constraint",
     "Estimate",
     "L2Ball",
-    "LinearObjective",
-    "Link",
     "ModuleObjective",
     "MoreauEnvelope",
     "Objective",
     "PrivacyBudget",
     "Problem",
-    "Projection",
     "absolute_loss",
-    "as_constraint",
     "hinge_loss",
     "logistic_loss",
     "pan_private_accelerated_sgd",

@@ -9,56 +9,50 @@ loss, on its own device.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opacus_shuffle.core.validation import boolean, instance_of, moderate, not_negative, positive
-from opacus_shuffle.sco.constraints import as_constraint, project_rows
-from opacus_shuffle.sco.losses import Function, Link, as_link
-from opacus_shuffle.sco.objective import LinearObjective, Objective, elementwise
-from opacus_shuffle.sco.records import as_double, each_record, number_of_users, refuse_unless_finite
+from opacus_shuffle.core.validation import instance_of, moderate, positive
+from opacus_shuffle.sco.constraints import Constraint, check_constraint, project_rows
+from opacus_shuffle.sco.objective import LinearObjective, Objective
+from opacus_shuffle.sco.records import number_of_users
 
-_MOST_STEPS = 1_000_000
-_ROUGH = 0.02  # by default gradients are wrong by this fraction of L at most
-_TOLERANCE = 1e-9
-EPSILON = 2.0**-52
-_HALVINGS = 64
-# a gradient may exceed the Lipschitz constant by this fraction: what rounding does in single
-# precision
 SLACK = 1e-5
+"""A gradient may exceed the Lipschitz constant by this fraction: single precision's rounding."""
+_MOST_STEPS = 1_000_000
+_ROUGH = 0.02
+"""By default gradients are wrong by this fraction of L at most."""
+_TOLERANCE = 1e-9
+_EPSILON = 2.0**-52
+_HALVINGS = 64
 
 
 class MoreauEnvelope(Objective):
     """The Moreau envelopes of an objective's losses, which are smooth; an objective again.
 
-    Proximal points are found as ``prox`` says; else, of a generalised linear loss
-    (:class:`~opacus_shuffle.sco.objective.LinearObjective`) without constraint, by closed form or
-    bisection, exact up to rounding; else by cutting planes, which stop each record as soon as its
-    error is certified to be within ``accuracy``: what is promised holds for every convex
-    L-Lipschitz loss, before any data are seen. Gradients are moved into the ball of radius L, where
-    the true ones are, so that the optimisers' protocol need never cut them.
+    Of a loss of :mod:`opacus_shuffle.sco.losses` without constraint, proximal points are found in
+    closed form or by bisection, exact up to rounding. Of any other loss they are found by cutting
+    planes, which stop each record as soon as its error is certified to be within ``accuracy``:
+    what is promised holds for every convex L-Lipschitz loss, before any data are seen. Gradients
+    are moved into the ball of radius L, where the true ones are, so that the optimisers' protocol
+    need never cut them.
+
+    For a solver of your own derive a class, write :meth:`proximal_points`, and set ``accuracy`` to
+    what it promises. The privacy of the optimisers rests on each of its rows depending on its own
+    record alone, and nothing checks that.
 
     Args:
         objective: The losses f, convex in θ.
         smoothness: β > 0.
         lipschitz: L, a bound on the subgradients of f (on the constraint set, if there is one).
             Needed unless the proximal points are exact.
-        constraint: The set Θ that proximal points are to stay in, as
-            :func:`~opacus_shuffle.sco.constraints.as_constraint` takes it; θ must lie in it. By
-            default everything, as if f were defined everywhere (then its L must be, too).
-        accuracy: The largest ‖p̂ − p‖ to be accepted; by default 0.02·L/β. With ``prox``, what that
-            promises (by default 0).
-        prox: From points (B, d) and a batch to proximal points (B, d). It is called on batches of
-            one record, all at once by ``torch.func.vmap``.
-        prox_elementwise: Your promise that ``prox`` computes each record's point from that record
-            alone. It is then called on whole batches. The privacy guarantee rests on it, and
-            nothing checks it.
+        constraint: The set Θ that proximal points are to stay in
+            (:class:`~opacus_shuffle.sco.constraints.Constraint`); θ must lie in it. By default
+            everything, as if f were defined everywhere (then its L must be, too).
+        accuracy: The largest ‖p̂ − p‖ to be accepted; by default 0.02·L/β.
 
     Attributes:
         smoothness: β.
@@ -77,87 +71,34 @@ class MoreauEnvelope(Objective):
         smoothness: float,
         *,
         lipschitz: float | None = None,
-        constraint: Any = None,
+        constraint: Constraint | None = None,
         accuracy: float | None = None,
-        prox: Callable[[Tensor, Any], Tensor] | None = None,
-        prox_elementwise: bool = False,
     ) -> None:
         self.objective: Objective = instance_of("objective", objective, (Objective,))
         self.dimension, self.chunk_size = objective.dimension, objective.chunk_size
         self.smoothness = moderate("smoothness", smoothness)
         self.lipschitz = None if lipschitz is None else moderate("lipschitz", lipschitz)
-        self.constraint = None if constraint is None else as_constraint(constraint)
-        self._prox = prox
-        if not boolean("prox_elementwise", prox_elementwise) and prox is not None:
-            remedy = "; if it treats records one by one as it is, say so by prox_elementwise=True"
-            self._prox = each_record(prox, "prox", remedy)
-        self._exact = (
-            prox is None and self.constraint is None and isinstance(objective, LinearObjective)
-        )
-        if prox is None:
-            self.accuracy = 0.0 if self._exact else self._planned(accuracy)
-        elif not callable(prox):
-            raise ValueError(f"prox must be a callable prox(theta, batch), got {prox!r}")
-        else:
-            self.accuracy = 0.0 if accuracy is None else not_negative("accuracy", accuracy)
-
-    @classmethod
-    def generalized_linear(
-        cls,
-        link: str | Link | Function,
-        smoothness: float,
-        *,
-        dimension: int,
-        lipschitz: float | None = None,
-    ) -> MoreauEnvelope:
-        """Returns the exact envelope of h(⟨θ, x⟩, y), for batches ``(x, y)``.
-
-        Args:
-            link: "absolute", "hinge", "logistic" or "squared"; or a convex function h(scores,
-                targets), elementwise, which is called on one record at a time; or a
-                :class:`~opacus_shuffle.sco.losses.Link`.
-            smoothness: β.
-            dimension: d.
-            lipschitz: ``L = max|h′|·max‖x‖``, if something is to ask for it.
-
-        Raises:
-            ValueError: An argument is out of range.
-        """
-        return cls(
-            LinearObjective(as_link(link), dimension=dimension), smoothness, lipschitz=lipschitz
-        )
+        self.constraint = None if constraint is None else check_constraint(constraint)
+        self._exact = self.constraint is None and isinstance(objective, LinearObjective)
+        self.accuracy, self._steps = 0.0, 0
+        if not self._exact:
+            self.accuracy, self._steps = self._planned(accuracy)
 
     @property
-    def gradient_error(self) -> float:
+    def gradient_error(self) -> float:  # type: ignore[override]
         """A bound on ‖ĝ − ∇f_β(θ)‖ for every record."""
         return self.smoothness * self.accuracy
 
-    def proximal_points(self, theta: Tensor, batch: Any) -> ProximalPoints:
-        """Returns every record's proximal point, with a bound on its error that is often far below ``accuracy``.
+    def smoothing_cost(self, lipschitz: float) -> float:
+        """Returns L²/(2β), by which f exceeds its envelope at most."""
+        return lipschitz**2 / (2 * self.smoothness)
 
-        Args:
-            theta: A point (d,), or one for each record (B, d).
-            batch: B records.
-
-        Raises:
-            ValueError: The shapes do not fit, or a loss or ``prox`` is not what was promised (see
-                the class).
-        """
-        none = torch.zeros(0, self.dimension, dtype=torch.float64)
-        parts = [ProximalPoints(none, none[:, 0])]
-        parts += [self._solve(point, part)[0] for point, part in self._chunks(theta, batch)]
-        return ProximalPoints(
-            torch.cat([part.points for part in parts]), torch.cat([part.errors for part in parts])
-        )
-
-    def _planned(self, accuracy: float | None) -> float:
-        """Returns the accuracy that cutting planes promise, and sets the steps that may take."""
+    def _planned(self, accuracy: float | None) -> tuple[float, int]:
+        """Returns the accuracy that cutting planes promise, and the steps that may take."""
         if self.lipschitz is None:
             raise ValueError(
-                "lipschitz must be given, from which the accuracy of proximal points follows; "
-                "losses of "
-                "opacus_shuffle.sco.losses without constraint, MoreauEnvelope.generalized_linear "
-                "and prox= do without"
+                "lipschitz must be given, from which the accuracy of proximal points follows; only "
+                "the losses of opacus_shuffle.sco.losses without constraint do without"
             )
         scale = self.lipschitz / self.smoothness
         relative = min(_ROUGH if accuracy is None else positive("accuracy", accuracy) / scale, 1.0)
@@ -168,101 +109,87 @@ class MoreauEnvelope(Objective):
                 f"lipschitz={self.lipschitz!r} and smoothness={self.smoothness!r}: accept "
                 f"{scale * least:.3g}"
             )
-        self._steps = steps_for(relative)
-        return relative * scale
+        return relative * scale, steps_for(relative)
 
-    def _solve(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
-        """Returns the proximal points of one chunk and the envelope's gradients."""
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         if self._exact:
-            return self._solve_linear(theta, batch)
-        rows = self._inside(theta if theta.ndim == 2 else theta[None]).expand(
-            number_of_users(batch), -1
-        )
-        if self._prox is not None:
-            points = self._prox(rows.clone(), batch)
-            refuse_unless_finite("prox must return", points, rows.shape)
-            solved = ProximalPoints(
-                as_double(points), torch.full((len(rows),), self.accuracy, dtype=torch.float64)
-            )
+            gradients = self._exact_gradients(theta, batch)
+            points = theta - gradients / self.smoothness
         else:
-            solved = self._cut(batch, rows)
-        gradients = self.smoothness * (rows - solved.points)
-        if self.lipschitz is not None:
-            gradients = gradients * (
-                self.lipschitz / gradients.norm(dim=1, keepdim=True).clamp_min(self.lipschitz)
-            )
-        return solved, gradients
+            rows = theta if theta.ndim == 2 else theta[None].expand(number_of_users(batch), -1)
+            rows = rows if self.constraint is None else self._inside(rows, self.constraint)
+            points = self.proximal_points(rows, batch)
+            gradients = self.smoothness * (rows - points)
+            if self.lipschitz is not None:
+                norms = gradients.norm(dim=1, keepdim=True)
+                gradients = gradients * (self.lipschitz / norms.clamp_min(self.lipschitz))
+        values = self.objective.losses(points, batch)
+        return values + self.smoothness / 2 * (theta - points).square().sum(1), gradients
 
-    def _cut(self, batch: Any, rows: Tensor) -> ProximalPoints:
-        """Returns proximal points by cutting planes, and refuses losses for which they miss what was promised."""
+    def proximal_points(self, theta: Tensor, batch: Any) -> Tensor:
+        """Returns the proximal points of a chunk of records, by cutting planes: (B, d), in Θ.
+
+        Args:
+            theta: A point for each record (B, d), in Θ.
+            batch: B records.
+
+        Raises:
+            ValueError: If the loss is not what was promised (see the class).
+        """
         assert self.lipschitz is not None  # or nothing would have been planned
-        solved = by_cutting_planes(
+        points, errors = by_cutting_planes(
             self.objective,
             batch,
-            rows,
+            theta,
             beta=self.smoothness,
             lipschitz=self.lipschitz,
             steps=self._steps,
             tolerance=self.accuracy,
-            project=None
-            if self.constraint is None
-            else functools.partial(project_rows, self.constraint),
+            constraint=self.constraint,
         )
-        if bool((solved.errors > self.accuracy * (1 + _TOLERANCE)).any()):
+        if bool((errors > self.accuracy * (1 + _TOLERANCE)).any()):
             raise ValueError(
                 "loss must be convex with subgradients of norm at most "
-                f"lipschitz={self.lipschitz!r}, and small enough for "
-                "its rounding not to matter: a proximal point is not certified to "
-                f"{self.accuracy:.3g}; check the loss, or "
-                "ask for less accuracy"
+                f"lipschitz={self.lipschitz!r}, and small enough for its rounding not to matter: a "
+                f"proximal point is not certified to {self.accuracy:.3g}; check the loss, or ask "
+                "for less accuracy"
             )
-        return solved
+        return points
 
-    def _solve_linear(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
-        """Returns the exact points and gradients; the latter do not go through θ − p, which would cancel."""
+    def _exact_gradients(self, theta: Tensor, batch: Any) -> Tensor:
+        """Returns the gradients for a linear loss, not by way of θ − p, which would cancel.
+
+        They are ax with a ∈ ∂h(⟨θ, x⟩ − κa), κ = ‖x‖²/β; a is right to 2⁻⁵² of h′(⟨θ, x⟩), given h′
+        at the points asked for.
+        """
         objective = instance_of("objective", self.objective, (LinearObjective,))
+        link = objective.link
         scores, features, targets = objective.scores(theta, batch)
-        slopes = linear_coefficients(
-            objective.link, scores, targets, features.square().sum(1), self.smoothness
-        )
-        gradients = elementwise(slopes, scores)[:, None] * features
-        return ProximalPoints(
-            theta - gradients / self.smoothness, torch.zeros_like(scores)
-        ), gradients
+        kappa = features.square().sum(1) / self.smoothness
+        # A record without features has no gradient, whatever its coefficient.
+        kappa = torch.where(kappa > 0, kappa, 1.0)
+        if link.coefficient is not None:
+            return link.coefficient(scores, targets, kappa)[:, None] * features
+        far = link.derivative(scores, targets)
+        near = torch.zeros_like(far)
+        for _ in range(_HALVINGS):
+            middle = (near + far) / 2
+            # Beyond the root, as seen from 0.
+            step = middle - link.derivative(scores - kappa * middle, targets)
+            beyond = step * torch.sign(far) > 0
+            near, far = torch.where(beyond, near, middle), torch.where(beyond, middle, far)
+        return ((near + far) / 2)[:, None] * features
 
-    def _inside(self, rows: Tensor) -> Tensor:
-        """Returns the points moved into Θ, and refuses those that are farther from it than rounding explains."""
-        if self.constraint is None:
-            return rows
-        projected = project_rows(self.constraint, rows)
+    def _inside(self, rows: Tensor, constraint: Constraint) -> Tensor:
+        """Returns the points moved into Θ; refuses those farther off than rounding explains."""
+        projected = project_rows(constraint, rows)
         away = float((projected - rows).norm(dim=1).max()) if len(rows) else 0.0
-        if away > _TOLERANCE * self.constraint.diameter:
+        if away > _TOLERANCE * constraint.diameter:
             raise ValueError(
                 f"theta must lie in the constraint's set, got one at a distance of {away:.3g} from "
                 "it; project it first"
             )
         return projected
-
-    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        solved, gradients = self._solve(theta, batch)
-        values = self.objective.losses(solved.points, batch)
-        return values + self.smoothness / 2 * (theta - solved.points).square().sum(1), gradients
-
-    def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
-        return self._solve(theta, batch)[1]
-
-
-@dataclass(frozen=True)
-class ProximalPoints:
-    """Approximate proximal points, with bounds on their errors.
-
-    Attributes:
-        points: p̂, (B, d), each in Θ.
-        errors: Bounds on ‖p̂ − p‖, (B,).
-    """
-
-    points: Tensor
-    errors: Tensor
 
 
 def steps_for(relative: float) -> int:
@@ -284,23 +211,38 @@ def by_cutting_planes(
     lipschitz: float,
     steps: int,
     tolerance: float,
-    project: Callable[[Tensor], Tensor] | None = None,
-) -> ProximalPoints:
-    """Returns proximal points of convex losses that need not be smooth, by cutting planes, with certified errors.
+    constraint: Constraint | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns proximal points by cutting planes, and certified bounds on their errors.
 
-    Each depends on its own record alone, to the last bit. The points ``theta`` (B, d) are in Θ,
-    onto which ``project`` leads row by row (by default Θ is everything); ``steps`` counts cuts
-    after the first; a point stays as it is when its error is certified to be at most ``tolerance``.
-    A loss that is steeper than ``lipschitz``, or not convex, is refused.
+    The losses must be convex, and need not be smooth. Each point depends on its own record alone,
+    to the last bit.
+
+    Args:
+        objective: The losses.
+        batch: B records.
+        theta: A point for each record, (B, d), in Θ.
+        beta: β.
+        lipschitz: L.
+        steps: How many cuts to make after the first.
+        tolerance: A point stays as it is when its error is certified to be at most that.
+        constraint: Θ; by default everything.
+
+    Returns:
+        The points p̂, (B, d), each in Θ, and bounds on ‖p̂ − p‖, (B,).
+
+    Raises:
+        ValueError: If a loss is steeper than ``lipschitz``, or not convex.
     """
-    inside = project or (lambda points: points)
-    theta = theta.to(torch.float64)
-    count = len(theta)
-    best_points, best_errors = theta.clone(), torch.full((count,), math.inf, dtype=torch.float64)
-    active = torch.ones(count, dtype=torch.bool)
-    base, slope = objective.losses_and_gradients(theta, batch)
+
+    def inside(points: Tensor) -> Tensor:
+        return points if constraint is None else project_rows(constraint, points)
+
+    center = theta.to(torch.float64)
+    best_points, best_errors = center.clone(), center.new_full((len(center),), math.inf)
+    active = torch.ones(len(center), dtype=torch.bool)
+    base, slope = objective.losses_and_gradients(center, batch)
     _check_lipschitz(slope, lipschitz)
-    center = theta
     # Values are relative to f(θ), offsets to θ: what is added up then stays of the size of L²/β.
     constant = torch.zeros_like(base)
     offset = inside(center - slope / beta) - center
@@ -320,7 +262,7 @@ def by_cutting_planes(
 
         evaluated = base.abs() + value.abs() + lipschitz * (center.norm(dim=1) + offset.norm(dim=1))
         rounding = 16 * objective.rounding * evaluated
-        rounding = rounding + EPSILON * 4 * (step + 4) * (constant.abs() + linear.abs() + square)
+        rounding = rounding + _EPSILON * 4 * (step + 4) * (constant.abs() + linear.abs() + square)
         gap = best_value - dual
         if bool((active & (gap < -2 * rounding)).any()):
             raise ValueError(
@@ -348,38 +290,14 @@ def by_cutting_planes(
         # Who has left off stands still, so that it meets no error that it would not meet alone. It
         # is still evaluated: the shape of a batch may change the rounding of its other records.
         offset = torch.where(active[:, None], inside(center - slope / beta) - center, offset)
-    return ProximalPoints(best_points, best_errors)
-
-
-def linear_coefficients(
-    link: Link, scores: Tensor, targets: Any, squared_norms: Tensor, beta: float
-) -> Tensor:
-    """Returns the gradients of the envelopes of h(⟨θ, x⟩, y), as multiples of x, shape (B,).
-
-    They are a ∈ ∂h(⟨θ, x⟩ − κa), κ = ‖x‖²/β; right to 2⁻⁵² of h′(⟨θ, x⟩), given h′ at the points
-    asked for.
-    """
-    kappa = squared_norms / beta
-    # A record without features has no gradient, whatever its coefficient.
-    safe = torch.where(kappa > 0, kappa, 1.0)
-    if link.coefficient is not None:
-        return link.coefficient(scores, targets, safe)
-    far = link.derivative(scores, targets)
-    near = torch.zeros_like(far)
-    for _ in range(_HALVINGS):
-        middle = (near + far) / 2
-        # Beyond the root, as seen from 0.
-        beyond = (middle - link.derivative(scores - safe * middle, targets)) * torch.sign(far) > 0
-        near, far = torch.where(beyond, near, middle), torch.where(beyond, middle, far)
-    return (near + far) / 2
+    return best_points, best_errors
 
 
 def _check_lipschitz(gradients: Tensor, lipschitz: float) -> None:
-    """Refuses subgradients that are longer than ``lipschitz``, for which nothing is proved."""
+    """Raises a ValueError for subgradients longer than ``lipschitz``: nothing is proved of them."""
     largest = float(gradients.norm(dim=1).max()) if len(gradients) else 0.0
     if largest > lipschitz * (1 + SLACK):
         raise ValueError(
             f"lipschitz must bound every subgradient of the loss, got {lipschitz!r} and a longer "
-            "one: "
-            "pass a larger one, or a constraint on which the loss has this one"
+            "one: pass a larger one, or a constraint on which the loss has this one"
         )

@@ -1,26 +1,18 @@
-"""``Objective``: losses and gradients of single records, which each user computes on its own device."""
+"""``Objective``: losses and gradients of single records, which each user computes by itself."""
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opacus_shuffle.core.validation import instance_of, integer
+from opacus_shuffle.core.validation import integer
 from opacus_shuffle.sco.losses import LinearLoss, Link
-from opacus_shuffle.sco.records import (
-    as_double,
-    batch_of_one,
-    described,
-    map_data,
-    number_of_users,
-    one_loss,
-    vectorised,
-)
+from opacus_shuffle.sco.records import check_point, described, map_data, number_of_users
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -37,14 +29,16 @@ class Objective(ABC):
         chunk_size: How many records are worked on at once, which bounds the memory used beside the
             result; set it lower for losses that need much.
         rounding: The relative error of the arithmetic that losses are computed in.
+        gradient_error: No gradient's error is longer than this; above 0 for some envelopes only.
     """
 
     dimension: int
     chunk_size: int = 1024
     rounding: float = 2.0**-52
+    gradient_error: float = 0.0
 
     @staticmethod
-    def from_loss(loss: Loss, *, dimension: int) -> Objective:
+    def from_loss(loss: Loss, *, dimension: int | None) -> Objective:
         """Returns the objective of a function of θ and a batch.
 
         Args:
@@ -55,84 +49,88 @@ class Objective(ABC):
             dimension: d.
 
         Raises:
-            ValueError: The loss cannot be called.
+            ValueError: The loss cannot be called, or the dimension is missing.
         """
-        if isinstance(loss, type) or not callable(loss):
+        if isinstance(loss, type | torch.nn.Module) or not callable(loss):
             raise ValueError(
-                "loss must be a callable loss(theta, batch) that returns one loss per record, got "
-                f"{loss!r}"
+                "loss must be a function loss(theta, batch) that returns one loss per record, an "
+                f"Objective or a pair (module, criterion), got {described(loss)}"
+            )
+        if dimension is None:
+            raise ValueError(
+                "dimension must be given for a loss function without initial: pass initial, or the "
+                "number of parameters"
             )
         if isinstance(loss, LinearLoss):
             return LinearObjective(loss.link, dimension=dimension)
-        return _LossObjective(loss, dimension=dimension)
+        size = integer("dimension", dimension)
+        remedy = f"; theta has shape ({size},): is the dimension right?"
+        return RecordObjective(loss, size, what="loss", remedy=remedy)
+
+    def losses(self, theta: Tensor, batch: Any) -> Tensor:
+        """Returns the losses (B,), for the arguments of :meth:`losses_and_gradients`."""
+        return self.losses_and_gradients(theta, batch)[0]
 
     def gradients(self, theta: Tensor, batch: Any) -> Tensor:
-        """Returns the gradients, one row per record: (B, d), double precision, on the CPU.
+        """Returns the gradients (B, d), for the arguments of :meth:`losses_and_gradients`."""
+        return self.losses_and_gradients(theta, batch)[1]
+
+    def losses_and_gradients(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Returns losses (B,) and gradients (B, d), in double precision, on the CPU.
 
         Args:
             theta: A point (d,), or one for each record (B, d).
             batch: B records.
 
         Raises:
-            ValueError: The shapes do not fit, or a gradient is not finite.
+            ValueError: The shapes do not fit, or a loss or gradient is not finite.
         """
-        chunks = [self._gradients(point, part) for point, part in self._chunks(theta, batch)]
-        return _finite("gradients", chunks, (0, self.dimension))
-
-    def losses(self, theta: Tensor, batch: Any) -> Tensor:
-        """Returns the losses (B,), one per record, for the same arguments; a loss that is not finite is a ValueError."""
-        chunks = [self._evaluate(point, part)[0] for point, part in self._chunks(theta, batch)]
-        return _finite("losses", chunks, (0,))
-
-    def losses_and_gradients(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns both :meth:`losses` and :meth:`gradients`, for the price of the latter."""
-        chunks = [self._evaluate(point, part) for point, part in self._chunks(theta, batch)]
-        losses = _finite("losses", [chunk[0] for chunk in chunks], (0,))
-        return losses, _finite("gradients", [chunk[1] for chunk in chunks], (0, self.dimension))
+        count = number_of_users(batch)
+        check_point(theta, self.dimension, count)
+        theta, batch = theta.detach().to("cpu", torch.float64), self._prepare(batch)
+        losses = torch.zeros(count, dtype=torch.float64)
+        gradients = torch.zeros(count, self.dimension, dtype=torch.float64)
+        for start in range(0, count, self.chunk_size):
+            part = slice(start, start + self.chunk_size)
+            points = theta if theta.ndim == 1 else theta[part]
+            records = map_data(operator.itemgetter(part), batch)
+            losses[part], gradients[part] = self._evaluate(points, records)
+        for name, values in (("losses", losses), ("gradients", gradients)):
+            # Not which one, nor how many: a message may be published.
+            if not bool(values.isfinite().all()):
+                raise ValueError(
+                    f"{name} must be finite, got NaN or infinity among them: look for divisions "
+                    "by zero, logarithms of zero and overflow in the loss, or for such values in "
+                    "the data; clip=True lets such records report zero"
+                )
+        return losses, gradients
 
     @abstractmethod
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns losses (B,) and gradients (B, d) of one chunk; ``theta`` is (d,) or (B, d), and double."""
-
-    def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
-        """Returns the gradients alone, where they come cheaper."""
-        return self._evaluate(theta, batch)[1]
-
-    def _chunks(self, theta: Any, batch: Any) -> Iterator[tuple[Tensor, Any]]:
-        """Yields the point and the records, in parts of at most ``chunk_size`` records."""
-        count = number_of_users(batch)
-        shapes = [(self.dimension,), (count, self.dimension)]
-        if (
-            not isinstance(theta, Tensor)
-            or tuple(theta.shape) not in shapes
-            or not theta.is_floating_point()
-        ):
-            raise ValueError(
-                f"theta must be a floating-point tensor of shape {shapes[0]} or {shapes[1]}, got "
-                f"{described(theta)}"
-            )
-        if not bool(torch.isfinite(theta).all()):
-            raise ValueError(
-                "theta must be finite, got NaN or infinite entries; take smaller steps"
-            )
-        theta = theta.detach().to("cpu", torch.float64)
-        batch = self._prepare(batch)
-        for start in range(0, count, self.chunk_size):
-            part = slice(start, start + self.chunk_size)
-            yield (
-                (theta if theta.ndim == 1 else theta[part]),
-                map_data(operator.itemgetter(part), batch),
-            )
+        """Returns losses (B,) and gradients (B, d) of a chunk; θ is (d,) or (B, d), in double."""
 
     def _prepare(self, batch: Any) -> Any:
-        """Returns the data in double precision."""
-        return map_data(as_double, batch)
+        """Returns the data on the CPU, floating-point ones in double precision."""
+        return map_data(
+            lambda tensor: tensor.detach().to(
+                "cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype
+            ),
+            batch,
+        )
+
+    def smoothing_cost(self, lipschitz: float) -> float:
+        """Returns by how much the excess of the loss behind an envelope may exceed the envelope's.
+
+        Args:
+            lipschitz: L, of the loss.
+        """
+        return 0.0
 
 
 class LinearObjective(Objective):
-    """A generalised linear loss h(⟨θ, x⟩, y): values and gradients h′·x with no automatic differentiation per record.
+    """A generalised linear loss h(⟨θ, x⟩, y), with gradients h′·x in closed form.
 
-    A batch is ``(x, y)``: features (B, d) and targets (B, ...).
+    A batch is ``(x, y)``: features (B, d) and targets (B,).
 
     Args:
         link: h, with its derivative.
@@ -140,95 +138,87 @@ class LinearObjective(Objective):
     """
 
     def __init__(self, link: Link, *, dimension: int) -> None:
-        self.link: Link = instance_of("link", link, (Link,))
-        self.dimension = integer("dimension", dimension)
+        self.link, self.dimension = link, integer("dimension", dimension)
 
-    def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Any]:
-        """Returns ⟨θ, x⟩ (B,), the features and the targets of a batch, and refuses one that is no such pair."""
-        if (
-            not isinstance(batch, tuple | list)
-            or len(batch) != 2
-            or not isinstance(batch[0], Tensor)
-        ):
+    def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns ⟨θ, x⟩ (B,), the features and the targets of a batch.
+
+        Raises:
+            ValueError: If the batch is no such pair, or a label is not among those of the link.
+        """
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError("batch must be a pair (x, y) for a generalised linear loss")
         features, targets = batch
         if (
-            features.ndim != 2
-            or features.shape[1] != self.dimension
+            not isinstance(features, Tensor)
+            or features.shape[1:] != (self.dimension,)
             or not features.is_floating_point()
         ):
             raise ValueError(
                 f"x must be a floating-point tensor of shape (B, {self.dimension}), got "
-                f"{described(features)}; the "
-                "second is the dimension of theta"
+                f"{described(features)}; the second is the dimension of theta"
             )
-        self.link.check(targets)
-        return (
-            (features @ theta if theta.ndim == 1 else (features * theta).sum(1)),
-            features,
-            targets,
-        )
+        if not isinstance(targets, Tensor) or targets.ndim != 1:
+            raise ValueError(f"y must be a tensor of shape (B,), got {described(targets)}")
+        # With labels of 0 and 1 the hinge and logistic losses would be silently wrong.
+        if self.link.signed and not bool((targets.abs() == 1).all()):
+            raise ValueError(
+                f"y must hold -1 and +1 only, in shape (B,), for the {self.link.name} loss; use "
+                "2 * y - 1 for 0 and 1"
+            )
+        scores = features @ theta if theta.ndim == 1 else (features * theta).sum(1)
+        return scores, features, targets
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         scores, features, targets = self.scores(theta, batch)
-        slopes = elementwise(self.link.derivative(scores, targets), scores)
-        return elementwise(self.link.value(scores, targets), scores), slopes[:, None] * features
+        slopes = self.link.derivative(scores, targets)
+        return self.link.value(scores, targets), slopes[:, None] * features
 
 
 class RecordObjective(Objective):
-    """Losses of single records, differentiated all at once by ``torch.func``."""
+    """The losses of a function that ``torch.func`` differentiates on all records at once.
 
-    what: str
-    """What computes the loss, for messages."""
-    remedy: str
-    """What to try where ``torch.func`` cannot run it."""
+    It is called on one record at a time, so nothing in it can mix records; what vmap cannot run
+    (branches on values, random numbers) is refused.
 
-    @abstractmethod
-    def _one(self, theta: Tensor, record: Any) -> Tensor:
-        """Returns one record's loss, a number, at θ (d,)."""
+    Args:
+        loss: From θ (d,) and a batch of one record to its loss, a tensor of one entry.
+        dimension: d.
+        what: What messages call the function.
+        remedy: What they say besides where vmap cannot run it.
+    """
+
+    def __init__(self, loss: Loss, dimension: int, *, what: str, remedy: str) -> None:
+        self._loss, self.dimension, self._what, self._remedy = loss, dimension, what, remedy
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        both = torch.func.vmap(
-            torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0)
-        )
-        with vectorised(self.what, self.remedy):
+        in_dims = (None if theta.ndim == 1 else 0, 0)
+        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=in_dims)
+        try:
             gradients, losses = both(theta, batch)
-        return losses, gradients
-
-
-class _LossObjective(RecordObjective):
-    """A user's function of θ and a batch."""
-
-    what = "loss"
-
-    def __init__(self, loss: Loss, *, dimension: int) -> None:
-        self._loss = loss
-        self.dimension = integer("dimension", dimension)
-        self.remedy = f"; theta has shape ({self.dimension},): is the dimension right?"
+        except torch.OutOfMemoryError:
+            raise  # no record's fault
+        except RuntimeError as error:
+            said = str(error).splitlines()[0]
+            if "randomness" in said:
+                raise ValueError(
+                    f"{self._what} must not draw random numbers, got one that does; take them out "
+                    "(dropout: p=0, or eval())"
+                ) from error
+            raise ValueError(
+                f"{self._what} must run under torch.func.vmap on one record at a time, but PyTorch "
+                f"says: {said[:200]}; write it with PyTorch operations and no branches on values"
+                f"{self._remedy}"
+            ) from error
+        return losses.detach(), gradients.detach()
 
     def _one(self, theta: Tensor, record: Any) -> Tensor:
-        return one_loss(self._loss(theta, batch_of_one(record)), "loss")
-
-
-def elementwise(values: Tensor, scores: Tensor) -> Tensor:
-    """Returns a link's values, and refuses all but one per record: targets of shape (B, 1) would give a table."""
-    if values.shape != scores.shape:
-        raise ValueError(
-            f"link must give one value per record, {tuple(scores.shape)}, got "
-            f"{tuple(values.shape)}; targets are of shape (B,)"
-        )
-    return values
-
-
-def _finite(what: str, chunks: list[Tensor], empty: tuple[int, ...]) -> Tensor:
-    """Returns the chunks as one tensor in double precision, and refuses what is not finite."""
-    whole = torch.cat(chunks) if chunks else torch.zeros(empty)
-    whole = whole.detach().to("cpu", torch.float64)
-    if not bool(whole.isfinite().all()):  # not which, nor how many: a message may be published
-        raise ValueError(
-            f"{what} must be finite, got NaN or infinity among them: look for divisions by zero, "
-            "logarithms of zero and "
-            "overflow in the loss, or for such values in the data; clip=True lets such records "
-            "report zero"
-        )
-    return whole
+        """Returns the loss of a record, whose tensors lack the users' dimension, as a number."""
+        loss = self._loss(theta, map_data(lambda tensor: tensor.unsqueeze(0), record))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                f"{self._what} must return one loss per record (it is called with one record at a "
+                f"time), got {described(loss)}: sum or average over everything but the records, "
+                "with reduction='sum' or 'mean' say"
+            )
+        return loss.reshape(())

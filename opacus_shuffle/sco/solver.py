@@ -1,4 +1,4 @@
-"""``Solver``: what the optimisers share: a problem, a budget, and phases that lead to an estimate."""
+"""``Solver``: what all optimisers share; it spends users on a problem in phases."""
 
 from __future__ import annotations
 
@@ -6,29 +6,108 @@ import dataclasses
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opacus_shuffle.core.participation import permutation
+from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import instance_of, integer, one_of, positive
 from opacus_shuffle.protocols.calibration import noise_variance
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-from opacus_shuffle.sco.bounded_gradients import BoundedGradients
-from opacus_shuffle.sco.descent_bound import Oracle
+from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.records import take
-from opacus_shuffle.sco.result import Estimate
 
-_BLOCK = 2**23  # entries of per-user gradients held at a time
+_BLOCK = 2**23
+"""Entries of per-user gradients that are held at a time."""
 _MOST_ROUNDS = 10**7
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Where a phase starts: E‖theta − θ*‖² ≤ distance², and an expected excess of at most ``gap`` (None: of L·distance)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The outcome of a shuffle-private optimiser.
+
+    Attributes:
+        theta: The estimate, float64, shape (d,).
+        privacy: What the run reveals, to whom.
+        history: Every round's norm of the noisy mean gradient; it is computed from shuffled
+            messages alone, so that it may be published.
+        choices: What was used: batch size, step size, smoothness, …
+        excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of
+            a fresh user, the expectation is over users and randomness, and the minimum is over the
+            constraint set. Proved if all users follow the protocol and are independent with one
+            distribution, every user's loss is convex, and Lipschitz and smooth as stated, and
+            ``diameter``, where given, is at least the distance from the start to a minimiser. It
+            never depends on the data: it reveals nothing, nor notices when this fails (a
+            ``clip=True`` that cuts, say). None where nothing is proved: steps that are too long, or
+            practical.
+    """
+
+    theta: Tensor
+    privacy: PrivacyStatement
+    history: list[float]
+    choices: Mapping[str, Any]
+    excess_loss_bound: float | None = None
+
+    def __str__(self) -> str:
+        numbers = {name: f"{x:.4g}" for name, x in self.choices.items() if isinstance(x, float)}
+        plain = {name: x for name, x in self.choices.items() if isinstance(x, int | str)}
+        used = ", ".join(f"{name}={value}" for name, value in {**plain, **numbers}.items())
+        quality = "excess loss: nothing is proved for these settings"
+        if self.excess_loss_bound is not None:
+            quality = (
+                f"expected excess loss at most {round_up(self.excess_loss_bound)} (users "
+                "independent with one distribution; loss convex and as Lipschitz and smooth as "
+                "stated)"
+            )
+        counted = f"estimate of {self.theta.numel()} parameters after {len(self.history)} rounds"
+        return f"{counted}\n{used}\n{quality}\n{self.privacy}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """How far a round's estimate of the mean gradient is off (SCO Definition B.1).
+
+    The estimate is unbiased but for ``bias``.
+
+    Attributes:
+        lipschitz: No user's gradient is longer, L.
+        dimension: d.
+        variance: Per coordinate, of the sum of a batch's reports, V.
+        bias: The users' gradients are wrong by at most this (inexact proximal steps).
+    """
+
+    lipschitz: float
+    dimension: int
+    variance: float
+    bias: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The number of users whose gradients together are as large as the noise, s = √(dV)/L."""
+        return math.sqrt(self.dimension * self.variance) / self.lipschitz
+
+    def deviation(self, batch_size: int) -> float:
+        """Returns an upper bound on the root of E‖estimate − mean gradient‖²: √(L²/b + dV/b²)."""
+        return self.lipschitz * math.sqrt(1 / batch_size + (self.ratio / batch_size) ** 2)
+
+    def second_moment(self, batch_size: int) -> float:
+        """Returns an upper bound on E‖estimate‖²: L_G² = L² + dV/b²."""
+        return self.lipschitz**2 * (1 + (self.ratio / batch_size) ** 2)
+
+
+class Start(NamedTuple):
+    """The point and the distance that a phase starts from.
+
+    Attributes:
+        theta: The point.
+        distance: E‖theta − θ*‖² ≤ distance².
+        gap: At least its expected excess loss; None: L·distance.
+    """
 
     theta: Tensor
     distance: float
@@ -36,16 +115,35 @@ class Start:
 
 
 class Plan(NamedTuple):
-    """All that a phase needs but the data; ``steps`` are η_1, …, or L_1, …, L_T; ``bound`` leaves out what smoothing costs."""
+    """The settings of one phase, known before it sees data.
 
-    gradients: BoundedGradients
+    Attributes:
+        objective: What is minimised: the loss, or an envelope of it.
+        steps: η_1, …, η_T, or the inverse steps L_1, …, L_T of accelerated SGD.
+        choices: For the estimate.
+        bound: The excess loss that is proved, without what smoothing costs; None if none is.
+    """
+
+    objective: Objective
     steps: list[float]
     choices: dict[str, Any]
     bound: float | None
 
 
 class Solver(ABC):
-    """One way to spend users on a problem, in one phase or several."""
+    """One way to spend users on a problem, in one phase or several.
+
+    Args:
+        problem: What is to be minimised.
+        budget: What may be revealed.
+        batch_size: b; None takes what the proved bound likes best, as of the two that follow.
+        rounds: T.
+        step_size: η.
+        steps: ``"proved"`` or ``"practical"``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
 
     algorithm: ClassVar[str]
     interaction: ClassVar[str] = "sequential"
@@ -62,7 +160,6 @@ class Solver(ABC):
     ) -> None:
         self.problem: Problem = instance_of("problem", problem, (Problem,))
         self.budget: PrivacyBudget = instance_of("budget", budget, (PrivacyBudget,))
-        # What the caller leaves out (None) is what the proved bound likes best.
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size)
         self.rounds = None if rounds is None else integer("rounds", rounds, maximum=_MOST_ROUNDS)
         self.step_size = None if step_size is None else positive("step_size", step_size)
@@ -74,23 +171,26 @@ class Solver(ABC):
 
     @abstractmethod
     def schedule(self, num_users: int, start: Start) -> tuple[int, int]:
-        """Returns how many of so many users take part in each round of a phase, and the number of rounds."""
+        """Returns how many users take part in each round of a phase, and the number of rounds."""
 
     @abstractmethod
     def plan(self, batch_size: int, rounds: int, start: Start) -> Plan:
-        """Returns the plan for so many rounds of this size, by the protocol's own noise."""
+        """Returns the settings of a phase of so many rounds of this size."""
 
     @abstractmethod
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
-        """Makes a round with each group, and returns the answer (d,)."""
+        """Makes one round with each group of users, and returns the answer (d,)."""
 
-    def bound(self, num_users: int, start: Start) -> float:
-        """Returns the excess loss to be proved for a phase of so many users."""
-        proved = self._proved(self.plan(*self.schedule(num_users, start), start))
-        return self.problem.capped(math.inf) if proved is None else proved
+    def solve(self) -> Estimate:
+        """Runs one phase on all users."""
+        return self.run(self.order(), Start(self.problem.initial, self.problem.distance))
+
+    def order(self) -> Tensor:
+        """Returns all users in the random order in which they take part."""
+        return torch.from_numpy(permutation(self.problem.num_users, self.problem.generator))
 
     def run(self, users: Tensor, start: Start) -> Estimate:
-        """Runs a phase on these users, who have not taken part before."""
+        """Runs a phase on users who have not taken part before."""
         size, rounds = self.schedule(len(users), start)
         plan = self.plan(size, rounds, start)
         # Unless everyone is in every round no two rounds share a user: on that rests what a
@@ -99,83 +199,92 @@ class Solver(ABC):
         groups = [users] * rounds if full else list(torch.split(users[: size * rounds], size))
         self.history, often = [], rounds if full else 1
         theta = self.iterate(plan, groups, start)
+        bits = None
+        if self.interaction != "pan":
+            bits = often * self.protocol(size, rounds).bits_per_user
         privacy = PrivacyStatement(
             **dataclasses.asdict(self.budget),
             interaction=self.interaction,
             rounds=rounds,
             rounds_per_user=often,
             num_users=size if full else size * rounds,
-            bits_per_user=None
-            if self.interaction == "pan"
-            else often * self.protocol(size, rounds).bits_per_user,
+            bits_per_user=bits,
         )
-        used = {"algorithm": self.algorithm, **plan.choices}
         return Estimate(
             theta=theta,
             privacy=privacy,
             history=self.history,
-            choices={**used, "lipschitz": self.problem.lipschitz, "distance": start.distance},
+            choices={
+                "algorithm": self.algorithm,
+                **plan.choices,
+                "lipschitz": self.problem.lipschitz,
+                "distance": start.distance,
+            },
             excess_loss_bound=self._proved(plan),
         )
 
+    def bound(self, num_users: int, start: Start) -> float:
+        """Returns the proved excess loss of a phase of so many users."""
+        proved = self._proved(self.plan(*self.schedule(num_users, start), start))
+        return self.problem.capped(math.inf) if proved is None else proved
+
     def _proved(self, plan: Plan) -> float | None:
         """Returns the excess loss that is proved, with what smoothing costs."""
-        return (
-            None
-            if plan.bound is None
-            else self.problem.capped(plan.bound + plan.gradients.smoothing_cost)
-        )
+        if plan.bound is None:
+            return None
+        cost = plan.objective.smoothing_cost(self.problem.lipschitz)
+        return self.problem.capped(plan.bound + cost)
 
     def batches(self, num_users: int, best: int) -> tuple[int, int]:
-        """Returns the size of batches, as given or, if it is not, the best, and how many whole ones there are."""
-        size = (
-            best
-            if self.batch_size is None
-            else integer("batch_size", self.batch_size, maximum=num_users)
-        )
+        """Returns the batch size and how many whole batches there are."""
+        size = best
+        if self.batch_size is not None:
+            size = integer("batch_size", self.batch_size, maximum=num_users)
         return size, num_users // size
 
-    def order(self) -> Tensor:
-        """Returns all users in the order in which they take part: at random."""
-        return torch.from_numpy(permutation(self.problem.num_users, self.problem.generator))
-
-    def solve(self) -> Estimate:
-        """Runs one phase on everyone."""
-        return self.run(self.order(), Start(self.problem.initial, self.problem.distance))
-
     def oracle(self, variance: float, bias: float = 0.0) -> Oracle:
-        """Returns what a round with this variance of its sum tells about a gradient."""
+        """Returns how far a round is off whose sum has this variance."""
         problem = self.problem
         return Oracle(
             lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance, bias=bias
         )
 
     def protocol(self, num_users: int, rounds: int) -> ShuffleVectorSum:
-        """Returns the protocol of each of a phase's rounds, of so many users; together they spend the budget."""
+        """Returns the protocol of a round of so many users."""
         rounds_per_user = rounds if self.interaction == "full" else 1
         return self._protocol(
             num_users, self.problem.dimension, self.problem.lipschitz, rounds=rounds_per_user
         )
 
     def planned_variance(self) -> float:
-        """Returns the variance per coordinate of a round's sum, before its number of users is known."""
+        """Returns the variance per coordinate of a round's sum."""
         promised = dataclasses.asdict(self.budget)
-        honest_fraction = promised.pop(
-            "honest_fraction"
-        )  # the others' noise comes on top, hence the division
-        return (
-            noise_variance(
-                dimension=self.problem.dimension, max_norm=self.problem.lipschitz, **promised
-            )
-            / honest_fraction
+        # The others' noise comes on top, hence the division.
+        honest_fraction = promised.pop("honest_fraction")
+        problem = self.problem
+        variance = noise_variance(
+            dimension=problem.dimension, max_norm=problem.lipschitz, **promised
         )
+        return variance / honest_fraction
 
-    def mean_gradient(
-        self, gradients: BoundedGradients, theta: Tensor, users: Tensor, rounds: int
-    ) -> Tensor:
-        """Makes one of a phase's rounds: these users report their gradients, the protocol estimates the mean (d,)."""
-        blocks = torch.split(users, max(1, _BLOCK // self.problem.dimension))
-        rows = (gradients.rows(theta, take(self.problem.data, block)) for block in blocks)
-        mean = self.protocol(len(users), rounds).simulate(rows, self.problem.generator) / len(users)
+    def mean_gradient(self, plan: Plan, theta: Tensor, users: Tensor, rounds: int) -> Tensor:
+        """Runs one round: these users report, and the protocol estimates their mean gradient (d,).
+
+        Args:
+            plan: The phase's.
+            theta: Where the gradients are taken.
+            users: Their numbers.
+            rounds: Of the phase.
+        """
+        total = self.protocol(len(users), rounds).simulate(
+            self.reports(plan, theta, users), self.problem.generator
+        )
+        mean = total / len(users)
         self.history.append(float(mean.norm()))
         return mean
+
+    def reports(self, plan: Plan, theta: Tensor, users: Tensor) -> Iterator[Tensor]:
+        """Yields these users' gradients, in blocks of rows that memory holds."""
+        problem = self.problem
+        for block in torch.split(users, max(1, _BLOCK // problem.dimension)):
+            yield problem.bounded_gradients(plan.objective, theta, take(problem.data, block))

@@ -1,4 +1,4 @@
-"""``shuffle_strongly_convex``: phases on disjoint groups of users, each from where the last one ended.
+"""``shuffle_strongly_convex``: phases on disjoint groups of users, each from the last one's end.
 
 Theorems 4.8 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO):
 every phase starts nearer to the minimiser (``docs/proofs/20_accelerated_sgd.md``, Phases), and
@@ -20,8 +20,7 @@ from opacus_shuffle.sco.gradient_descent import GradientDescent
 from opacus_shuffle.sco.objective import LinearObjective
 from opacus_shuffle.sco.pan_private import PanPrivate
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
-from opacus_shuffle.sco.result import Estimate
-from opacus_shuffle.sco.solver import Solver, Start
+from opacus_shuffle.sco.solver import Estimate, Solver, Start
 
 METHODS: dict[str, type[Solver]] = {
     "accelerated": AcceleratedSGD,
@@ -83,36 +82,31 @@ def shuffle_strongly_convex(
             f"smoothness must be at least strong_convexity={convexity:g}, got "
             f"{problem.smoothness!r}"
         )
-    if convexity > (most := 2 * problem.lipschitz / problem.diameter) * (1 + 1e-9):
+    most = 2 * problem.lipschitz / problem.constraint.diameter
+    if convexity > most * (1 + 1e-9):
         raise ValueError(
             f"strong_convexity must not exceed 2 * lipschitz / diameter = {most:g} of the "
-            f"constraint set, got {convexity:g}: "
-            "no loss with gradients that short curves so much across that diameter; take a smaller "
-            "one, a smaller set or a "
-            "larger lipschitz"
+            f"constraint set, got {convexity:g}: no loss with gradients that short curves so much "
+            "across that diameter; take a smaller one, a smaller set or a larger lipschitz"
         )
     objective = problem.objective
     if isinstance(objective, LinearObjective) and objective.link.lipschitz is not None:
         warnings.warn(
             f"strong_convexity={convexity:g} of the {objective.link.name} loss is taken on trust, "
-            "and seldom true: it is flat "
-            f"where scores are large. Add {convexity / 2:g} * theta.square().sum() to a loss "
-            "function of your own; "
-            "else nothing is proved of the excess loss (privacy does not depend on it)",
+            "and seldom true: it is flat where scores are large. Add "
+            f"{convexity / 2:g} * theta.square().sum() to a loss function of your own; else "
+            "nothing is proved of the excess loss (privacy does not depend on it)",
             stacklevel=2,
         )
-    count = (
-        best_number_of_phases(solver, convexity)
-        if phases is None
-        else integer("phases", phases, maximum=problem.num_users)
-    )
+    if phases is None:
+        phases = best_number_of_phases(solver, convexity)
+    count = integer("phases", phases, maximum=problem.num_users)
     share = problem.num_users // count
-    users, start = solver.order(), _first_start(problem, convexity)
-    ran: list[Estimate] = []
-    for group in torch.split(users[: share * count], share):
+    start, ran = _start(problem, convexity), list[Estimate]()
+    for group in torch.split(solver.order()[: share * count], share):
         ran.append(solver.run(group, start))
-        start = _next_start(problem, ran[-1].theta, ran[-1].excess_loss_bound, convexity)
-    statements, used = [phase.privacy for phase in ran], [dict(phase.choices) for phase in ran]
+        start = _start(problem, convexity, ran[-1].theta, ran[-1].excess_loss_bound)
+    statements = [phase.privacy for phase in ran]
     privacy = dataclasses.replace(
         statements[-1],
         rounds=sum(statement.rounds for statement in statements),
@@ -120,23 +114,26 @@ def shuffle_strongly_convex(
         num_users=sum(statement.num_users for statement in statements),
         bits_per_user=max(statement.bits_per_user or 0 for statement in statements) or None,
     )
-    choices = {"algorithm": f"phases of {method}", "strong_convexity": convexity, "phases": used}
-    history = [entry for phase in ran for entry in phase.history]
+    choices = {
+        "algorithm": f"phases of {method}",
+        "strong_convexity": convexity,
+        "phases": [dict(phase.choices) for phase in ran],
+    }
+    history = [norm for phase in ran for norm in phase.history]
     return dataclasses.replace(ran[-1], privacy=privacy, history=history, choices=choices)
 
 
 def best_number_of_phases(solver: Solver, strong_convexity: float) -> int:
-    """Returns the number of phases whose proved bound is the least: a free choice, since it does not depend on the data.
+    """Returns the number of phases whose proved bound is the least.
 
-    The paper's number, ⌈log₂ log₂ n⌉, is among those tried.
+    That is a free choice, since it does not depend on the data. The paper's number, ⌈log₂ log₂ n⌉,
+    is among those tried.
     """
 
     def value(phases: int) -> float:
         try:
             return bound_of_phases(solver, strong_convexity, phases)
-        except (
-            ValueError
-        ):  # so few users in a phase that no protocol, or no batch of this size, suits them
+        except ValueError:  # so few users that no protocol, or no batch of this size, suits them
             return math.inf
 
     users = solver.problem.num_users
@@ -147,21 +144,32 @@ def best_number_of_phases(solver: Solver, strong_convexity: float) -> int:
 def bound_of_phases(solver: Solver, strong_convexity: float, phases: int) -> float:
     """Returns the excess loss to be proved for a run of so many phases."""
     problem = solver.problem
-    start, bound = _first_start(problem, strong_convexity), math.inf
+    start, bound = _start(problem, strong_convexity), math.inf
     for _ in range(phases):
         bound = solver.bound(problem.num_users // phases, start)
-        start = _next_start(problem, start.theta, bound, strong_convexity)
+        start = _start(problem, strong_convexity, problem.initial, bound)
     return bound
 
 
-def _first_start(problem: Problem, convexity: float) -> Start:
-    """Returns where the first phase starts."""
-    return Start(problem.initial, min(problem.distance, 2 * problem.lipschitz / convexity))
+def _start(
+    problem: Problem,
+    convexity: float,
+    theta: Tensor | None = None,
+    bound: float | None = None,
+) -> Start:
+    """Returns where a phase starts.
 
-
-def _next_start(problem: Problem, theta: Tensor, bound: float | None, convexity: float) -> Start:
-    """Returns where the next phase starts, after one that ended at this point with this bound: at times farther off."""
-    farthest = min(problem.diameter, 2 * problem.lipschitz / convexity)
-    return Start(
-        theta, farthest if bound is None else min(farthest, math.sqrt(2 * bound / convexity)), bound
-    )
+    Args:
+        problem: What is minimised.
+        convexity: λ.
+        theta: Where the phase before ended; None for the first phase. That may be farther from the
+            minimiser than the first start.
+        bound: The excess loss proved there; None if none is.
+    """
+    farthest = 2 * problem.lipschitz / convexity
+    if theta is None:
+        return Start(problem.initial, min(problem.distance, farthest))
+    farthest = min(problem.constraint.diameter, farthest)
+    if bound is not None:
+        farthest = min(farthest, math.sqrt(2 * bound / convexity))
+    return Start(theta, farthest, bound)

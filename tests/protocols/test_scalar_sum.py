@@ -1,10 +1,9 @@
-"""Sums of numbers: (ε, δ) of the count by sums over all outcomes, and draws against their exact distribution."""
+"""Sums of numbers: (ε, δ) by sums over all outcomes, draws against their exact distribution."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -16,14 +15,13 @@ from helpers.count_distributions import (
     rounded,
 )
 
-from opacus_shuffle.accountants.bounds.registry import Guarantee
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
 from opacus_shuffle.protocols.grid_sum import GridSum
 from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
 
 
 def exact_delta(protocol, places, epsilon):
-    """δ(ε) between a user at one place of the grid and at another, by the honest users' noise alone."""
+    """δ(ε) between a user at one place of the grid and another, by the honest users' noise."""
     honest = math.ceil(protocol.honest_fraction * protocol.num_users - 1e-9)
     _, noise = binomial_distribution(honest * protocol.noise_bits, protocol.bit_probability)
     size = len(noise) + math.floor(max(places)) + 2
@@ -65,7 +63,6 @@ def test_no_two_values_are_told_apart_better_than_promised(
 
 
 # ---- distributions
-# ----------------------------------------------------------------------------------------------------------
 
 PLAN = GridPlan(7, 5, 0.4, 3)
 VALUES = np.array([0.1, 1.37, 2.0])
@@ -74,7 +71,6 @@ FORMS = {
     "float64": lambda: COLUMN,
     "numpy": lambda: VALUES,
     "list": lambda: VALUES.tolist(),
-    "sparse": lambda: COLUMN.to_sparse(),
 }
 
 
@@ -86,7 +82,7 @@ def small_protocol(fraction=1.0):
 
 
 def assert_counts_of(answers, reports):
-    """χ² of the counts behind the answers for the first values, which the helper takes from −1 to 1."""
+    """χ² of the counts behind the answers; the helper takes values from −1 to 1."""
     counts = np.asarray(answers) * 7 / 2 + reports * 5 * 0.4
     np.testing.assert_allclose(counts, counts.round(), atol=1e-9)
     assert_of_distribution(
@@ -114,109 +110,68 @@ def test_messages_have_the_exact_distribution_for_those_who_sent(reports):
 
 
 # ---- refusals
-# ---------------------------------------------------------------------------------------------------------------
 
 HELD = ShuffleScalarSum(50, 1.0, 1.0, 1e-2, "tight")
-
-
-def test_the_statement_is_about_one_round():
-    statement = HELD.statement()
-    assert (statement.epsilon, statement.delta, statement.rounds, statement.guarantee) == (
-        1.0,
-        1e-2,
-        1,
-        Guarantee.PROVED,
-    )
-    assert statement.bits_per_user == HELD.granularity + HELD.noise_bits
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf, -math.inf])
 def test_numbers_out_of_range_are_refused_with_their_value(value):
     column = torch.full((50,), 0.5)
     column[17] = value
-    for call in (
-        lambda: HELD.randomize(value),
-        lambda: HELD.simulate(column),
-        lambda: HELD.simulate(column.to_sparse()),
-        lambda: HELD.simulate(torch.tensor(value).expand(50)),
-    ):
-        with pytest.raises(ValueError, match=r"max_value is 1, got the number .*clip"):
+    for call in (lambda: HELD.randomize(value), lambda: HELD.simulate(column)):
+        with pytest.raises(ValueError, match=rf"max_value is 1, got the number {value:g}.*clip"):
             call()
 
 
 def test_numbers_out_of_range_by_rounding_are_taken_back():
     for value, count in ((1 + 9e-6, 50 * HELD.granularity), (-9e-6, 0)):
-        column = torch.full((50, 1), value, dtype=torch.float64)
-        assert HELD.encode(column).item() == count
-        assert HELD.encode(column[:1].expand(50, 1)).item() == count
+        assert HELD.encode(torch.full((50, 1), value, dtype=torch.float64)).item() == count
 
 
 @pytest.mark.parametrize(
-    "x",
+    ("x", "message"),
     [
-        "0.5",
-        None,
-        [0.1, 0.2],
-        [],
-        True,
-        torch.tensor(True),
-        0.5j,
-        torch.tensor(0.5j),
-        np.array(["a"]),
+        ("0.5", "x must be a tensor of real numbers"),
+        (None, "x must be a tensor of real numbers"),
+        ([0.1, 0.2], r"x must be one number, got shape \(2,\)"),
+        ([], "x must be one number"),
+        (True, "x must hold real numbers"),
+        (0.5j, "x must hold real numbers"),
     ],
-    ids=repr,
 )
-def test_what_is_not_one_number_is_refused(x):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match=r"."):
-            HELD.randomize(x)
+def test_what_is_not_one_number_is_refused(x, message):
+    with pytest.raises(ValueError, match=message):
+        HELD.randomize(x)
 
 
 @pytest.mark.parametrize(
-    "x",
+    ("x", "message"),
     [
-        "numbers",
-        None,
-        0.5,
-        True,
-        [True] * 50,
-        torch.ones(50, dtype=torch.bool),
-        torch.zeros(50, dtype=torch.complex64),
-        torch.zeros(50, 1),
-        torch.zeros(()),
-        [[0.5] * 25] * 2,
-        ["a"] * 50,
-        [None] * 50,
-        [0.5] * 49,
-        [0.5] * 51,
-        [],
+        ("numbers", "x must be a tensor of real numbers"),
+        (0.5, r"x must have shape \(n,\)"),
+        ([True] * 50, "x must hold real numbers"),
+        (torch.zeros(50, 1), r"x must have shape \(n,\)"),
+        (torch.zeros(50).to_sparse(), "x must be dense"),
+        ([0.5] * 49, "50 users.*got 49"),
+        ([0.5] * 51, "50 users.*got 51"),
+        ([], "got none"),
     ],
-    ids=lambda x: repr(x)[:20],
+    ids=str,
 )
-def test_what_is_not_one_number_per_user_is_refused(x):
-    with pytest.raises(ValueError, match=r"."):
+def test_what_is_not_one_number_per_user_is_refused(x, message):
+    with pytest.raises(ValueError, match=message):
         HELD.simulate(x)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_users", 0),
-        ("num_users", 2.5),
-        ("num_users", True),
-        ("num_users", "3"),
-        ("max_value", 0.0),
-        ("max_value", -1.0),
-        ("max_value", math.nan),
-        ("max_value", math.inf),
-        ("max_value", True),
-        ("max_value", None),
+        *(("num_users", value) for value in (0, 2.5, True, "3")),
+        *(("max_value", value) for value in (0.0, -1.0, math.nan, math.inf, True, None)),
     ],
 )
 def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
+    good = {"num_users": 9, "max_value": 1.0, "epsilon": 1.0, "delta": 0.1}
     with pytest.raises(ValueError, match=name) as raised:
-        ShuffleScalarSum(
-            **{"num_users": 9, "max_value": 1.0, "epsilon": 1.0, "delta": 0.1, name: value}
-        )
+        ShuffleScalarSum(**{**good, name: value})
     assert repr(value) in str(raised.value)

@@ -1,127 +1,360 @@
-"""Problems, sets, objectives and optimisers answer whatever one of their arguments is, or name it."""
+"""Problems, sets, objectives and optimisers answer whatever an argument is, or name it."""
 
 from __future__ import annotations
+
+import functools
+import math
 
 import pytest
 import torch
 from helpers.bad_calls import require_named_refusals
+from helpers.convex_problems import BUDGET, half_square, solve
+from opacus.grad_sample import GradSampleModule
 from torch import nn
 
 from opacus_shuffle import sco
+from opacus_shuffle.sco.constraints import check_constraint
+from opacus_shuffle.sco.records import number_of_users
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.nn.functional.normalize(
     torch.arange(60.0, dtype=torch.float64).reshape(30, 2).sin(), dim=1
 )
 DATA = (X, torch.where(X[:, 0] > 0, 1.0, -1.0).double())
-THETA = torch.zeros(2, dtype=torch.float64)
-BALL = sco.L2Ball(1.0)
-LINK = sco.Link("square", lambda scores, targets: (scores - targets) ** 2)
-CONSTRAINT = ("constraint",)
-BATCH = ("data must",)
+THETA, BALL = torch.zeros(2, dtype=torch.float64), sco.L2Ball(1.0)
+KNOWN = {"lipschitz": 1.0, "smoothness": 0.25, "dimension": 2, "clip": True}
+PARTS = {"loss": sco.logistic_loss, "data": DATA, "constraint": BALL, **KNOWN}
+RUN = {"problem": sco.Problem(**PARTS), "budget": sco.PrivacyBudget(2.0, 1e-6)}
+OBJECTIVE = sco.Objective.from_loss(sco.logistic_loss, dimension=2)
+NETWORK = {"module": nn.Linear(2, 1), "criterion": nn.MSELoss()}
+PRACTICAL = {"step_size": 0.1, "steps": "practical"}
+PHASES = {"strong_convexity": 0.1, "phases": 2}
+CALLS = {
+    "Problem": (
+        sco.Problem,
+        {**PARTS, "envelope": None, "initial": THETA, "diameter": 2.0, "generator": None},
+        {"dimension": ("initial must have shape",)},
+    ),
+    "PrivacyBudget": (
+        sco.PrivacyBudget,
+        {"epsilon": 1.0, "delta": 1e-5, "calibration": "tight", "honest_fraction": 0.9},
+        {},
+    ),
+    "L2Ball": (sco.L2Ball, {"radius": 1.0, "center": THETA}, {}),
+    "Box": (sco.Box, {"low": THETA - 1, "high": THETA + 1}, {"low": None, "high": None}),
+    "Box of numbers": (sco.Box, {"low": 0.0, "high": 1.0, "dimension": 2}, {}),
+    "project": (BALL.project, {"theta": THETA}, {}),
+    "from_loss": (sco.Objective.from_loss, {"loss": sco.logistic_loss, "dimension": 2}, {}),
+    "ModuleObjective": (sco.ModuleObjective, NETWORK, {}),
+    "load": (sco.ModuleObjective(**NETWORK).load, {"theta": torch.zeros(3)}, {}),
+    "gradients": (OBJECTIVE.gradients, {"theta": THETA, "batch": DATA}, {"batch": ("data must",)}),
+    "MoreauEnvelope": (
+        sco.MoreauEnvelope,
+        {
+            "objective": OBJECTIVE,
+            "constraint": BALL,
+            "smoothness": 4.0,
+            "lipschitz": 1.0,
+            "accuracy": 0.1,
+        },
+        {},
+    ),
+    "sgd": (sco.shuffle_sgd, {**RUN, "batch_size": 10, **PRACTICAL}, {}),
+    "accelerated": (sco.shuffle_accelerated_sgd, {**RUN, "batch_size": 10}, {}),
+    "descent": (sco.shuffle_gradient_descent, {**RUN, "rounds": 2, **PRACTICAL}, {}),
+    "phases": (
+        sco.shuffle_strongly_convex,
+        {**RUN, **PHASES, "method": "accelerated", "batch_size": 5},
+        {},
+    ),
+    "phases of descent": (
+        sco.shuffle_strongly_convex,
+        {**RUN, **PHASES, "method": "gradient_descent", "rounds": 2},
+        {},
+    ),
+    "pan": (sco.pan_private_accelerated_sgd, {**RUN, "batch_size": 10}, {}),
+}
 
 
-def problem():
-    known = {"lipschitz": 1.0, "smoothness": 0.25, "dimension": 2, "clip": True}
-    return sco.Problem(sco.logistic_loss, DATA, constraint=BALL, **known)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_arguments_are_named(name):
+    function, valid, said = CALLS[name]
+    # What comes out is not looked at: it may hold the given tensors.
+    require_named_refusals(lambda **given: (function(**given), None)[1], valid, **said)
 
 
-BUDGET = sco.PrivacyBudget(2.0, 1e-6)
+def loss_of(loss, dimension=1):
+    return sco.Objective.from_loss(loss, dimension=dimension)
 
 
-def made(function):
-    """A call that only makes something."""
-    return lambda **given: function(**given) and None
+def square(theta, x):
+    return (x @ theta) ** 2
 
 
-def test_bad_arguments_of_problems_are_named():
-    numbers = {"lipschitz": 1.0, "smoothness": 0.25, "dimension": 2, "diameter": 2.0, "clip": True}
-    parts = {
-        "loss": sco.logistic_loss,
-        "data": DATA,
-        "constraint": BALL,
-        "envelope": None,
-        "initial": THETA,
-    }
-    shape = ("initial must have shape",)
-    require_named_refusals(
-        made(sco.Problem), {**parts, **numbers, "generator": torch.Generator()}, dimension=shape
-    )
-    budget = {"epsilon": 1.0, "delta": 1e-5, "calibration": "tight", "honest_fraction": 0.9}
-    require_named_refusals(sco.PrivacyBudget, budget)
+def distance(theta, x):
+    return (theta - x).abs().sum(1)
 
 
-def test_bad_arguments_of_sets_are_named():
-    require_named_refusals(sco.L2Ball, {"radius": 1.0, "center": THETA})
-    require_named_refusals(sco.Box, {"low": THETA - 1, "high": THETA + 1}, low=None, high=None)
-    require_named_refusals(sco.Box, {"low": 0.0, "high": 1.0, "dimension": 2})
-    require_named_refusals(sco.Projection, {"function": lambda theta: theta, "diameter": 1.0})
-    require_named_refusals(sco.as_constraint, {"value": BALL}, value=CONSTRAINT)
-    require_named_refusals(
-        sco.as_constraint, {"value": lambda theta: theta, "diameter": 1.0}, value=CONSTRAINT
-    )
-    require_named_refusals(BALL.project, {"theta": THETA})
+def concave(theta, x):
+    return -(1 + (theta - x) ** 2).sqrt().sum(1)
 
 
-def test_bad_arguments_of_losses_are_named():
-    known = {"lipschitz": 1.0, "signed": False, "elementwise": True}
-    functions = {
-        "value": lambda scores, targets: scores,
-        "derivative": lambda scores, targets: scores * 0 + 1,
-    }
-    require_named_refusals(
-        sco.Link, {"name": "linear", **functions, "coefficient": None, **known}, name=None
-    )
+def envelope(beta, loss=distance, dimension=1, **options):
+    options = {"lipschitz": 1.0, **options}
+    return sco.MoreauEnvelope(loss_of(loss, dimension), beta, **options)
 
 
-def test_bad_arguments_of_objectives_are_named():
-    require_named_refusals(made(sco.LinearObjective), {"link": LINK, "dimension": 2})
-    require_named_refusals(
-        made(sco.Objective.from_loss), {"loss": sco.logistic_loss, "dimension": 2}
-    )
-    network = {"module": nn.Linear(2, 1), "criterion": nn.MSELoss()}
-    require_named_refusals(made(sco.ModuleObjective), network)
-    module = sco.ModuleObjective(nn.Linear(2, 1), nn.MSELoss())
-    require_named_refusals(made(module.load), {"theta": torch.zeros(3)})
-    objective = sco.Objective.from_loss(sco.logistic_loss, dimension=2)
-    for method in (objective.gradients, objective.losses):
-        require_named_refusals(method, {"theta": THETA, "batch": DATA}, batch=BATCH)
+def by_network(network, criterion=None):
+    objective = sco.ModuleObjective(network, criterion or nn.CrossEntropyLoss())
+    return objective.losses(objective.initial, (torch.randn(4, 2), torch.tensor([0, 1, 1, 0])))
 
 
-def test_bad_arguments_of_envelopes_are_named():
-    objective = sco.Objective.from_loss(sco.logistic_loss, dimension=2)
-    known = {
-        "objective": objective,
-        "constraint": BALL,
-        "smoothness": 4.0,
-        "lipschitz": 1.0,
-        "accuracy": 0.1,
-    }
-    require_named_refusals(made(sco.MoreauEnvelope), known)
-    link = {"link": "hinge", "smoothness": 4.0, "dimension": 2, "lipschitz": 1.0}
-    require_named_refusals(made(sco.MoreauEnvelope.generalized_linear), link)
+def hooked():
+    network = nn.Sequential(nn.Linear(2, 2))
+    GradSampleModule(network)
+    return network
+
+
+def without_criterion():
+    return sco.ModuleObjective(nn.Linear(2, 2), None)
+
+
+def run_with(run, **change):
+    known = {"constraint": BALL, "lipschitz": 2.0, "smoothness": 1.0, "dimension": 2, **BUDGET}
+    call = {"loss": half_square, "data": torch.zeros(100, 2), **known, **change}
+    return solve(run, **call)
+
+
+accelerated = functools.partial(run_with, sco.shuffle_accelerated_sgd, batch_size=10)
+phases = functools.partial(run_with, sco.shuffle_strongly_convex, strong_convexity=1.0)
+pan = functools.partial(run_with, sco.pan_private_accelerated_sgd)
+ONE, RECORDS = torch.ones(1), torch.ones(3, 1)
+COUNTING = nn.Sequential(
+    nn.Linear(2, 4),
+    nn.Unflatten(1, (2, 2)),
+    nn.InstanceNorm1d(2, track_running_stats=True),
+    nn.Flatten(),
+    nn.Linear(4, 2),
+)
+LINE = sco.ModuleObjective(nn.Linear(1, 1), nn.MSELoss())
+UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
 
 
 @pytest.mark.parametrize(
-    ("solver", "options"),
+    ("act", "message"),
     [
-        (sco.shuffle_sgd, {"batch_size": 10, "step_size": 0.1, "steps": "practical"}),
-        (sco.shuffle_accelerated_sgd, {"batch_size": 10}),
-        (sco.shuffle_gradient_descent, {"rounds": 2, "step_size": 0.1, "steps": "practical"}),
+        (lambda: sco.L2Ball(0.0), "radius must be positive"),
+        (lambda: sco.L2Ball(1.0, torch.tensor([math.nan])), "center must hold 1 finite numbers"),
         (
-            sco.shuffle_strongly_convex,
-            {"strong_convexity": 0.1, "method": "accelerated", "phases": 2, "batch_size": 5},
+            lambda: sco.L2Ball(1.0, torch.zeros(2, 2)),
+            r"center must have shape \(d,\), got \(2, 2\)",
+        ),
+        (lambda: sco.L2Ball(1.0, torch.zeros(2)).project(torch.zeros(3)), r"shape \(2,\)"),
+        (
+            lambda: sco.L2Ball(1.0).project(torch.tensor([math.nan])),
+            "must be finite.*smaller steps",
+        ),
+        (lambda: sco.L2Ball(1.0).project(torch.tensor([1])), "floating-point"),
+        (lambda: sco.Box(1.0, 0.0), "low must not exceed high"),
+        (lambda: sco.Box(1.0, 1.0), "below it somewhere"),
+        (lambda: sco.Box(0.0, math.inf), "high must be a finite number"),
+        (lambda: sco.Box(torch.zeros(2), torch.ones(3)), "must agree"),
+        (lambda: sco.Box(torch.zeros(2), 1.0, dimension=3), "must agree"),
+        (lambda: sco.Box(0.0, 1.0).diameter, "dimension must be given"),
+        (lambda: sco.Box(0.0, 1.0, dimension=2).project(torch.zeros(3)), r"shape \(2,\)"),
+        (lambda: check_constraint(lambda theta: theta), "constraint must be"),
+        (lambda: check_constraint(sco.L2Ball), "constraint must be"),
+        (lambda: check_constraint(UNBOUNDED), "with project.* and diameter"),
+        (lambda: check_constraint(sco.Box(0.0, 1.0)), "dimension must be given"),
+        (lambda: sco.MoreauEnvelope(sco.absolute_loss, 1.0), "objective must be"),
+        (lambda: envelope(0.0), "smoothness must be positive"),
+        (lambda: envelope(1.0, lipschitz=None), "lipschitz must be given"),
+        (
+            lambda: sco.MoreauEnvelope(loss_of(sco.hinge_loss), 1.0, constraint=sco.L2Ball(1.0)),
+            "lipschitz must be given",
+        ),
+        (lambda: envelope(1.0, accuracy=1e-6), "must not need more than 1000000 steps"),
+        (lambda: envelope(1.0, accuracy=-1.0), "accuracy must be positive"),
+        (lambda: envelope(1.0, constraint=abs), "constraint must be"),
+        (
+            lambda: envelope(1.0, lipschitz=0.5).gradients(torch.zeros(1), torch.ones(3, 1)),
+            "lipschitz must bound every subgradient",
         ),
         (
-            sco.shuffle_strongly_convex,
-            {"strong_convexity": 0.1, "method": "gradient_descent", "phases": 2, "rounds": 2},
+            lambda: envelope(1.0, constraint=sco.L2Ball(1.0)).losses(
+                2 * torch.ones(1), torch.ones(3, 1)
+            ),
+            "theta must lie",
         ),
-        (sco.pan_private_accelerated_sgd, {"batch_size": 10}),
+        (
+            lambda: sco.MoreauEnvelope(loss_of(concave), 0.1, lipschitz=1.0).gradients(
+                torch.full((1,), 0.5), torch.zeros(1, 1)
+            ),
+            "convex",
+        ),
+        (
+            lambda: sco.MoreauEnvelope(loss_of(sco.hinge_loss), 1.0).losses(
+                torch.zeros(1), torch.zeros(3, 1)
+            ),
+            "pair",
+        ),
+        (lambda: loss_of(3), "loss must be a function"),
+        (lambda: loss_of(torch.nn.Linear(1, 1)), "loss must be a function"),
+        (lambda: loss_of(square, 0), "dimension"),
+        (lambda: loss_of(square, None), "dimension must be given"),
+        (
+            lambda: loss_of(square, 2).gradients(torch.zeros(3), torch.zeros(4, 2)),
+            r"theta must be .*\(2,\)",
+        ),
+        (
+            lambda: loss_of(square, 2).gradients(torch.zeros(3, 2), torch.zeros(4, 2)),
+            "a row for each record, got torch.float32 of shape",
+        ),
+        (lambda: loss_of(square).losses(torch.tensor([1]), RECORDS), "int64"),
+        (lambda: loss_of(square).gradients([0.0], RECORDS), "theta must be"),
+        (lambda: loss_of(square).losses(torch.tensor([math.nan]), RECORDS), "theta must be fin"),
+        (lambda: loss_of(lambda t, x: x @ t.repeat(2, 1).T).losses(ONE, RECORDS), "one loss"),
+        (lambda: loss_of(lambda t, x: 1.0).gradients(ONE, RECORDS), "got float"),
+        (
+            lambda: loss_of(lambda t, x: (x @ t).log()).gradients(ONE, torch.eye(2)[:, :1]),
+            "NaN or infinity among them.*clip=True",
+        ),
+        (lambda: loss_of(lambda t, x: (x + torch.rand(1)) @ t).losses(ONE, RECORDS), "random"),
+        (
+            lambda: loss_of(lambda t, x: x @ t if x.sum().item() else x).losses(ONE, RECORDS),
+            "must run under torch.func.vmap .*no branches on values",
+        ),
+        (
+            lambda: loss_of(square, 3).gradients(torch.zeros(3), torch.zeros(4, 2)),
+            r"theta has shape \(3,\): is the dimension right",
+        ),
+        (lambda: loss_of(sco.hinge_loss).losses(ONE, RECORDS), "pair"),
+        (
+            lambda: loss_of(sco.squared_loss).losses(ONE, (torch.zeros(3, 3), torch.zeros(3))),
+            r"x must be .*shape \(B, 1\)",
+        ),
+        (
+            lambda: loss_of(sco.squared_loss).losses(ONE, (RECORDS, RECORDS)),
+            r"y must be a tensor of shape \(B,\)",
+        ),
+        (
+            lambda: loss_of(sco.logistic_loss).losses(ONE, (RECORDS, torch.zeros(3))),
+            r"2 \* y - 1",
+        ),
+        (
+            lambda: loss_of(sco.hinge_loss).losses(ONE, (RECORDS, torch.zeros(3))),
+            r"2 \* y - 1",
+        ),
+        (lambda: number_of_users(torch.tensor(1.0)), r"shape \(\)"),
+        (lambda: number_of_users((torch.zeros(2), torch.zeros(3))), r"\[2, 3\]"),
+        (lambda: number_of_users(()), "no tensor"),
+        (lambda: number_of_users([1, 2]), "got int"),
+        (
+            lambda: by_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+            "1 mixes the records",
+        ),
+        (
+            lambda: by_network(nn.BatchNorm1d(2, track_running_stats=False).eval()),
+            "itself mixes the records",
+        ),
+        (lambda: by_network(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))), "random numbers"),
+        (
+            lambda: by_network(nn.Sequential(nn.Linear(2, 2), nn.RReLU())),
+            "module .*must run under .*rrelu",
+        ),
+        (lambda: by_network(COUNTING), "module with its criterion must run under"),
+        (
+            lambda: by_network(nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)),
+            "trainable parameter",
+        ),
+        (lambda: by_network(GradSampleModule(nn.Linear(2, 2))), "must not carry Opacus's hooks"),
+        (lambda: by_network(hooked()), "must not carry Opacus's hooks.*cleanup\\(\\)"),
+        (lambda: by_network("network"), "module must be a Module"),
+        (without_criterion, "criterion must be a callable"),
+        (
+            lambda: by_network(nn.Linear(2, 2), lambda outputs, targets: outputs),
+            "criterion must return one loss per",
+        ),
+        (lambda: LINE.load(torch.zeros(3)), r"theta must have shape \(2,\)"),
+        (lambda: LINE.load(torch.full((2,), math.nan)), "theta must hold 2 finite"),
+        (lambda: LINE.losses(torch.zeros(2), torch.zeros(3, 1)), "pair"),
+        (lambda: accelerated(epsilon=16.0), "epsilon must not exceed 15"),
+        (lambda: accelerated(delta=0.5), "delta must be at least 1e-200 and below 1/2"),
+        (lambda: accelerated(honest_fraction=0.2), "honest_fraction must lie in \\[1/3, 1\\]"),
+        (lambda: accelerated(calibration="loose"), "calibration must be one of"),
+        (lambda: accelerated(lipschitz=0.0), "lipschitz must be positive"),
+        (lambda: accelerated(smoothness=-1.0), "smoothness must be positive"),
+        (lambda: accelerated(diameter=0.0), "diameter must be positive"),
+        (lambda: accelerated(constraint=None), "constraint must be"),
+        (lambda: accelerated(dimension=None), "dimension must be given"),
+        (
+            lambda: accelerated(dimension=None, constraint=sco.Box(0.0, 1.0)),
+            "dimension must be given",
+        ),
+        (
+            lambda: accelerated(initial=torch.zeros(3)),
+            "initial must have shape \\(2,\\), got \\(3,\\)",
+        ),
+        (
+            lambda: accelerated(initial=torch.tensor([0.0, math.nan])),
+            "initial must hold 2 finite numbers",
+        ),
+        (
+            lambda: accelerated(initial="here"),
+            "initial must be a tensor of real numbers, got 'here'",
+        ),
+        (
+            lambda: accelerated(initial=torch.zeros(2) * 1j),
+            "initial must hold real numbers, got torch.complex64",
+        ),
+        (lambda: accelerated(envelope=3, smoothness=None), "envelope must be a function .*, got 3"),
+        (
+            lambda: accelerated(envelope=lambda beta: None, smoothness=None),
+            "what envelope returns must be a MoreauEnvelope, got NoneT",
+        ),
+        (
+            lambda: accelerated(
+                envelope=lambda beta: envelope(beta, sco.hinge_loss, 3), smoothness=None
+            ),
+            "envelope must return one of dimension 2, got 3",
+        ),
+        (lambda: accelerated(envelope=lambda beta: None), "envelope must be left out"),
+        (lambda: accelerated(clip=1), "clip must be True or False"),
+        (lambda: accelerated(generator=0), "generator must be a Generator"),
+        (lambda: accelerated(loss=nn.Linear(2, 1)), "loss must be a function"),
+        (lambda: accelerated(data=torch.zeros(0, 2)), "at least one user"),
+        (lambda: phases(rounds=3), "rounds goes with method='gradient_descent'"),
+        (
+            lambda: phases(method="gradient_descent", batch_size=3),
+            "batch_size goes with the other methods",
+        ),
+        (lambda: phases(method="newton"), "method must be one of"),
+        (lambda: phases(method="pan_private", honest_fraction=0.5), "honest_fraction must be 1"),
+        (lambda: phases(strong_convexity=2.0), "smoothness must be at least strong_convexity"),
+        (lambda: phases(strong_convexity=0.0), "strong_convexity must be positive"),
+        (
+            lambda: phases(lipschitz=0.4),
+            "strong_convexity must not exceed 2 \\* lipschitz / diameter = 0.4",
+        ),
+        (lambda: phases(phases=101), "phases must be .* \\(and at most 100\\)"),
+        (lambda: phases(phases=0), "phases must be a whole number"),
+        (lambda: pan(epsilon=1.0, calibration="published"), "epsilon must be below 1.*'tight'"),
+        (lambda: pan(honest_fraction=0.5), "honest_fraction must be 1 for pan-private runs"),
+        (lambda: pan(batch_size=101), "batch_size must be .* \\(and at most 100\\)"),
+        (lambda: pan(batch_size=0), "batch_size must be a whole number"),
+        (lambda: sco.shuffle_sgd(half_square, RECORDS), "problem must be a Problem, got function"),
+        (lambda: sco.shuffle_sgd(RUN["problem"], 1.0), "budget must be a PrivacyBudget, got float"),
+        (
+            lambda: sco.shuffle_sgd(**RUN, steps="tuned"),
+            "steps must be one of 'proved', 'practical'",
+        ),
+        (
+            lambda: sco.shuffle_gradient_descent(**RUN, steps="tuned"),
+            "steps must be one of 'proved', 'practical', got 'tuned'",
+        ),
     ],
 )
-def test_bad_arguments_of_optimisers_are_named(solver, options):
-    def solve(**given):
-        solver(**{"problem": problem(), "budget": BUDGET, **given})
-
-    valid = {"problem": problem(), "budget": BUDGET, **options}
-    require_named_refusals(solve, valid)
+def test_what_cannot_be_is_refused_by_name(act, message):
+    with pytest.raises(ValueError, match=message):
+        act()

@@ -1,4 +1,4 @@
-"""Per-record gradients of losses against plain autograd, one record at a time; what has none is refused."""
+"""Losses and gradients of single records against plain autograd; what has none is refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import math
 
 import pytest
 import torch
-from helpers.convex_problems import by_autograd, normal
+from helpers.convex_problems import by_autograd, labelled, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco import losses
+from opacus_shuffle.sco.objective import LinearObjective, Objective
 from opacus_shuffle.sco.records import number_of_users, take
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+LINEAR = [losses.logistic_loss, losses.absolute_loss, losses.hinge_loss, losses.squared_loss]
 
 
 def ridge(theta, batch):
@@ -19,34 +23,23 @@ def ridge(theta, batch):
     return (torch.tanh(x @ theta[:-1] + theta[-1]) - y) ** 2 + 0.1 * (theta**2).sum()
 
 
+def from_loss(loss, dimension=1):
+    return Objective.from_loss(loss, dimension=dimension)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 7, 1024])
-def test_gradients_are_those_of_autograd_record_by_record(chunk_size):
+def test_losses_and_gradients_are_those_of_autograd_record_by_record(chunk_size):
     data, theta = (normal(20, 4), normal(20, seed=1)), normal(5, seed=2)
-    objective = Objective.from_loss(ridge, dimension=5)
-    objective.chunk_size = chunk_size
-    values, rows = by_autograd(ridge, theta, data)
-    torch.testing.assert_close(objective.gradients(theta, data), rows, **CLOSE)
-    torch.testing.assert_close(objective.losses(theta, data), values, **CLOSE)
-    both = objective.losses_and_gradients(theta, data)
-    torch.testing.assert_close(both, (values, rows), **CLOSE)
-
-
-def test_losses_may_be_written_for_batches_or_for_their_mean():
-    data, theta = (normal(6, 3), normal(6, seed=1)), normal(4, seed=2)
-    mean = Objective.from_loss(lambda theta, batch: ridge(theta, batch).mean(), dimension=4)
-    rows = Objective.from_loss(ridge, dimension=4).gradients(theta, data)
-    torch.testing.assert_close(mean.gradients(theta, data), rows, **CLOSE)
-
-
-def test_every_record_can_have_a_point_of_its_own():
-    data, points = (normal(6, 3), normal(6, seed=1)), normal(6, 4, seed=2)
-    objective = Objective.from_loss(ridge, dimension=4)
-    objective.chunk_size = 4
-    values, rows = objective.losses_and_gradients(points, data)
-    for i in range(6):
-        value, row = objective.losses_and_gradients(points[i], take(data, [i]))
-        torch.testing.assert_close((values[i], rows[i]), (value[0], row[0]), **CLOSE)
-    torch.testing.assert_close(objective.losses(points, data), values, **CLOSE)
+    for loss in (ridge, lambda theta, batch: ridge(theta, batch).mean()):
+        objective = from_loss(loss, 5)
+        objective.chunk_size = chunk_size
+        values, rows = by_autograd(ridge, theta, data)
+        torch.testing.assert_close(
+            objective.losses_and_gradients(theta, data), (values, rows), **CLOSE
+        )
+        assert torch.equal(
+            objective.losses(theta, data), objective.losses_and_gradients(theta, data)[0]
+        )
 
 
 def test_data_in_single_precision_and_structures_are_fine():
@@ -59,7 +52,7 @@ def test_data_in_single_precision_and_structures_are_fine():
     }
     theta = normal(2, seed=2)
     doubled = {"x": [x.double() for x in data["x"]], "k": data["k"]}
-    rows = Objective.from_loss(loss, dimension=2).gradients(theta.float().requires_grad_(), data)
+    rows = from_loss(loss, 2).gradients(theta.float().requires_grad_(), data)
     assert rows.dtype == torch.float64
     assert not rows.requires_grad
     torch.testing.assert_close(rows, by_autograd(loss, theta.float().double(), doubled)[1], **CLOSE)
@@ -67,94 +60,41 @@ def test_data_in_single_precision_and_structures_are_fine():
     assert torch.equal(take(data, torch.tensor([4, 0]))["k"], torch.tensor([0, 1]))
 
 
-def test_no_records_have_no_gradients():
-    objective = Objective.from_loss(ridge, dimension=4)
-    assert objective.gradients(torch.zeros(4), (torch.zeros(0, 3), torch.zeros(0))).shape == (0, 4)
-    assert objective.losses(torch.zeros(4), (torch.zeros(0, 3), torch.zeros(0))).shape == (0,)
-    assert take(torch.zeros(3, 2), []).shape == (0, 2)
+# ---- losses of a linear score
 
 
-def square(theta, x):
-    return (x @ theta) ** 2
+@pytest.mark.parametrize("loss", LINEAR)
+def test_a_built_in_loss_is_recognised_and_gives_the_same_as_autograd(loss):
+    data, theta = labelled(30, 4), normal(4, seed=5)
+    objective = from_loss(loss, 4)
+    assert isinstance(objective, LinearObjective)
+    expected = by_autograd(loss, theta, data)
+    torch.testing.assert_close(objective.losses_and_gradients(theta, data), expected, **CLOSE)
+    wrapped = from_loss(lambda theta, batch: loss(theta, batch), 4)
+    torch.testing.assert_close(wrapped.losses_and_gradients(theta, data), expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda: Objective.from_loss(3, dimension=1), "loss must be a callable"),
-        (lambda: Objective.from_loss(square, dimension=0), "dimension"),
-        (
-            lambda: Objective.from_loss(square, dimension=2).gradients(
-                torch.zeros(3), torch.zeros(4, 2)
-            ),
-            r"theta must be .*\(2,\)",
-        ),
-        (
-            lambda: Objective.from_loss(square, dimension=2).losses(
-                torch.tensor([0, 1]), torch.zeros(4, 2)
-            ),
-            "int64",
-        ),
-        (
-            lambda: Objective.from_loss(square, dimension=2).gradients(
-                [0.0, 1.0], torch.zeros(4, 2)
-            ),
-            "theta must be",
-        ),
-        (
-            lambda: Objective.from_loss(square, dimension=1).losses(
-                torch.tensor([math.nan]), torch.zeros(4, 1)
-            ),
-            "theta must be finite",
-        ),
-        (
-            lambda: Objective.from_loss(lambda t, x: x @ t.repeat(2, 1).T, dimension=1).losses(
-                torch.zeros(1), torch.zeros(3, 1)
-            ),
-            "one loss",
-        ),
-        (
-            lambda: Objective.from_loss(lambda t, x: 1.0, dimension=1).gradients(
-                torch.zeros(1), torch.zeros(3, 1)
-            ),
-            "got float",
-        ),
-        (
-            lambda: Objective.from_loss(lambda t, x: (x @ t).log(), dimension=1).gradients(
-                torch.ones(1), torch.tensor([[1.0], [0.0], [2.0], [0.0]])
-            ),
-            "NaN or infinity among them",
-        ),
-        (
-            lambda: Objective.from_loss(
-                lambda t, x: (x + torch.rand(1)) @ t, dimension=1
-            ).gradients(torch.ones(1), torch.ones(3, 1)),
-            "random",
-        ),
-        (
-            lambda: Objective.from_loss(
-                lambda t, x: (x @ t) ** 2 if x.sum().item() else x @ t, dimension=1
-            ).gradients(torch.ones(1), torch.ones(3, 1)),
-            "no branches on values",
-        ),
-        (
-            lambda: Objective.from_loss(
-                lambda t, batch: (batch[0] @ t - batch[1]) ** 2, dimension=3
-            ).gradients(torch.zeros(3), (torch.zeros(4, 2), torch.zeros(4))),
-            r"theta has shape \(3,\): is the dimension right",
-        ),
-        (
-            lambda: Objective.from_loss(
-                lambda t, x: torch.tensor([float(t.detach().numpy().sum())]), dimension=1
-            ).gradients(torch.ones(1), torch.ones(3, 1)),
-            "must run under torch.func.vmap",
-        ),
-        (lambda: number_of_users(torch.tensor(1.0)), r"shape \(\)"),
-        (lambda: number_of_users((torch.zeros(2), torch.zeros(3))), r"\[2, 3\]"),
-        (lambda: number_of_users(()), "no tensor"),
-        (lambda: number_of_users([1, 2]), "got int"),
-    ],
+@given(
+    loss=st.sampled_from(LINEAR),
+    s=st.floats(-50, 50),
+    t=st.floats(-50, 50),
+    label=st.sampled_from([-1.0, 1.0]),
 )
-def test_what_cannot_be_is_refused_by_name(act, message):
-    with pytest.raises(ValueError, match=message):
-        act()
+@settings(max_examples=200, deadline=None)
+def test_links_are_convex_with_the_constants_they_claim(loss, s, t, label):
+    link, ends = loss.link, torch.tensor([s, t], dtype=torch.float64)
+    values, slopes = (f(ends, torch.full_like(ends, label)) for f in (link.value, link.derivative))
+    # The tangent at t is below h(s); a few operations on numbers below 51²/2.
+    assert float(values[0]) >= float(values[1] + slopes[1] * (s - t)) - 1e-10
+    if link.lipschitz is not None:
+        assert float(slopes.abs().max()) <= link.lipschitz
+
+
+def test_the_logistic_loss_keeps_its_digits_far_out():
+    value = losses.logistic_loss(
+        torch.tensor([30.0], dtype=torch.float64), (torch.ones(1, 1), torch.ones(1))
+    )
+    assert float(value) == pytest.approx(math.log1p(math.exp(-30)), rel=1e-12)
+
+
+ONE, RECORDS = torch.ones(1), torch.ones(3, 1)
