@@ -1,4 +1,6 @@
-"""SG's Figure 1b as one long run: shuffled check-in of 60,000 users, 5,540 rounds, accuracy after every hundredth.
+"""SG's Figure 1b as one long run.
+
+It is shuffled check-in of 60,000 users, 5,540 rounds, accuracy after every hundredth.
 
 Run ``python reproduction/check_in_run.py --data fashion-mnist --output
 tutorials/recorded/check_in.json``: about three hours of CPU on the 60,000 images of Fashion-MNIST.
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     model = SmallCNN(channels=1, size=28)
     setting = {name: getattr(options, name) for name in ("data", "learning_rate", "seed")}
-    found: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         **setting,
         "users": len(train_set),
         "cpu_seconds": 0.0,
@@ -98,9 +100,9 @@ def main(arguments: list[str] | None = None) -> None:
             raise SystemExit(
                 f"{kept} belongs to another run, {state['found']}: remove it, or give its settings"
             )
-        found = state["found"]
+        outcome = state["found"]
         model.load_state_dict(state["weights"])
-    for number in itertools.count(len(found["rounds"])):
+    for number in itertools.count(len(outcome["rounds"])):
         begun, start = number * PIECE, time.process_time()
         if begun >= options.rounds:
             break
@@ -112,15 +114,15 @@ def main(arguments: list[str] | None = None) -> None:
             learning_rate=options.learning_rate,
             seed=1_000_000 * options.seed + number,
         )
-        found["rounds"].append(begun + rounds)
-        found["accuracy"].append(round(accuracy(model, test_set, torch.device("cpu")), 4))
-        found["cpu_seconds"] = round(found["cpu_seconds"] + time.process_time() - start)
+        outcome["rounds"].append(begun + rounds)
+        outcome["accuracy"].append(round(accuracy(model, test_set, torch.device("cpu")), 4))
+        outcome["cpu_seconds"] = round(outcome["cpu_seconds"] + time.process_time() - start)
         with replacing(kept) as file:
-            torch.save({"found": found, "weights": model.state_dict()}, file)
-        options.output.write_text(json.dumps(found) + "\n")
+            torch.save({"found": outcome, "weights": model.state_dict()}, file)
+        options.output.write_text(json.dumps(outcome) + "\n")
         print(
-            f"{begun + rounds} rounds: {found['accuracy'][-1]:.1%}, {found['cpu_seconds']} s of "
-            "CPU",
+            f"{begun + rounds} rounds: {outcome['accuracy'][-1]:.1%}, "
+            f"{outcome['cpu_seconds']} s of CPU",
             flush=True,
         )
 

@@ -1,4 +1,6 @@
-r"""Computes Feldman, McMillan and Talwar's amplification by shuffling ("hiding among the clones"), a baseline beside ours.
+r"""Computes Feldman, McMillan and Talwar's amplification by shuffling ("hiding among the clones").
+
+It is a baseline beside ours.
 
 They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far
 above what the Gaussian's own distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`).
@@ -38,19 +40,31 @@ from opacus_shuffle.core.validation import (
 )
 
 MAX_USERS = 10**10
-"""More users hide better, so a larger count is taken as this one, up to which the binomial tails were checked."""
+"""More users hide better, so a larger count is taken as this one.
+
+Up to which the binomial tails were checked.
+"""
 LARGEST_LOCAL_EPSILON = 500.0
 SMALLEST_DELTA = 1e-300
-"""Outside these two nobody hides anybody and double precision ends: the local bound is the answer."""
+"""Outside these two nobody hides anybody and double precision ends.
+
+The local bound is the answer.
+"""
 BINS, COARSE_BINS = 4096, 192
 MARGIN = 1e-9
-"""Relative error allowed to every binomial probability; measured: below 2e-10 for up to ``MAX_USERS`` trials."""
+"""Relative error allowed to every binomial probability.
+
+Measured: below 2e-10 for up to ``MAX_USERS`` trials.
+"""
 
 
 def _clone_counts(
     probability: float, num_users: int, tail: float, bins: int
 ) -> tuple[Vector, Vector]:
-    """Returns clone counts and bounds on their masses; outside lies 2·``tail`` at most (Chernoff, Bernstein)."""
+    """Returns clone counts and bounds on their masses.
+
+    Outside lies 2·``tail`` at most (Chernoff, Bernstein).
+    """
     others = min(num_users, MAX_USERS) - 1
     mean, log_tail = others * probability, -math.log(tail)
     low = max(math.floor(mean - math.sqrt(2 * mean * log_tail)), 0)
@@ -104,7 +118,10 @@ def _numeric(
     lost: float = 0.0,
     bins: int = BINS,
 ) -> float | None:
-    """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none. ``probability``: of a clone."""
+    """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up.
+
+    It is None if there is none; ``probability`` is that of a clone.
+    """
     if local_epsilon > LARGEST_LOCAL_EPSILON or delta < SMALLEST_DELTA:
         return None
     tail = 1e-8 * delta
@@ -149,7 +166,10 @@ def _lost(*, local_epsilon: float, local_delta: float, num_users: int, conversio
 
 
 def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
-    """Returns where a decreasing function crosses zero on [0, ``end``], or an end. Any ε0 is sound, so nothing is rounded."""
+    """Returns where a decreasing function crosses zero on [0, ``end``], or an end.
+
+    Any ε0 is sound, so nothing is rounded.
+    """
     if function(0.0) <= 0:
         return 0.0
     return end if function(end) >= 0 else crossing(function, 0.0, end, tolerance=1e-12 * end)
@@ -215,9 +235,8 @@ def compute_epsilon(
         return local_epsilon  # shuffling is post-processing
     raise ValueError(
         f"local_delta={local_delta!r} leaves nothing of delta={delta!r} after {num_users} reports; "
-        "pass a far smaller "
-        "local_delta (for a Gaussian: with a larger local_epsilon, or call gaussian_epsilon, which "
-        "looks for the best)"
+        "pass a far smaller local_delta (for a Gaussian: with a larger local_epsilon, or call "
+        "gaussian_epsilon, which looks for the best)"
     )
 
 
@@ -229,7 +248,9 @@ def gaussian_epsilon(
     adjacency: str = "replace",
     conversion: str = "proved",
 ) -> float:
-    """Returns the best ε that clones give for one round of shuffled Gaussian reports, over all (ε0, δ0) of their exact curve.
+    """Returns the best ε that clones give for one round of shuffled Gaussian reports.
+
+    It is the best over all (ε0, δ0) of their exact curve.
 
     Args:
         noise_multiplier: σ of one report over the clipping norm.
@@ -270,7 +291,10 @@ def gaussian_epsilon(
         return math.exp(gaussian.log_delta(mu=distance / sigma, epsilon=local_epsilon))
 
     def view(clone_epsilon: float) -> tuple[float, float]:
-        """Returns the loss with clones of probability e^(−``clone_epsilon``), and the mass mended in user 1's reports."""
+        """Returns the loss with clones of probability e^(−``clone_epsilon``).
+
+        Beside it stands the mass mended in user 1's reports.
+        """
         local_delta = curve(clone_epsilon, 2.0)
         if zero_out and conversion == "proved":
             mended = (curve(clone_epsilon, 1.0) + local_delta) / 2
@@ -302,7 +326,7 @@ def gaussian_epsilon(
                 own,
             )
         chance = math.exp(-clone_epsilon)
-        found = _numeric(
+        epsilon = _numeric(
             local_epsilon=own,
             probability=chance,
             num_users=num_users,
@@ -310,7 +334,7 @@ def gaussian_epsilon(
             lost=lost,
             bins=bins,
         )
-        return unshuffled if found is None else min(found, unshuffled)
+        return unshuffled if epsilon is None else min(epsilon, unshuffled)
 
     grid = np.linspace(start, most, 26)
     middle = 1 + int(np.argmin([best(float(point), COARSE_BINS) for point in grid[1:]]))

@@ -1,4 +1,6 @@
-r"""How the row "Clones" arises in Table 1 of Liew and Takahashi's shuffle Gaussian mechanism (SG, ICLR 2023 text).
+r"""How the row "Clones" arises in Table 1 of Liew and Takahashi's shuffle Gaussian mechanism.
+
+The paper (SG) is its ICLR 2023 text.
 
 The text does not say; these steps give 0.18623 … 1.43138 for 1 … 7 rounds (σ = 9.48, n = 60000, δ =
 1/n): ε0 = 2·sqrt(2·ln(1.25/δ0))/σ, the classical Gaussian mechanism at sensitivity *2* (the text
@@ -29,7 +31,9 @@ from opacus_shuffle.core.validation import (
 
 
 def closed_form_epsilon(*, local_epsilon: float, num_users: int, delta: float) -> float:
-    """Returns ε of Feldman, McMillan and Talwar's Theorem 3.1 as printed: several times that of ``clones.compute_epsilon``.
+    """Returns ε of Feldman, McMillan and Talwar's Theorem 3.1 as printed.
+
+    It is several times that of ``clones.compute_epsilon``.
 
     Their released program has 1 + e^(−ε0)/(1 + s) where the theorem has 1 + e^(−ε0), s the
     theorem's big bracket: for ε0 = 4, n = 100,000 and δ = 1e-6 it answers 0.5378 in place of
@@ -61,8 +65,8 @@ def closed_form_epsilon(*, local_epsilon: float, num_users: int, delta: float) -
     if local_epsilon > limit:
         raise ValueError(
             f"local_epsilon must be at most ln(num_users / (16 ln(2/delta))) = {limit:.6g} for the "
-            "closed form of Theorem 3.1, "
-            f"got {local_epsilon!r}; use clones.compute_epsilon, which has no such limit"
+            f"closed form of Theorem 3.1, got {local_epsilon!r}; use clones.compute_epsilon, which "
+            "has no such limit"
         )
     growth = math.exp(local_epsilon) / num_users
     bracket = math.sqrt(growth * (math.log(4) - math.log(delta))) + growth
@@ -187,9 +191,7 @@ def table_epsilon(
     if best == math.inf:
         raise ValueError(
             f"noise_multiplier={noise_multiplier!r} is too small for the closed form with "
-            f"num_users={num_users}, "
-            f"delta={delta!r} and rounds={rounds}; raise it, or use clones.gaussian_epsilon, which "
-            "falls back to the "
-            "unshuffled bound"
+            f"num_users={num_users}, delta={delta!r} and rounds={rounds}; raise it, or use "
+            "clones.gaussian_epsilon, which falls back to the unshuffled bound"
         )
     return best

@@ -83,7 +83,10 @@ def _ones(mask: int) -> np.ndarray:
 
 
 def _eliminate(left: np.ndarray, right: np.ndarray) -> tuple[int, int, int]:
-    """Gauss's elimination over two elements: the rank, and how many rows become 0 = 1, and 0 = 0."""
+    """Gauss's elimination over two elements.
+
+    It returns the rank, and how many rows become 0 = 1, and 0 = 0.
+    """
     rows, rank = np.concatenate([left, right[:, None]], axis=1), 0
     for column in range(64 * LIMBS):
         limb, bit = column // 64, np.uint64(column % 64)

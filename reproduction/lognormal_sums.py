@@ -1,20 +1,29 @@
-r"""Approximations of sums of log-normal terms: WS Lemma 1 (Fenton–Wilkinson) and the other methods of WS Figure 2.
+r"""Approximations of sums of log-normal terms.
+
+They are WS Lemma 1 (Fenton–Wilkinson) and the other methods of WS Figure 2.
 
 S = Σ_j counts_j terms e^Y, Y ~ N(means_j, std²), all independent. No closed form is known; WS
 Theorem 6 replaces S by one log-normal variable. Equal terms are given as one mean and a count, so
 10⁸ of them cost no more than one. Nothing here is a privacy bound: these are approximations, and
 :func:`monte_carlo` is how far off they are.
 
-    ==================  ========================================================================================
-    fenton_wilkinson    the log-normal distribution with the sum's own mean and variance (WS Eq. 9–10)
-    schwartz_yeh        the normal distribution with the mean and variance of log S, found by combining two terms at a time
-    monte_carlo         samples of log S; the terms beyond ``largest`` per group by the central limit theorem
+    ==================  ======================================================================
+    fenton_wilkinson    the log-normal distribution with the sum's own mean and variance
+                        (WS Eq. 9–10)
+    schwartz_yeh        the normal distribution with the mean and variance of log S, found by
+                        combining two terms at a time
+    monte_carlo         samples of log S; the terms beyond ``largest`` per group by the central
+                        limit theorem
     least_squares       a normal distribution through the samples' quantiles
     kernel_density      the samples, smoothed
-    ==================  ========================================================================================
+    ==================  ======================================================================
 
->>> distribution = fenton_wilkinson(0.0, 4.0, 10**8)  # 10⁸ terms with c/σ = 1/0.25, as in WS Figure 2
->>> samples = monte_carlo(0.0, 4.0, 10**8, repetitions=100, generator=np.random.default_rng(0), largest=1000)
+>>> # 10⁸ terms with c/σ = 1/0.25, as in WS Figure 2:
+>>> distribution = fenton_wilkinson(0.0, 4.0, 10**8)
+>>> generator = np.random.default_rng(0)
+>>> samples = monte_carlo(
+...     0.0, 4.0, 10**8, repetitions=100, generator=generator, largest=1000
+... )
 >>> round(distribution.mean, 2), round(distribution.std, 2), round(float(np.median(samples)), 1)
 (26.38, 0.29, 26.4)
 """
@@ -40,7 +49,10 @@ _LARGEST_MEAN = 1e6
 _CHUNK = 2**19
 """Draws held in memory at a time."""
 _STRIDE = 200
-"""Equal terms are added one by one up to twice this number, then in strides of one part in so many."""
+"""Equal terms are added one by one up to twice this number.
+
+Then in strides of one part in so many.
+"""
 _BERRY_ESSEEN = 0.4748
 """Shevtsova 2011, equal terms."""
 
@@ -64,7 +76,9 @@ class NormalDistribution:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampledDistribution:
-    """The distribution of samples of log S, each smoothed by a normal of ``bandwidth`` (0: the empirical distribution).
+    """The distribution of samples of log S, each smoothed by a normal of ``bandwidth``.
+
+    At 0 it is the empirical distribution.
 
     Attributes:
         samples: Of log S, shape (k,).
@@ -96,7 +110,9 @@ class SampledDistribution:
 def fenton_wilkinson(
     means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None = None
 ) -> NormalDistribution:
-    """The log-normal distribution with the mean and the variance of S: WS Lemma 1, Eq. 9–10, in logarithms throughout.
+    """The log-normal distribution with the mean and the variance of S: WS Lemma 1.
+
+    Eq. 9–10 are computed in logarithms throughout.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
@@ -131,7 +147,9 @@ def schwartz_yeh(
     *,
     combine: Literal["one_by_one", "doubling"] = "one_by_one",
 ) -> NormalDistribution:
-    """Schwartz & Yeh 1982: log(e^{Y1} + e^{Y2}) is replaced by a normal with its exact mean and variance, again and again.
+    """Schwartz & Yeh's 1982 approximation by a normal, two terms at a time.
+
+    log(e^{Y1} + e^{Y2}) is replaced by a normal with its exact mean and variance, again and again.
 
     ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The distribution changes
     little from one of n equal terms to the next, so from 400 on they are added n/200 at once, by a
@@ -188,7 +206,10 @@ def _add_doubling(
 def _add_one_by_one(
     total: NormalDistribution | None, term: NormalDistribution, count: int
 ) -> NormalDistribution:
-    """The total and ``count`` terms like this one, one after the other, or in strides once a term changes little."""
+    """The total and ``count`` terms like this one, one after the other.
+
+    They come in strides once a term changes little.
+    """
     added = 0
     if total is None:
         total, added = term, 1
@@ -200,7 +221,11 @@ def _add_one_by_one(
 
 
 def _stride(total: NormalDistribution, term: NormalDistribution, stride: int) -> NormalDistribution:
-    """``stride`` equal terms at once: by the midpoint rule for e^mean and variance·e^{2·mean}, which grow almost linearly."""
+    """``stride`` equal terms at once.
+
+    They are added by the midpoint rule for e^mean and variance·e^{2·mean}, which grow almost
+    linearly.
+    """
     size, spread = _growth(total, term)
     # The increments that are added up here start with the total's own: their middle lies (stride −
     # 1)/2 terms on.
@@ -214,13 +239,18 @@ def _stride(total: NormalDistribution, term: NormalDistribution, stride: int) ->
 
 
 def _growth(total: NormalDistribution, term: NormalDistribution) -> tuple[float, float]:
-    """What one more term adds to e^mean and to variance·e^{2·mean}, in units of e^mean and e^{2·mean}."""
+    """What one more term adds to e^mean and to variance·e^{2·mean}.
+
+    They are in units of e^mean and e^{2·mean}.
+    """
     gain, growth = _increments(total, term)
     return math.expm1(gain), growth * math.exp(2 * gain) + total.std**2 * math.expm1(2 * gain)
 
 
 def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> NormalDistribution:
-    """Returns the normal distribution with the mean and variance of log(e^{Y1} + e^{Y2}), Y1 and Y2 independent.
+    """Returns the normal distribution with the mean and variance of log(e^{Y1} + e^{Y2}).
+
+    Y1 and Y2 are independent.
 
     With w = Y2 − Y1 the logarithm is Y1 + g(w), g(w) = log(1 + e^w), and Stein's lemma gives
     Cov(Y1, g(w)) = −Var(Y1)·E g'(w). The moments of g(w) are integrals over the line of an analytic
@@ -266,7 +296,9 @@ def monte_carlo(
     generator: np.random.Generator | None = None,
     largest: int | None = None,
 ) -> Vector:
-    """Samples of log S. Memory is bounded whatever the number of terms; time is that of drawing them.
+    """Samples of log S.
+
+    Memory is bounded whatever the number of terms. Time is that of drawing them.
 
     With ``largest``, a group of more than twice as many terms is split at the level that
     ``largest`` of its terms exceed on average. Those above (their number is drawn, too) are drawn
@@ -331,7 +363,10 @@ def _one_by_one(
 def _split_group(
     count: int, width: float, repetitions: int, generator: np.random.Generator, largest: int
 ) -> Vector:
-    """Log Σ e^{width·z} over ``count`` terms: those above the level one by one, the others' sum as a normal variable."""
+    """Log Σ e^{width·z} over ``count`` terms.
+
+    Those above the level one by one, the others' sum as a normal variable.
+    """
     share = largest / count
     log_mean, relative = _body(width, share)
     above = generator.binomial(count, share, size=repetitions)
@@ -355,7 +390,10 @@ def _log_sum(values: Vector) -> Vector:
 
 
 def _body(width: float, share: float) -> tuple[float, float]:
-    """Log mean, and standard deviation over mean, of e^{width·z} given that z is below its upper ``share`` quantile."""
+    """Log mean, and standard deviation over mean.
+
+    They are those of e^{width·z} given that z is below its upper ``share`` quantile.
+    """
     level, log_kept = -float(ndtri(share)), math.log1p(-share)
     log_mean = width**2 / 2 + float(log_ndtr(level - width)) - log_kept
     log_square = 2 * width**2 + float(log_ndtr(level - 2 * width)) - log_kept
@@ -363,7 +401,9 @@ def _body(width: float, share: float) -> tuple[float, float]:
 
 
 def largest_error(std: float, count: int, largest: int) -> float:
-    """How far :func:`monte_carlo` with ``largest`` may move the CDF of one group's sum, at any point (Berry–Esseen).
+    """How far :func:`monte_carlo` with ``largest`` may move the CDF of one group's sum.
+
+    It holds at any point (Berry–Esseen).
 
     Given how many terms lie above the level, the others are independent, and the rest of S is
     independent of them; so the bound for their standardised sum is one for S.
@@ -406,7 +446,9 @@ def largest_error(std: float, count: int, largest: int) -> float:
 
 
 def least_squares(samples: npt.ArrayLike) -> NormalDistribution:
-    """The normal distribution whose quantiles are nearest the samples' in squares: the line through a normal plot of them.
+    """The normal distribution whose quantiles are nearest the samples' in squares.
+
+    It is the line through a normal plot of them.
 
     Args:
         samples: Samples of log S, shape (k,), k ≥ 2, not all equal.

@@ -1,4 +1,6 @@
-"""The parameters that Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO) prints, for comparison with ours.
+"""The parameters that shuffle-private convex optimisation (SCO) prints, to compare with ours.
+
+The paper is by Cheu, Joseph, Mao and Peng.
 
 Natural logarithms, every constant inside O() taken as 1. D is the diameter of the set, as the paper
 has it, where this library's own choices take the distance from the start to a minimiser: for a ball
@@ -8,7 +10,7 @@ is proved for some of them:
     * Theorem 4.1 has an L inside the bracket of η; it does not follow from L_G² = L² +
       O(dL²log²(d/δ)/(b²ε²)), on which the proof rests, and is right for L = 1 only.
     * Theorem 4.3 and Lemma 4.4 print L_t = ((T+2)^{3/2}σ/D + β)/(t+1), which need not converge
-      (:mod:`opacus_shuffle.sco.acceleration`).
+      (:mod:`opacus_shuffle.sco.accelerated_sgd`).
 
 >>> import torch
 >>> from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, logistic_loss, shuffle_sgd
@@ -16,7 +18,8 @@ is proved for some of them:
 >>> problem = Problem(logistic_loss, data, constraint=L2Ball(1.0), lipschitz=1.0, dimension=10)
 >>> budget = PrivacyBudget(epsilon=1.0, delta=1e-6)
 >>> size = sgd_batch_size(problem, budget)
->>> size, accelerated_batch_size(problem, budget, smoothness=1.0), round(accelerated_smoothing(problem, budget), 2)
+>>> accelerated = accelerated_batch_size(problem, budget, smoothness=1.0)
+>>> size, accelerated, round(accelerated_smoothing(problem, budget), 2)
 (51, 917, 16.88)
 >>> step = sgd_step_size(problem, budget, batch_size=size, rounds=10_000 // size)
 >>> estimate = shuffle_sgd(problem, budget, batch_size=size, step_size=step)
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 import math
 
-from opacus_shuffle.sco.descent_bound import clamp
+from opacus_shuffle.sco.gradient_descent import clamp
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 
 
@@ -42,12 +45,12 @@ def sgd_step_size(
 ) -> float:
     """Returns Theorem 4.1's η = εbD/(L√T(εb + √d·L·log(d/δ)))."""
     share = batch_size / (batch_size + problem.lipschitz * _noise(problem, budget))
-    return problem.diameter / (problem.lipschitz * math.sqrt(rounds)) * share
+    return problem.constraint.diameter / (problem.lipschitz * math.sqrt(rounds)) * share
 
 
 def accelerated_batch_size(problem: Problem, budget: PrivacyBudget, *, smoothness: float) -> int:
     """Returns Theorem 4.3's b = n^{3/5}·(√d·log(d/δ)/ε)^{2/5}·(L/(βD))^{2/5}."""
-    ratio = problem.lipschitz / (smoothness * problem.diameter)
+    ratio = problem.lipschitz / (smoothness * problem.constraint.diameter)
     return clamp(
         problem.num_users**0.6 * (_noise(problem, budget) * ratio) ** 0.4, problem.num_users
     )
@@ -64,7 +67,7 @@ def accelerated_step_sizes(
     problem: Problem, *, rounds: int, smoothness: float, deviation: float
 ) -> list[float]:
     """Returns Theorem 4.3's L_1, …, L_T = ((T+2)^{3/2}σ/D + β)/(t+1)."""
-    top = (rounds + 2) ** 1.5 * deviation / problem.diameter + smoothness
+    top = (rounds + 2) ** 1.5 * deviation / problem.constraint.diameter + smoothness
     return [top / (step + 1) for step in range(1, rounds + 1)]
 
 
@@ -72,7 +75,7 @@ def accelerated_smoothing(problem: Problem, budget: PrivacyBudget) -> float:
     """Returns Theorem 4.7's β = (L/D)·(εn/(√d·log(d/δ)))^{2/3}."""
     return (
         problem.lipschitz
-        / problem.diameter
+        / problem.constraint.diameter
         * (problem.num_users / _noise(problem, budget)) ** (2 / 3)
     )
 
@@ -87,7 +90,7 @@ def descent_rounds(problem: Problem, budget: PrivacyBudget) -> int:
 
 def descent_step_size(problem: Problem, *, rounds: int) -> float:
     """Returns Lemma B.6's η = D/(L√T)."""
-    return problem.diameter / (problem.lipschitz * math.sqrt(rounds))
+    return problem.constraint.diameter / (problem.lipschitz * math.sqrt(rounds))
 
 
 def descent_smoothing(problem: Problem, budget: PrivacyBudget) -> float:
@@ -95,7 +98,7 @@ def descent_smoothing(problem: Problem, budget: PrivacyBudget) -> float:
     smaller = min(
         math.sqrt(problem.num_users), _full(problem, budget) / _log(problem, budget) ** 1.5
     )
-    return problem.lipschitz / problem.diameter * smaller
+    return problem.lipschitz / problem.constraint.diameter * smaller
 
 
 def _noise(problem: Problem, budget: PrivacyBudget) -> float:

@@ -1,4 +1,6 @@
-"""The weight-shuffling paper's Figures 2, 3 and 4 as numbers and pictures, and which batch clip its text fits.
+"""The weight-shuffling paper's Figures 2, 3 and 4 as numbers and pictures.
+
+It also finds which batch clip its text fits.
 
 Run ``python reproduction/weight_shuffling_figures.py [--figure 2|3|4|all] [--output DIR]``, half a
 minute; ``--output`` writes every figure as JSON, CSV and (where matplotlib is there) PNG. Every σ
@@ -30,10 +32,12 @@ from typing import Any
 import lognormal_sums
 import numpy as np
 from scipy.optimize import brentq
+from scipy.special import ndtri
 
 from opacus_shuffle.analysis import fenton_wilkinson
 from opacus_shuffle.analysis.advanced_composition import step_budget
 from opacus_shuffle.core import extras
+from opacus_shuffle.core.solve import safe_root
 
 BATCH = 1000
 EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -85,16 +89,39 @@ def noise(run: Run, *, epsilon: float, norm: float = 1.0, dimension: int | None 
         dimension: d, the run's own if ``None``.
     """
     step_epsilon, step_delta = run.budget(epsilon)
-    return fenton_wilkinson.compute_noise_std(
-        epsilon=step_epsilon,
-        delta=step_delta,
-        dimension=dimension or run.dimension,
-        batch_clip=norm,
+    return noise_std(step_epsilon, step_delta, dimension or run.dimension, norm)
+
+
+def noise_std(epsilon: float, delta: float, dimension: int, norm: float = 1.0) -> float:
+    """The smallest σ, at c = 1, above which WS Theorem 6 keeps δ within ``delta``.
+
+    δ is not monotone in σ.
+
+    Args:
+        epsilon: ε of one step.
+        delta: δ of one step.
+        dimension: d; 1 is the unshuffled Gaussian mechanism.
+        norm: c′/c.
+    """
+
+    def excess(sigma: float) -> float:
+        spent = fenton_wilkinson.compute_delta(
+            epsilon=epsilon, noise_std=sigma, dimension=dimension, batch_clip=norm
+        )
+        return spent - delta
+
+    # As ζ₁ ≤ 0 and s₁ ≤ 1/σ, Φ(1/2σ − εσ) ≤ δ is enough, a quadratic equation.
+    z = float(ndtri(delta))
+    sigma = 1 / (z + math.sqrt(z * z + 2 * epsilon))
+    while excess(sigma * 2 ** (-1 / 64)) <= 0:
+        sigma *= 2 ** (-1 / 64)
+    return safe_root(
+        excess, unsafe=sigma * 2 ** (-1 / 64), safe=sigma, tolerance=1e-14 * sigma, step=1e-13
     )
 
 
 # ---- Figure 2
-# ---------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def readings() -> dict[str, tuple[list[float], float, list[int]]]:
@@ -112,7 +139,9 @@ def readings() -> dict[str, tuple[list[float], float, list[int]]]:
 
 
 def figure_2(*, repetitions: int = 10_000, seed: int = 0) -> dict[str, Any]:
-    """Each method's CDF of log S, and its distance to many more samples than the paper's 1000, in each reading.
+    """Each method's CDF of log S.
+
+    Beside it stands its distance to many more samples than the paper's 1000, in each reading.
 
     Args:
         repetitions: Samples that stand for the truth.
@@ -161,7 +190,10 @@ def distance(
     distribution: lognormal_sums.NormalDistribution | lognormal_sums.SampledDistribution,
     samples: lognormal_sums.Vector,
 ) -> float:
-    """The largest distance between a distribution's CDF and that of sorted samples, at up to 1000 of them."""
+    """The largest distance between a distribution's CDF and that of sorted samples.
+
+    It looks at up to 1000 of them.
+    """
     ranks = np.linspace(0, len(samples) - 1, min(len(samples), 1000)).astype(int)
     return float(np.abs(distribution.cdf(samples[ranks]) - (ranks + 0.5) / len(samples)).max())
 
@@ -169,7 +201,10 @@ def distance(
 def below(
     means: list[float], std: float, distribution: Any, samples: lognormal_sums.Vector
 ) -> dict[str, float] | None:
-    """P(S ≤ C(ε_s)) of WS Eq. 38 for the ViT's step at ε = 0.5, where the terms are Theorem 6's: F-W's, and the samples'."""
+    """P(S ≤ C(ε_s)) of WS Eq. 38 for the ViT's step at ε = 0.5, where the terms are Theorem 6's.
+
+    It has F-W's, and the samples'.
+    """
     if len(means) == 1:
         return None
     threshold = -RUNS["ViT"].budget(0.5)[0] + 1.5 * std**2  # c = c′: ‖g‖² + 2⟨f, g⟩ = 3c²
@@ -182,11 +217,15 @@ def below(
 
 
 # ---- Figures 3 and 4
-# --------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def figure_3() -> Rows:
-    """σ over ε, per configuration: unshuffled by the same composition, by Opacus's RDP accountant, shuffled for each c′/c."""
+    """σ over ε, per configuration.
+
+    It is that unshuffled by the same composition, by Opacus's RDP accountant, and shuffled for each
+    c′/c.
+    """
     return [
         {
             "model": name,
@@ -237,7 +276,7 @@ def figure_4(*, norm: float = 1.0) -> Rows:
 
 
 # ---- what the text says, and which c' fits it
-# -------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def statements() -> tuple[Rows, dict[str, float]]:
@@ -287,7 +326,7 @@ def exponent(run: Run, *, norm: float, epsilon: float = 0.5) -> float:
 
 
 # ---- output
-# -----------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def table(rows: Rows) -> str:

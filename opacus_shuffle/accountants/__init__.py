@@ -1,4 +1,7 @@
-"""Accounting: mechanisms say what ran, bounds what it cost, and one accountant for each mechanism tells Opacus."""
+"""Accounting: mechanisms say what ran, bounds what it cost.
+
+There is one accountant for each mechanism, which tells Opacus.
+"""
 
 from __future__ import annotations
 

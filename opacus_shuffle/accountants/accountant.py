@@ -1,4 +1,6 @@
-"""Accounts a training run for Opacus: records every round as a mechanism, and answers with any bound on them.
+"""Accounts a training run for Opacus.
+
+It records every round as a mechanism, and answers with any bound on them.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
 >>> accountant = ShuffleAccountant(ShuffledCheckIn, num_users=60_000, local_noise=True)
@@ -14,21 +16,27 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
 from opacus_shuffle.accountants.flag_warnings import little_noise, unread_flags
-from opacus_shuffle.accountants.history import RecordedRounds, optional_count
-from opacus_shuffle.accountants.lineage import rewound_sentence
+from opacus_shuffle.accountants.lineage import (
+    Lineage,
+    append_rounds,
+    number_of_rounds,
+    rewound_sentence,
+    warn_of_kept_rounds,
+)
+from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import (
     Adjacency,
     Guarantee,
@@ -38,20 +46,254 @@ from opacus_shuffle.core.guarantees import (
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, stock_engine_call
 from opacus_shuffle.core.randomness import is_secret
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import finite_number, one_of, open_unit_interval, renyi_orders
+from opacus_shuffle.core.validation import (
+    boolean,
+    finite_number,
+    integer,
+    noise_level,
+    one_of,
+    open_unit_interval,
+    reject_unknown,
+    sampling_rate,
+)
+
+Triple = tuple[float, float, int]
+"""Opacus's record of equal steps: noise multiplier, sample rate, number of steps."""
 
 _STOCK_GENERATOR = "the state of the generator of opacus.PrivacyEngine's noise, which is no cipher,"
 
 
-class ShuffleAccountant(RecordedRounds):
-    """Accounts for the rounds of one run, all of one mechanism.
+class ShuffleAccountant(IAccountant):
+    """Accounts for the rounds of one run, all of one mechanism; saves and loads them.
 
-    Arguments and attributes are those of
-    :class:`~opacus_shuffle.accountants.history.RecordedRounds`.
+    Args:
+        mechanism_class: What is accounted, such as ``ShuffledCheckIn``.
+        num_users: n, the size of the data set. On a stock engine the step hook learns it.
+        batch_size: B, reports per round. Used for n while n is unknown; where it exceeds n·γ, the
+            noise of the sum is divided by its root.
+        local_noise: What Opacus's multipliers mean: ``False`` is the noise of the sum, √B·σ;
+            ``True`` each report's own σ.
+
+    Attributes:
+        mechanism_class: What is accounted.
+        planned: What every round of a run is, but for its noise; None until :meth:`plan` says it.
+        emulated: Whether the noise of the reports is added once to their sum: ε describes the
+            protocol that is emulated.
+        predictable: What a user has passed that lets others draw the run's randomness again: then
+            it is not private.
+        unchecked: Files whose word for the rounds that they brought is all there is.
 
     Formal Guarantees:
         Those of the bound; ``bound="certified"``, the default, is proved for every data set.
     """
+
+    def __init__(
+        self,
+        mechanism_class: type[Mechanism],
+        *,
+        num_users: int | None = None,
+        batch_size: int | None = None,
+        local_noise: bool = False,
+    ) -> None:
+        self.mechanism_class = kind = mechanism_class
+        if boolean("local_noise", local_noise) and not kind.noise_is_local:
+            raise ValueError(
+                f"{kind.name} has no noise of each report's own: leave out local_noise=True"
+            )
+        self.num_users = None if num_users is None else integer("num_users", num_users)
+        self.batch_size = None if batch_size is None else integer("batch_size", batch_size)
+        self.planned: Mechanism | None = None
+        self.emulated = kind.noise_is_local and not local_noise
+        self._rounds: list[tuple[Mechanism, int]] = []
+        # What Opacus's calibration has set as the history, before it tells how many users there
+        # are.
+        self._pending: list[Triple] = []
+        self._lineage = Lineage()
+        self.predictable: tuple[str, ...] = ()
+        self.unchecked: tuple[str, ...] = ()
+        self._warned = False
+        super().__init__()
+
+    def mechanism(self) -> str:  # type: ignore[override]
+        """The name under which Opacus knows this accountant."""
+        return self.mechanism_class.name
+
+    # ---- what ran
+
+    def plan(self, mechanism: Mechanism, *, emulated: bool | None = None) -> None:
+        """Sets what every round of a run will be, before it starts.
+
+        Args:
+            mechanism: One round; its noise may change from step to step.
+            emulated: The noise of the reports is added once to their sum; by default as the
+                constructor was told.
+
+        Raises:
+            ValueError: If another run is accounted already: any field but the noise differs.
+                Nothing is changed then.
+        """
+        self._check_kind(mechanism)
+        emulated = self.emulated if emulated is None else boolean("emulated", emulated)
+        if emulated and not self.mechanism_class.noise_is_local:
+            raise ValueError(
+                f"{self.mechanism()} has no noise of each report's own: leave out emulated=True"
+            )
+        accounted = self.planned or (self._rounds[-1][0] if self._rounds else None)
+        if accounted is not None and not (
+            mechanism.same_run_as(accounted) and emulated == self.emulated
+        ):
+            raise ValueError(
+                f"this accountant accounts for {accounted} (emulated={self.emulated}), got "
+                f"{mechanism} (emulated={emulated}): use a new PrivacyEngine for another run"
+            )
+        self.planned, self.emulated = mechanism, emulated
+
+    def record(self, mechanism: Mechanism, steps: int = 1) -> None:
+        """Records rounds; equal neighbours are merged."""
+        self._check_kind(mechanism)
+        steps = integer("steps", steps)
+        if self._pending:
+            self._rounds, self._pending = self.rounds, []
+        # Told before the round is there: a handler of a signal may save, and name it, in between.
+        named = self._lineage.rounds + steps
+        append_rounds(self._rounds, mechanism, steps)
+        self._lineage.name_rounds(named)
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Records one round as Opacus tells of it; this package's engine calls :meth:`record`.
+
+        Args:
+            noise_multiplier: The optimizer's multiplier (local or summed, see ``local_noise``),
+                above 0.
+            sample_rate: Expected share of the users in the round, in (0, 1].
+
+        Raises:
+            ValueError: If a number is out of range, or something is unknown that turns the step
+                into a round, such as n.
+        """
+        self.record(
+            self._round(
+                noise_level("noise_multiplier", noise_multiplier),
+                sampling_rate("sample_rate", sample_rate),
+            )
+        )
+
+    def _check_kind(self, mechanism: Any) -> None:
+        """Refuses all but this very mechanism: one derived from it may mean something else."""
+        if type(mechanism) is not self.mechanism_class:
+            kind = self.mechanism_class.__name__
+            raise ValueError(
+                f"mechanism must be a {kind}, got {mechanism!r}: use the accountant of its own name"
+            )
+
+    def __len__(self) -> int:
+        """Rounds so far."""
+        return number_of_rounds(self._rounds) + sum(steps for *_, steps in self._pending)
+
+    @property
+    def lineage(self) -> Lineage:
+        """Which run the rounds are of; those without a name get one first."""
+        # Rounds that were set as a history have no name yet, nor has one whose step an interrupt
+        # has ended too early.
+        self._lineage.name_rounds(len(self))
+        return self._lineage
+
+    @property
+    def rewound(self) -> int:
+        """Rounds that ran and are no longer accounted, by a load or a history set by hand."""
+        return self._lineage.rewound
+
+    @property
+    def rounds(self) -> list[tuple[Mechanism, int]]:
+        """What ran, in order: mechanisms with their numbers of rounds.
+
+        Raises:
+            ValueError: If something is unknown that turns Opacus's steps into rounds, such as n.
+        """
+        return self._rounds_told({})
+
+    def _rounds_told(self, told: dict[str, Any]) -> list[tuple[Mechanism, int]]:
+        """Returns what ran; fields that are told turn a history that was set into rounds."""
+        rounds = list(self._rounds)
+        for noise_multiplier, sample_rate, steps in self._pending:
+            append_rounds(rounds, self._round(noise_multiplier, sample_rate, **told), steps)
+        return rounds
+
+    @property
+    def history(self) -> list[Triple]:
+        """Opacus's triples, with σ as its optimizer has it.
+
+        Opacus's calibration sets it, in the place of all rounds so far; those that ran are said to
+        be left out then.
+        """
+        return [(*self._as_step(mechanism), steps) for mechanism, steps in self._rounds] + [
+            *self._pending
+        ]
+
+    @history.setter
+    def history(self, triples: Iterable[Triple]) -> None:
+        if not isinstance(triples, Iterable):
+            raise ValueError(
+                "history must be a list of (noise_multiplier, sample_rate, steps) triples, got "
+                f"{triples!r}"
+            )
+        pending = [_read(triple) for triple in triples]
+        self._lineage = self._lineage.rewound_to(Lineage())
+        self._rounds, self._pending = [], pending
+
+    def _round(self, noise_multiplier: float, sample_rate: float, **told: Any) -> Mechanism:
+        """Turns one of Opacus's steps into a round, by what is known and what is told besides."""
+        kind, batch = self.mechanism_class, told.pop("batch_size", self.batch_size)
+        users = told.pop("num_users", self.num_users)
+        if self.planned is None:
+            if users is None and batch is not None:
+                users = max(1, round(batch / sample_rate))
+            known = {"noise_multiplier", "sample_rate", *told, *(["num_users"] if users else [])}
+            if unknown := sorted({*kind.required_fields()} - known, reverse=True):
+                raise ValueError(self._ways_to_say(unknown))
+            return kind.of_batch(
+                noise_multiplier=noise_multiplier,
+                num_users=users or 1,
+                sample_rate=sample_rate,
+                batch_size=batch,
+                emulated=self.emulated,
+                **told,
+            )
+        mechanism = self.planned
+        if kind.sampling is not None:
+            mechanism = dataclasses.replace(mechanism, sample_rate=sample_rate)
+        if not kind.trains_on_stock_engines and not mechanism.same_run_as(self.planned):
+            raise ValueError(
+                f"sample_rate must be {self.planned.sample_rate} as planned, got {sample_rate}: "
+                "use a new PrivacyEngine"
+            )
+        if self.emulated:
+            shares = max(1, mechanism.expected_reports, (users or 0) * sample_rate, batch or 1)
+            noise_multiplier /= math.sqrt(shares)
+        return mechanism.with_noise(noise_multiplier)
+
+    def _ways_to_say(self, unknown: list[str]) -> str:
+        """Returns what to say of steps that are no rounds yet: how to tell what is missing."""
+        given = ", ".join(f"{name}=..." for name in unknown)
+        users = (
+            "set engine.accountant.num_users = len(dataset), " if unknown == ["num_users"] else ""
+        )
+        return (
+            f"{self.mechanism()} does not know {', '.join(unknown)}: {users}describe a round with "
+            f"engine.accountant.plan({self.mechanism_class.__name__}({given}, ...)), pass {given} "
+            "to get_epsilon, or use opacus_shuffle.PrivacyEngine, which knows. (A stock engine "
+            f"takes make_private_with_epsilon(..., {given}) for the noise, but forgets it.)"
+        )
+
+    def _as_step(self, mechanism: Mechanism) -> tuple[float, float]:
+        """A round's noise multiplier and sample rate as Opacus's optimizer and sampler had them."""
+        shares = max(1, mechanism.expected_reports, self.batch_size or 1) if self.emulated else 1
+        rate = mechanism.sample_rate
+        if self.num_users is not None and mechanism.sampling is None:
+            rate = min(1.0, mechanism.expected_reports / self.num_users)
+        return mechanism.noise_multiplier * math.sqrt(shares), rate
+
+    # ---- what it costs
 
     def get_epsilon(
         self,
@@ -62,15 +304,15 @@ class ShuffleAccountant(RecordedRounds):
         orders: Iterable[float] | None = None,
         **fields: Any,
     ) -> float:
-        """Returns ε spent so far; warns once if it does not cover every data set, and names the value that does.
+        """Returns ε spent so far; warns once if it does not cover every data set.
 
         Args:
             delta: δ in (0, 1).
             bound: ``"certified"``, ``"pair"``, ``"published"``, or another that the mechanism has.
             adjacency: ``"zero_out"`` or ``"replace"``, for which some bounds have no value.
             orders: Rényi orders in place of the adaptive grid, for bounds that use any.
-            **fields: What the accountant does not know: ``num_users``, n (Opacus's own calibration
-                passes it here), ``batch_size``, B, and other fields of the mechanism.
+            **fields: What turns a history that was set into rounds, as Opacus's own calibration
+                passes it: ``num_users``, n, ``batch_size``, B, and other fields of the mechanism.
 
         Returns:
             ε, rounded up; 0 if nothing ran.
@@ -78,49 +320,48 @@ class ShuffleAccountant(RecordedRounds):
         Raises:
             ValueError: If something is unknown, out of range or contradicts what is known, or a
                 keyword is unknown.
+
+        Warns:
+            PrivacyAssumptionWarning: The first time that ε does not cover every data set, naming
+                the value that does; and whenever rounds that ran are left out.
         """
-        told = self._with_fields(fields)
+        told = self._told(fields)
         open_unit_interval("delta", delta)
         one_of("bound", bound, bounds_of(self.mechanism_class))
         Adjacency(adjacency)
-        orders = (
-            None if orders is None else renyi_orders(orders, maximum=MAX_ORDER)
-        )  # once, should it be a generator
         if self.rewound:
             warnings.warn(rewound_sentence(self.rewound), PrivacyAssumptionWarning, stacklevel=3)
         if not len(self):
             return 0.0
-        answer = told.bound(delta, bound=bound, adjacency=adjacency, orders=orders)
+        rounds = self._rounds_told(told)
+        answer = compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
         if not self._warned and answer.guarantee is not Guarantee.PROVED:
             self._warned = True
-            sentence = assumption(
-                answer, told.bound(delta, adjacency=adjacency), emulated=self.emulated
-            )
+            certified = compute_bound(rounds, delta=delta, adjacency=adjacency)
+            sentence = assumption(answer, certified, emulated=self.emulated)
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=3)
         return answer.epsilon
 
-    def _with_fields(self, facts: dict[str, Any]) -> ShuffleAccountant:
-        """Returns an accountant of the same rounds that knows these fields, too; refuses what contradicts what is known."""
-        given = {name: value for name, value in facts.items() if value is not None}
-        told = copy.copy(self)
-        for name in ("num_users", "batch_size"):
-            known, asked = getattr(self, name), optional_count(name, given.pop(name, None))
-            if known is not None and asked not in (None, known):
-                raise ValueError(f"{name} is known to be {known}, got {asked}: leave it out")
-            setattr(told, name, asked if known is None else known)
-        if self._recorded() and (told.num_users, told.batch_size) != (
-            self.num_users,
-            self.batch_size,
-        ):
-            raise ValueError(
-                f"every round is known, up to {self._recorded()[-1]}: leave out num_users and "
-                "batch_size"
-            )
-        told._fields = {**self._fields, **self._known_fields(given)}
-        if not self._unknown():
-            known = self.planned or (self.rounds[-1][0] if self.rounds else None)
-            if known is not None and dataclasses.replace(known, **given) != known:
-                raise ValueError(f"a round is known to be {known}, got {given}: leave it out")
+    def _told(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields that a caller tells and that are not known yet; refuses others."""
+        # Opacus itself tells the other two.
+        names = {*self.mechanism_class.field_names(), "batch_size"} - {
+            "noise_multiplier",
+            "sample_rate",
+        }
+        unknown = {name: value for name, value in fields.items() if name not in names}
+        reject_unknown(self.mechanism(), unknown, ["bound", "adjacency", "orders", *sorted(names)])
+        told: dict[str, Any] = {}
+        for name, value in fields.items():
+            known = getattr(self, name, None)
+            if name in ("num_users", "batch_size") and value is not None:
+                value = integer(name, value)
+            if value is None or value == known:
+                continue
+            if known is not None or self.planned is not None or not self._pending:
+                said = "" if known is None else f" to be {known}"
+                raise ValueError(f"{name} is known{said}, got {value!r}: leave it out")
+            told[name] = value
         return told
 
     def bound(self, delta: float, **options: Any) -> PrivacyBound:
@@ -139,19 +380,21 @@ class ShuffleAccountant(RecordedRounds):
         adjacency: str = "zero_out",
         max_grad_norms: Sequence[float] = (),
     ) -> PrivacyReport:
-        """Returns every bound, and what the same noise would give under other trust models; needs at least one round.
+        """Returns every bound, and what the same noise would give under other trust models.
 
         Args:
             delta: δ in (0, 1).
             adjacency: ``"zero_out"`` or ``"replace"``.
             max_grad_norms: What rounds were clipped to, for the statement: no bound depends on it.
+
+        Raises:
+            ValueError: If an argument is out of range, or nothing ran.
         """
-        simulated = self.mechanism_class.shuffled
         return PrivacyReport(
             self.rounds,
             delta=delta,
             adjacency=adjacency,
-            simulated=simulated,
+            simulated=self.mechanism_class.shuffled,
             emulated=self.emulated,
             rewound=self.rewound,
             predictable=self.predictable,
@@ -159,6 +402,112 @@ class ShuffleAccountant(RecordedRounds):
             num_users=self.num_users,
             unchecked=self.unchecked,
         )
+
+    # ---- what checkpoints keep
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Returns plain values: every round by its mechanism's fields, and what else is known.
+
+        Its attribute ``_metadata``, as that of a module's state, says which releases these rounds
+        are, and holds a digest of all of the state; it travels with it through ``copy``, ``pickle``
+        and ``torch.save``. Without it, as in ``dict(state)``, a state cannot be loaded.
+        """
+        destination = OrderedDict() if destination is None else destination
+        destination.update(
+            mechanism=self.mechanism(),
+            rounds=[(dataclasses.asdict(mechanism), steps) for mechanism, steps in self.rounds],
+            planned=None if self.planned is None else dataclasses.asdict(self.planned),
+            emulated=self.emulated,
+            num_users=self.num_users,
+            batch_size=self.batch_size,
+            predictable=list(self.predictable),
+            unchecked=list(self.unchecked),
+        )
+        if isinstance(destination, OrderedDict):
+            destination._metadata = self.lineage.as_state(destination)  # type: ignore[attr-defined]
+        return destination
+
+    def load_state_dict(self, state_dict: Any, *, allow_rewind: bool = False) -> None:
+        """Loads a :meth:`state_dict` of the same run.
+
+        It is refused whole if it was changed or is of another run.
+
+        What ran here was released, whatever is loaded. So an earlier state of the same run leaves
+        its later rounds in the history, a later one adds those that are missing here, and one that
+        has parted from what ran here is refused.
+
+        Args:
+            state_dict: From :meth:`state_dict` of this mechanism's accountant.
+            allow_rewind: Hold the state's rounds alone, which is right only if nothing of the
+                others was ever seen by anyone. Reports say how many rounds were left out.
+
+        Raises:
+            ValueError: If the state is none of this mechanism's accountant, is not as it was
+                saved, or this accountant accounts for another run. Nothing is changed then.
+        """
+        boolean("allow_rewind", allow_rewind)
+        saved = self._parsed(state_dict)
+        if self._contradicts(saved):
+            raise ValueError(
+                f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it "
+                "into an engine made private with the same data set and the same kind of noise"
+            )
+        saved.planned = self.planned or saved.planned
+        saved.batch_size = saved.batch_size or self.batch_size
+        saved._warned = self._warned
+        saved.predictable = tuple(dict.fromkeys((*self.predictable, *saved.predictable)))
+        saved.unchecked = tuple(dict.fromkeys((*self.unchecked, *saved.unchecked)))
+        if allow_rewind or not len(self):
+            saved._lineage = self.lineage.rewound_to(saved._lineage)
+        else:
+            rounds = len(saved)
+            saved._lineage, saved._rounds = self.lineage.reconcile(
+                self.rounds, saved._lineage, saved._rounds
+            )
+            warn_of_kept_rounds(len(saved) - rounds, rounds)
+        self.__dict__.update(saved.__dict__)
+
+    def _parsed(self, state_dict: Any) -> ShuffleAccountant:
+        """Builds an accountant from a state, which its digest says to be as it was saved."""
+        mechanism = state_dict.get("mechanism") if isinstance(state_dict, dict) else state_dict
+        one_of("mechanism in state_dict", mechanism, [self.mechanism()])
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is None:
+            raise ValueError(
+                f"state_dict of {self.mechanism()} has lost its _metadata, which says which "
+                "releases its rounds are, and whether it was changed: load what state_dict() "
+                "returned, or a copy by copy.deepcopy"
+            )
+        saved, planned = type(self)(self.mechanism_class), state_dict["planned"]
+        # The digest vouches for what follows: it is as an accountant has written it.
+        saved._lineage = Lineage.from_state(metadata, state_dict)
+        saved.num_users, saved.batch_size = state_dict["num_users"], state_dict["batch_size"]
+        saved.emulated = state_dict["emulated"]
+        saved.predictable = tuple(state_dict["predictable"])
+        saved.unchecked = tuple(state_dict["unchecked"])
+        saved.planned = None if planned is None else self.mechanism_class.build(**planned)
+        saved._rounds = [
+            (self.mechanism_class.build(**fields), steps) for fields, steps in state_dict["rounds"]
+        ]
+        return saved
+
+    def _contradicts(self, saved: ShuffleAccountant) -> bool:
+        """Whether the other one is of another run than this one is known to account for."""
+        known = self.num_users is not None or self.planned is not None or len(self) > 0
+        planned = self.planned or saved.planned
+        batches = {self.batch_size, saved.batch_size} - {None}
+        return (
+            (self.num_users is not None and saved.num_users != self.num_users)
+            or (known and saved.emulated != self.emulated)
+            or len(batches) > 1
+            or not all(
+                _may_be(mechanism, planned)
+                for mechanism in (saved.planned, *(mechanism for mechanism, _ in saved._rounds))
+                if mechanism is not None and planned is not None
+            )
+        )
+
+    # ---- what Opacus's own engine tells
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
         """Returns the step hook of a stock engine, which also learns n and B from it.
@@ -178,64 +527,59 @@ class ShuffleAccountant(RecordedRounds):
                 "opacus_shuffle.PrivacyEngine"
             )
         loader, unread = stock_engine_call()
-        users = None if loader is None else len(loader.dataset)  # type: ignore[arg-type]
-        expected = kind.sampling if self.planned is None else self.planned.sampling
+        users = None
         if loader is not None:
-            sampler = loader.batch_sampler
-            # A fixed-size sampler says so: it belongs to the engine, a storey above.
-            drawn = (
-                "poisson"
-                if isinstance(sampler, POISSON_SAMPLERS)
-                else getattr(sampler, "sampling", None)
-            )
-            if expected is not None and drawn not in ("poisson", expected):
-                raise ValueError(
-                    f"{kind.name} accounts for batches that are random samples, got a loader with "
-                    "a "
-                    f"{type(sampler).__name__} (poisson_sampling=False?): leave poisson_sampling "
-                    "out, use "
-                    "opacus_shuffle.PrivacyEngine, or account with 'shuffle_gauss'; make the model "
-                    "and optimizer anew"
-                )
-            if drawn == "poisson" and expected != "poisson":
-                warnings.warn(
-                    f"opacus.PrivacyEngine draws every record by a coin of its own, {kind.name} "
-                    "accounts for batches of one "
-                    "size: its epsilon is that of batches of the expected size, and no guarantee "
-                    "of these; use "
-                    "opacus_shuffle.PrivacyEngine, which draws such batches, or "
-                    "accountant='shuffled_checkin'",
-                    PrivacyAssumptionWarning,
-                    stacklevel=3,
-                )
+            users = len(loader.dataset)  # type: ignore[arg-type]
+            self._check_sampler(loader.batch_sampler)
         if sentence := unread_flags(unread):
             warnings.warn(sentence, stacklevel=3)
-        stepped = False
 
         def record(optimizer: DPOptimizer) -> None:
-            nonlocal stepped
             if self.num_users is None:
                 self._learn(optimizer, sample_rate, users)
-            sigma, rate = (
-                optimizer.noise_multiplier,
-                min(1.0, sample_rate * optimizer.accumulated_iterations),
-            )
-            if not self._unknown():
-                mechanism = self._round(sigma, rate)
-                mechanism.check_optimizer(optimizer)
-                if self.emulated and not stepped and (sentence := little_noise(mechanism, sigma)):
-                    warnings.warn(
-                        sentence, stacklevel=4
-                    )  # the hook is called by the optimizer's step
-            stepped = True
+            sigma = optimizer.noise_multiplier
+            rate = min(1.0, sample_rate * optimizer.accumulated_iterations)
+            mechanism = self._round(sigma, rate)
+            mechanism.check_optimizer(optimizer)
+            if self.emulated and not self._rounds and (sentence := little_noise(mechanism, sigma)):
+                # The hook is called by the optimizer's step.
+                warnings.warn(sentence, stacklevel=4)
             if not is_secret(optimizer.generator):
                 self.predictable = tuple(dict.fromkeys((*self.predictable, _STOCK_GENERATOR)))
             self.step(noise_multiplier=sigma, sample_rate=rate)
 
         return record
 
+    def _check_sampler(self, sampler: Any) -> None:
+        """Refuses a stock engine's batches that are no random samples.
+
+        It warns where they are others.
+        """
+        kind = self.mechanism_class
+        expected = kind.sampling if self.planned is None else self.planned.sampling
+        # A fixed-size sampler says so: it belongs to the engine, a storey above.
+        drawn = getattr(sampler, "sampling", None)
+        if isinstance(sampler, POISSON_SAMPLERS):
+            drawn = "poisson"
+        if expected is not None and drawn not in ("poisson", expected):
+            raise ValueError(
+                f"{kind.name} accounts for batches that are random samples, got a loader with a "
+                f"{type(sampler).__name__} (poisson_sampling=False?): leave poisson_sampling out, "
+                "use opacus_shuffle.PrivacyEngine, or account with 'shuffle_gauss'; make the model "
+                "and optimizer anew"
+            )
+        if drawn == "poisson" and expected != "poisson":
+            warnings.warn(
+                f"opacus.PrivacyEngine draws every record by a coin of its own, {kind.name} "
+                "accounts for batches of one size: its epsilon is that of batches of the expected "
+                "size, and no guarantee of these; use opacus_shuffle.PrivacyEngine, which draws "
+                "such batches, or accountant='shuffled_checkin'",
+                PrivacyAssumptionWarning,
+                stacklevel=4,
+            )
+
     def _learn(self, optimizer: DPOptimizer, sample_rate: float, users: int | None) -> None:
-        """Takes n and B from a stock engine's optimizer, whose batch size is rounded down: n down too, but B up."""
+        """Takes n and B from a stock engine's optimizer, whose batch size is rounded down."""
         batch = finite_number(
             "expected_batch_size",
             (optimizer.expected_batch_size or 0) * getattr(optimizer, "world_size", 1),
@@ -243,9 +587,9 @@ class ShuffleAccountant(RecordedRounds):
         if batch < 1:
             raise ValueError(
                 f"expected_batch_size is {batch}, so the gradients were divided by nothing: use a "
-                "larger batch, or "
-                "opacus_shuffle.PrivacyEngine, which computes it in whole numbers"
+                "larger batch, or opacus_shuffle.PrivacyEngine, which computes it in whole numbers"
             )
+        # On the safe side n is rounded down, but B up.
         if users is None:
             self.num_users, self.batch_size = round(batch / sample_rate), math.floor(batch) + 1
         else:
@@ -261,7 +605,41 @@ def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool 
     )
     return (
         f"epsilon={round_up(answer.epsilon)} (bound={answer.bound!r}, delta={answer.delta:.3g}) "
-        f"covers {answer.covers}{how}, "
-        "which is no guarantee for every data set; proved for every data set is "
-        f"epsilon={round_up(certified.epsilon)} (bound={certified.bound!r})"
+        f"covers {answer.covers}{how}, which is no guarantee for every data set; proved for every "
+        f"data set is epsilon={round_up(certified.epsilon)} (bound={certified.bound!r})"
     )
+
+
+def _read(triple: Any) -> Triple:
+    """Checks one of Opacus's triples."""
+    if not isinstance(triple, tuple | list) or len(triple) != 3:
+        raise ValueError(
+            f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}"
+        )
+    sigma, rate, steps = triple
+    return (
+        noise_level("noise_multiplier", sigma),
+        sampling_rate("sample_rate", rate),
+        integer("steps", steps),
+    )
+
+
+def _may_be(mechanism: Mechanism, planned: Mechanism) -> bool:
+    """Whether a round is one of the planned run.
+
+    Where batches were accumulated, its sample is larger.
+    """
+    return mechanism.sample_rate >= planned.sample_rate and dataclasses.replace(
+        mechanism, sample_rate=planned.sample_rate
+    ).same_run_as(planned)
+
+
+def _run(accountant: ShuffleAccountant) -> str:
+    """Describes what an accountant accounts for, in words."""
+    known = {
+        "num_users": accountant.num_users,
+        "batch_size": accountant.batch_size,
+        "emulated": accountant.emulated,
+    }
+    said = ", ".join(f"{name}={value}" for name, value in known.items())
+    return f"{said}, {accountant.planned or accountant._rounds[-1:]}"

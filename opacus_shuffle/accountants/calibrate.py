@@ -1,7 +1,9 @@
 """Finds the smallest noise that keeps a run within its privacy budget.
 
 >>> from opacus_shuffle.analysis import gaussian
->>> sigma = smallest_noise(lambda noise: gaussian.compute_epsilon(mu=1 / noise, delta=1e-6), target_epsilon=1.0)
+>>> def spent(noise):
+...     return gaussian.compute_epsilon(mu=1 / noise, delta=1e-6)
+>>> sigma = smallest_noise(spent, target_epsilon=1.0)
 >>> round(sigma, 3)
 4.225
 """
@@ -12,6 +14,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, ask
 from opacus_shuffle.analysis.composition import OrderCapWarning
@@ -32,21 +35,19 @@ def noise_within(
     rounds: Callable[[float], Rounds],
     *,
     target_epsilon: float,
-    delta: float,
-    adjacency: str = "zero_out",
     lowest: float = LOWEST,
-    tolerance: float = RELATIVE_TOLERANCE,
+    **budget: Any,
 ) -> float:
-    """Returns the smallest noise multiplier (rounded up) at which ``rounds(noise_multiplier)`` stay within a budget.
+    """Returns the smallest noise multiplier within a budget, rounded up.
+
+    At it ``rounds(noise_multiplier)`` stay within the budget.
 
     Args:
         entry: The bound that is meant.
         rounds: What would run at a noise multiplier, all of the bound's mechanism.
         target_epsilon: ε to stay within, above 0.
-        delta: δ in (0, 1).
-        adjacency: Between which data sets.
         lowest: The least multiplier to try.
-        tolerance: As for :func:`least_within`.
+        **budget: ``delta``, ``adjacency`` and ``tolerance``, as :func:`least_within` takes them.
 
     Returns:
         A multiplier whose ε was computed and found within the target; ``lowest`` if that is enough.
@@ -54,16 +55,10 @@ def noise_within(
     Raises:
         ValueError: As :func:`smallest_noise`, or as the bound.
     """
-    sigma, floor = least_within(
-        entry,
-        rounds,
-        target_epsilon=target_epsilon,
-        delta=delta,
-        adjacency=adjacency,
-        lowest=lowest,
-        tolerance=tolerance,
+    return _enough(
+        *least_within(entry, rounds, target_epsilon=target_epsilon, lowest=lowest, **budget),
+        target_epsilon,
     )
-    return _enough(sigma, floor, target_epsilon)
 
 
 def least_within(
@@ -77,7 +72,9 @@ def least_within(
     highest: float = HIGHEST,
     tolerance: float = RELATIVE_TOLERANCE,
 ) -> tuple[float | None, float]:
-    """Returns the least number x at which ``rounds(x)`` stay within a budget, where a larger x costs no more.
+    """Returns the least number x at which ``rounds(x)`` stay within a budget.
+
+    A larger x must cost no more.
 
     Where the bound has rough values, which take next to no time, the search is for the rough value
     at which the bound meets the target: three or four times are mostly enough.
@@ -100,31 +97,26 @@ def least_within(
     Raises:
         ValueError: If an argument is out of range, or as the bound.
     """
-    target, delta = positive("target_epsilon", target_epsilon), open_unit_interval("delta", delta)
-    between = Adjacency(adjacency)
-    smallest = functools.partial(_smallest, lowest=lowest, highest=highest)
-    tried: dict[float, float] = {}
+    target = positive("target_epsilon", target_epsilon)
+    search = functools.partial(_smallest, lowest=lowest, highest=highest)
 
+    @functools.cache
     def spent(x: float) -> float:
-        if x not in tried:
-            tried[x] = ask(entry, rounds(x), delta=delta, adjacency=adjacency).epsilon
-        return tried[x]
+        return ask(entry, rounds(x), delta=delta, adjacency=adjacency).epsilon
+
+    if entry.rough is None:
+        return search(spent, target, tolerance=tolerance)
+    rough = functools.partial(
+        entry.rough, delta=open_unit_interval("delta", delta), adjacency=Adjacency(adjacency)
+    )
 
     def guess(rough_target: float) -> float | None:
-        assert entry.rough is not None
-        rough = functools.partial(entry.rough, delta=delta, adjacency=between)
-        return smallest(lambda x: rough(rounds(x)), rough_target, tolerance=_ROUGHLY)[0]
+        return search(lambda x: rough(rounds(x)), rough_target, tolerance=_ROUGHLY)[0]
 
-    if entry.rough is not None:
-        sigma = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
-        if sigma is not None:
-            return sigma, spent(sigma)
-        tolerance = max(tolerance, CLOSE / 10)
-    unsafe = max((x for x, epsilon in tried.items() if epsilon > target), default=math.inf)
-    safe = min((x for x, epsilon in tried.items() if epsilon <= target), default=-math.inf)
-    return smallest(
-        spent, target, tolerance=tolerance, known=(unsafe, safe) if unsafe < safe else None
-    )
+    least = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
+    if least is not None:
+        return least, spent(least)
+    return search(spent, target, tolerance=max(tolerance, CLOSE / 10))
 
 
 def _guessed(
@@ -135,7 +127,10 @@ def _guessed(
     lowest: float,
     tolerance: float,
 ) -> float | None:
-    """Returns a multiplier with ε in [target·(1 − tolerance), target], or ``lowest`` if that is enough, by secants; or None."""
+    """Returns a multiplier with ε in [target·(1 − tolerance), target].
+
+    It is found by secants: ``lowest`` if that is enough, None if they do not settle.
+    """
     aim, last = 0.0, (0.0, 0.0)  # logarithms, over the target's
     for number in range(_MOST_GUESSES):
         aimed = target * math.exp(aim)
@@ -155,48 +150,38 @@ def _guessed(
     return None
 
 
-def smallest_noise(
-    epsilon: Callable[[float], float],
-    *,
-    target_epsilon: float,
-    lowest: float = LOWEST,
-    tolerance: float = RELATIVE_TOLERANCE,
-) -> float:
-    """Returns the smallest noise multiplier (rounded up) whose ε stays within a target.
+def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float) -> float:
+    """Returns the smallest noise multiplier, rounded up, whose ε stays within a target.
 
     Args:
         epsilon: ε of a run at a noise multiplier; more noise must not cost more.
         target_epsilon: ε to stay within, above 0.
-        lowest: The least multiplier to try.
-        tolerance: Relative, by which it may be too large.
 
     Returns:
-        A multiplier whose ε was computed and found within the target; ``lowest`` if that is enough.
+        A multiplier whose ε was computed and found within the target, too large by at most 1e-7 of
+        itself; 1e-3 if that is enough.
 
     Raises:
         ValueError: If no multiplier up to 1e9 meets the target (a bound by RDP has a floor, about
             log(1/δ)/16384), or ε is NaN.
     """
-    target, lowest = positive("target_epsilon", target_epsilon), positive("lowest", lowest)
-    if lowest > HIGHEST:
-        raise ValueError(
-            f"lowest must not exceed {HIGHEST:g}, got {lowest!r}: no more noise is tried"
-        )
+    target = positive("target_epsilon", target_epsilon)
     if not callable(epsilon):
         raise ValueError(f"epsilon must be a function of the noise multiplier, got {epsilon!r}")
     return _enough(
-        *_smallest(epsilon, target, lowest=lowest, highest=HIGHEST, tolerance=tolerance), target
+        *_smallest(epsilon, target, lowest=LOWEST, highest=HIGHEST, tolerance=RELATIVE_TOLERANCE),
+        target,
     )
 
 
 def _enough(sigma: float | None, floor: float, target: float) -> float:
+    """Checks that some multiplier meets the target, and returns it."""
     if sigma is None:
         raise ValueError(
             f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound "
-            "epsilon stays at "
-            f"{round_up(floor)}, however large the noise; raise the target or delta, or use "
-            "bound='pair' (one pair of data "
-            "sets) or 'certified' (every data set, more noise)"
+            f"epsilon stays at {round_up(floor)}, however large the noise; raise the target or "
+            "delta, or use bound='pair' (one pair of data sets) or 'certified' (every data set, "
+            "more noise)"
         )
     return sigma
 
@@ -208,23 +193,28 @@ def _smallest(
     lowest: float,
     highest: float,
     tolerance: float,
-    known: tuple[float, float] | None = None,
 ) -> tuple[float | None, float]:
-    """Returns the smallest noise multiplier, None if there is none, and its ε or the largest one's.
+    """Returns the smallest noise multiplier and its ε.
 
-    ``known`` are one that is too small and one that is enough, if there are such.
+    It is None if there is none, and ε is the largest one's.
     """
     bottom, top = math.log(lowest), math.log(highest)
-    exact = {
-        math.log(sigma): sigma for sigma in (lowest, highest, *(known or ()))
-    }  # what a rounded logarithm would miss
+    exact = {bottom: lowest, top: highest}  # what a rounded logarithm would miss
+
+    beyond: dict[float, ValueError] = {}
 
     @functools.cache
     def spent(log_sigma: float) -> float:
         sigma = exact.get(log_sigma) or math.exp(log_sigma)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OrderCapWarning)
-            value = epsilon(sigma)
+            try:
+                value = epsilon(sigma)
+            except ValueError as error:
+                if log_sigma <= start:  # another argument is wrong
+                    raise
+                # There is no mechanism with so much noise: it would be enough.
+                value, beyond[log_sigma] = 0.0, error
         if math.isnan(value):
             raise ValueError(f"epsilon is NaN at noise_multiplier={sigma:.6g}")
         return value
@@ -234,18 +224,15 @@ def _smallest(
 
     start, step = max(0.0, bottom), math.log(4)
     more, less = _steps(start, top, step), _steps(start, bottom, -step)
-    unsafe: float | None
-    safe: float | None
-    if known is None:
-        unsafe, safe = bracket(excess, start, towards_safe=more, towards_unsafe=less)
-    else:
-        unsafe, safe = math.log(known[0]), math.log(known[1])
+    unsafe, safe = bracket(excess, start, towards_safe=more, towards_unsafe=less)
     if safe is None:
         return None, spent(top)
     if unsafe is None:
         return lowest, spent(bottom)
     close = tolerance / 4
     root = safe_root(excess, unsafe=unsafe, safe=safe, tolerance=close, step=close)
+    if root in beyond:
+        raise ValueError(f"target_epsilon={target} is met by no noise: raise it; {beyond[root]}")
     return exact.get(root) or math.exp(root), spent(root)
 
 

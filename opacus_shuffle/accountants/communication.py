@@ -1,7 +1,8 @@
 """What one user sends over a run, where the mechanism and the number of coordinates say it.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
->>> print(sent_per_user([(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)], dimension=1_000))
+>>> week = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
+>>> print(sent_per_user(week, dimension=1_000))
 Every user sends 32 bits a coordinate in every round, 28 kB over the whole run.
 """
 
@@ -38,8 +39,11 @@ class Communication:
 
     def to_dict(self) -> dict[str, int | None]:
         """Plain values, for JSON."""
-        names = ("bits_per_coordinate", "count_bits_per_coordinate", "bytes_per_user")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "bits_per_coordinate": self.bits_per_coordinate,
+            "count_bits_per_coordinate": self.count_bits_per_coordinate,
+            "bytes_per_user": self.bytes_per_user,
+        }
 
     def __str__(self) -> str:
         count = self.count_bits_per_coordinate
@@ -49,15 +53,16 @@ class Communication:
             who, when, mean = ("A user", "in each round that it is drawn for", " on average")
         return (
             f"{who} sends {self.bits_per_coordinate:,} bits a coordinate{counted} {when}, "
-            f"{size_of(self.bytes_per_user)} over "
-            f"the whole run{mean}."
+            f"{size_of(self.bytes_per_user)} over the whole run{mean}."
         )
 
 
 def sent_per_user(
     rounds: Sequence[tuple[Mechanism, int]], *, dimension: int | None = None
 ) -> Communication | None:
-    """Returns what one user sends over all rounds; None where a mechanism does not say, or the coordinates are not known.
+    """Returns what one user sends over all rounds.
+
+    It is None where a mechanism does not say, or the coordinates are not known.
 
     Args:
         rounds: Mechanisms with their numbers of rounds.

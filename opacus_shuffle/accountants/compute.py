@@ -4,7 +4,9 @@
 >>> run = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
 >>> round(compute_epsilon(run, steps=5540, delta=1e-5), 3)
 0.117
->>> sigma = compute_noise_multiplier("shuffle_gauss", target_epsilon=1.0, target_delta=1e-5, num_users=400, steps=10)
+>>> sigma = compute_noise_multiplier(
+...     "shuffle_gauss", target_epsilon=1.0, target_delta=1e-5, num_users=400, steps=10
+... )
 >>> round(sigma, 3)
 2.25
 """
@@ -24,15 +26,21 @@ from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 
 
 def privacy_bound(
-    mechanism: Mechanism | str, *, steps: int, delta: float, **options: Any
+    mechanism: Mechanism | str,
+    *,
+    steps: int,
+    delta: float,
+    bound: str = "certified",
+    adjacency: str = "zero_out",
+    orders: Iterable[float] | None = None,
+    **fields: Any,
 ) -> PrivacyBound:
-    """Returns the ε of :func:`compute_epsilon` with its meaning, and no warning; at least one step."""
-    asked = {
-        name: options.pop(name) for name in ("bound", "adjacency", "orders") if name in options
-    }
-    return compute_bound(
-        [(_mechanism(mechanism, options), integer("steps", steps))], delta=delta, **asked
-    )
+    """Returns the ε of :func:`compute_epsilon` with its meaning, and no warning.
+
+    There must be at least one step.
+    """
+    rounds = [(_mechanism(mechanism, fields), integer("steps", steps))]
+    return compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
 
 
 def privacy_report(
@@ -44,7 +52,9 @@ def privacy_report(
     orders: Iterable[float] | None = None,
     **fields: Any,
 ) -> PrivacyReport:
-    """Returns every bound on at least one step, and what the same noise would give under other trust models.
+    """Returns every bound on at least one step.
+
+    It also has what the same noise would give under other trust models.
 
     Args:
         mechanism: As for :func:`compute_epsilon`, like every argument. Print the report, or
@@ -127,7 +137,9 @@ def compute_noise_multiplier(
     adjacency: str = "zero_out",
     **fields: Any,
 ) -> float:
-    """Returns the smallest noise multiplier, at least 1e-3, whose ε stays within a budget, rounded up.
+    """Returns the smallest noise multiplier whose ε stays within a budget, rounded up.
+
+    It is at least 1e-3.
 
     Args:
         mechanism: Its name, as for :func:`compute_epsilon`.
@@ -180,12 +192,14 @@ def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
 
 
 def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:
-    """Warns of an ε that is not proved, in the same words for every call: Python shows it once per place."""
+    """Warns of an ε that is not proved, in the same words for every call.
+
+    Python shows it once per place.
+    """
     if answer.guarantee is not Guarantee.PROVED:
         warnings.warn(
             f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee "
-            "for every data set; "
-            "bound='certified' is one",
+            "for every data set; bound='certified' is one",
             PrivacyAssumptionWarning,
             stacklevel=3,
         )

@@ -7,13 +7,13 @@ one. A history is a chain of such names. Of two chains one is the beginning of t
 the longer one holds all that was released; or they have parted, and no single account holds both.
 
 >>> run = Lineage()
->>> run.reach(2)
->>> saved, other = run.replaced_by(run), Lineage()
->>> run.reach(3)
->>> run.longer_of([("round", 3)], saved, [("round", 2)])[1]
+>>> run.name_rounds(2)
+>>> saved, other = run.rewound_to(run), Lineage()
+>>> run.name_rounds(3)
+>>> run.reconcile([("round", 3)], saved, [("round", 2)])[1]
 [('round', 3)]
->>> other.reach(2)
->>> run.longer_of([("round", 3)], other, [("round", 2)])
+>>> other.name_rounds(2)
+>>> run.reconcile([("round", 3)], other, [("round", 2)])
 Traceback (most recent call last):
     ...
 ValueError: the state is of another run than the 3 rounds that ran here, or has parted from them ...
@@ -30,10 +30,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from opacus_shuffle.core.validation import integer
-
 Entry = TypeVar("Entry")
-_NAME_LENGTH = 32
 
 
 @dataclasses.dataclass
@@ -50,15 +47,19 @@ class Lineage:
     seen: dict[str, int] = dataclasses.field(default_factory=dict)
     _own: tuple[int, str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def reach(self, rounds: int) -> None:
-        """Names the rounds of a history that now has so many; no copy and no forked process has that name."""
+    def name_rounds(self, rounds: int) -> None:
+        """Gives the newest rounds of a history a name that no copy and no forked process has.
+
+        Args:
+            rounds: How many rounds the history has now; those that have a name keep it.
+        """
         if rounds <= self.rounds:
             return
         process, name = self._own or (0, "")
         # Every copy, and what a load or a rewind leaves, is an object without a name of its own; a
         # forked process has its parent's.
         if process != os.getpid():
-            name = secrets.token_hex(_NAME_LENGTH // 2)
+            name = secrets.token_hex(16)
         total = self.held.get(name, 0) + rounds - self.rounds
         held, seen = {**self.held, name: total}, {**self.seen, name: total}
         # All at once, because a handler of a signal may save a checkpoint in the middle of
@@ -79,18 +80,18 @@ class Lineage:
         """How many rounds were released that the history no longer holds."""
         return sum(most - self.held.get(name, 0) for name, most in self.seen.items())
 
-    def longer_of(
+    def reconcile(
         self,
         history: Sequence[tuple[Entry, int]],
         other: Lineage,
         other_history: Sequence[tuple[Entry, int]],
     ) -> tuple[Lineage, list[tuple[Entry, int]]]:
-        """Returns the longer of two histories of one run, and its lineage.
+        """Returns the longer of two histories of one run, with its lineage.
 
         Args:
-            history: What this one is of: entries with their numbers of rounds.
-            other: The lineage of the other one.
-            other_history: The other one.
+            history: What this lineage is of: entries with their numbers of rounds.
+            other: The other history's lineage.
+            other_history: The other history.
 
         Raises:
             ValueError: If neither is the beginning of the other, or they hold the same rounds
@@ -103,83 +104,64 @@ class Lineage:
         if not _begins(short_held, long_held):
             raise ValueError(
                 f"the state is of another run than the {self.rounds} rounds that ran here, or has "
-                "parted from them at a "
-                "fork or an earlier checkpoint, and an account holds one run: load it into a new "
-                "engine (the epsilons and "
-                "deltas of both add up), or pass allow_rewind=True if nothing of what ran here was "
-                "ever seen by anyone"
+                "parted from them at a fork or an earlier checkpoint, and an account holds one "
+                "run: load it into a new engine (the epsilons and deltas of both add up), or pass "
+                "allow_rewind=True if nothing of what ran here was ever seen by anyone"
             )
-        if first_rounds(long, count(short)) != first_rounds(short, count(short)):
+        rounds = number_of_rounds(short)
+        if first_rounds(long, rounds) != first_rounds(short, rounds):
             raise ValueError(
                 "state_dict holds other rounds than this accountant has recorded of the very same "
-                "steps: it was changed "
-                "after it was saved; load the checkpoint as it was"
+                "steps: it was changed after it was saved; load the checkpoint as it was"
             )
-        return Lineage(dict(long_held), self._most(other)), list(long)
+        return dataclasses.replace(self.rewound_to(other), held=dict(long_held)), list(long)
 
-    def replaced_by(self, other: Lineage) -> Lineage:
-        """Returns the lineage of the other's history, which remembers that this one's rounds ran, too."""
-        return Lineage(dict(other.held), self._most(other))
+    def rewound_to(self, other: Lineage) -> Lineage:
+        """Returns the other history's lineage.
 
-    def _most(self, other: Lineage) -> dict[str, int]:
-        return {
+        It remembers that the rounds of this one ran, too.
+        """
+        seen = {
             name: max(self.seen.get(name, 0), other.seen.get(name, 0))
             for name in {**self.seen, **other.seen}
         }
+        return Lineage(dict(other.held), seen)
 
     def as_state(self, content: Any) -> dict[str, Any]:
-        """Returns plain values for a checkpoint, with a digest of the content that they belong to."""
-        known = [
-            (name, self.held.get(name, 0), self.seen[name]) for name in {**self.held, **self.seen}
-        ]
-        return {"rounds": known, "digest": _digest(content)}
+        """Returns plain values for a checkpoint.
+
+        A digest of them and of what they belong to is among them.
+        """
+        names = {**self.held, **self.seen}
+        known = [(name, self.held.get(name, 0), self.seen[name]) for name in names]
+        return {"rounds": known, "digest": _digest([known, content])}
 
     @classmethod
-    def from_state(cls, state: Any, content: Any, rounds: int) -> Lineage:
+    def from_state(cls, state: Any, content: Any) -> Lineage:
         """Restores a lineage from :meth:`as_state`.
 
         Args:
             state: What it returned.
             content: What it was saved with.
-            rounds: How many rounds the content has.
 
         Raises:
-            ValueError: If it is malformed, or the content is not the one that it was saved with.
+            ValueError: If state and content are not as they were saved together.
         """
-        lineage = cls()
-        entries = (
-            state.get("rounds")
-            if isinstance(state, dict) and set(state) == {"rounds", "digest"}
-            else None
-        )
-        for entry in entries if isinstance(entries, list | tuple) else [state]:
-            if (
-                not isinstance(entry, list | tuple)
-                or len(entry) != 3
-                or type(entry[0]) is not str
-                or entry[0] in lineage.seen
-            ):
-                raise ValueError(
-                    f"the names of the rounds in state_dict are malformed, got {entry!r}: they "
-                    "were changed"
-                )
-            name, held = entry[0], integer("rounds held in state_dict", entry[1], minimum=0)
-            if held:
-                lineage.held[name] = held
-            lineage.seen[name] = integer(
-                "rounds seen in state_dict", entry[2], minimum=max(1, held)
-            )
-        if lineage.rounds != rounds or state["digest"] != _digest(content):
+        known = state.get("rounds") if isinstance(state, dict) else None
+        if known is None or state.get("digest") != _digest([known, content]):
             raise ValueError(
-                f"the history in state_dict, {rounds} rounds, is not the one that was saved, "
-                f"{lineage.rounds} rounds: "
-                "it was changed after it was saved; load the checkpoint as it was"
+                "the history in state_dict is not the one that was saved: it was changed after it "
+                "was saved; load the checkpoint as it was"
             )
-        return lineage
+        held = {name: most for name, most, _ in known if most}
+        return cls(held, {name: most for name, _, most in known})
 
 
 def _begins(short: dict[str, int], long: dict[str, int]) -> bool:
-    """Whether a chain of names is the beginning of another, where its last name may have gone on."""
+    """Whether a chain of names is the beginning of another.
+
+    Its last name may have gone on there.
+    """
     beginning = dict(list(long.items())[: len(short)])
     last = next(reversed(short), None)
     if last in beginning:
@@ -187,14 +169,13 @@ def _begins(short: dict[str, int], long: dict[str, int]) -> bool:
     return list(beginning.items()) == list(short.items())
 
 
-def tell_of_kept_rounds(kept: int, loaded: int) -> None:
+def warn_of_kept_rounds(kept: int, loaded: int) -> None:
     """Warns that an account now holds more than what was loaded."""
     if kept:
         warnings.warn(
             f"the checkpoint holds {loaded} rounds; {kept} more, which ran or were loaded here "
-            "before, were released and "
-            "stay in the account (allow_rewind=True would leave them out, and reports would say "
-            "so)",
+            "before, were released and stay in the account (allow_rewind=True would leave them "
+            "out, and reports would say so)",
             stacklevel=3,
         )
 
@@ -206,8 +187,8 @@ def rewound_sentence(rounds: int) -> str:
     which = "1 round that ran is" if rounds == 1 else f"{rounds:,} rounds that ran are"
     return (
         f"{which} left out of this account, because a checkpoint was loaded with "
-        "allow_rewind=True, or the history set by "
-        "hand: no epsilon here covers whoever saw anything of what was released then."
+        "allow_rewind=True, or the history set by hand: no epsilon here covers whoever saw "
+        "anything of what was released then."
     )
 
 
@@ -216,12 +197,12 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def count(history: Iterable[tuple[Any, int]]) -> int:
+def number_of_rounds(history: Iterable[tuple[Any, int]]) -> int:
     """Returns the number of rounds."""
     return sum(steps for _, steps in history)
 
 
-def append(history: list[tuple[Entry, int]], entry: Entry, steps: int) -> None:
+def append_rounds(history: list[tuple[Entry, int]], entry: Entry, steps: int) -> None:
     """Adds rounds to a history; an equal last entry is counted on, and is missing at no moment."""
     if history and history[-1][0] == entry:
         history[-1] = (entry, history[-1][1] + steps)
@@ -235,6 +216,6 @@ def first_rounds(history: Iterable[tuple[Entry, int]], rounds: int) -> list[tupl
     for entry, steps in history:
         taken = min(steps, rounds)
         if taken > 0:
-            append(first, entry, taken)
+            append_rounds(first, entry, taken)
         rounds -= steps
     return first

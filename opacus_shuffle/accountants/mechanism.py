@@ -5,7 +5,7 @@ name. Its fields are the keywords of :func:`~opacus_shuffle.accountants.compute.
 the flags of the command line; its bounds are registered in
 :mod:`opacus_shuffle.accountants.bounds`.
 
->>> sorted(MECHANISMS)[:2], [field.name for field in dataclasses.fields(MECHANISMS["shuffled_checkin"])]
+>>> sorted(MECHANISMS)[:2], list(MECHANISMS["shuffled_checkin"].field_names())
 (['shuffle_gauss', 'shuffled_checkin'], ['noise_multiplier', 'num_users', 'sample_rate'])
 """
 
@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 from opacus_shuffle.analysis.mean_ratio import Sampling
 from opacus_shuffle.core.validation import (
+    check_free,
     integer,
     noise_level,
-    refuse_taken,
     reject_unknown,
     sampling_rate,
 )
@@ -101,7 +101,7 @@ class Mechanism:
                 "the fields: choose another name"
             )
         if "name" in cls.__dict__:
-            refuse_taken(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
+            check_free(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
             MECHANISMS[cls.name] = cls
 
     def __post_init__(self) -> None:
@@ -216,7 +216,10 @@ class Mechanism:
 
     @property
     def count_bits_per_coordinate(self) -> int | None:
-        """The same where the shuffler is handed the count of each coordinate's ones; None if reports are no such bits."""
+        """The same where the shuffler is handed the count of each coordinate's ones.
+
+        It is None if reports are no such bits.
+        """
         return None
 
     @property
@@ -226,12 +229,18 @@ class Mechanism:
 
     @property
     def noise_of_sum(self) -> float:
-        """Standard deviation of the noise on one coordinate of the sum of the expected reports, over the clipping norm."""
+        """Standard deviation of one coordinate's noise on the sum, over the clipping norm.
+
+        The sum is of the expected reports.
+        """
         return self.noise_multiplier * (
             math.sqrt(self.expected_reports) if self.noise_is_local else 1.0
         )
 
     @property
     def noise_of_mean(self) -> float:
-        """The same on the mean gradient, which a training step takes: :attr:`noise_of_sum` over the expected reports."""
+        """The same on the mean gradient, which a training step takes.
+
+        It is :attr:`noise_of_sum` over the expected reports.
+        """
         return self.noise_of_sum / self.expected_reports

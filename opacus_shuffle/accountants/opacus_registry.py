@@ -18,36 +18,37 @@ from opacus_shuffle.accountants.mechanisms import MECHANISMS
 
 
 def register_accountants() -> None:
-    """Registers every mechanism's accountant; again under a reload, never over a stranger's of the same name.
+    """Registers every mechanism's accountant with Opacus; again after a reload.
 
     Raises:
-        ValueError: If Opacus has a stranger's; nothing is then registered.
+        ValueError: If Opacus has somebody else's under one of the names; nothing is then
+            registered.
     """
-    known = {name: _registered(name) for name in MECHANISMS}
-    if strangers := [name for name, owner in known.items() if owner is False]:
+    if strangers := [name for name in MECHANISMS if _belongs_to_a_stranger(name)]:
         raise ValueError(
             f"Opacus has other accountants already registered as {', '.join(strangers)}: register "
             "those under other names"
         )
-    for name, owner in known.items():
-        register_accountant(name, functools.partial(_make, name), force=owner is True)  # type: ignore[arg-type]
+    for name in MECHANISMS:
+        register_accountant(name, functools.partial(_make, name), force=True)  # type: ignore[arg-type]
 
 
 def _make(name: str, **arguments: Any) -> Any:
-    """Makes a mechanism's accountant when called: at registration its class may be half imported."""
+    """Makes a mechanism's accountant."""
+    # Opacus is imported in the middle of the accountant's own imports, and this module after it.
     from opacus_shuffle.accountants.accountant import ShuffleAccountant
 
     return ShuffleAccountant(MECHANISMS[name], **arguments)
 
 
-def _registered(name: str) -> bool | None:
-    """Whether what Opacus holds under this name is our accountant, or an earlier load of it; None if it holds nothing."""
+def _belongs_to_a_stranger(name: str) -> bool:
+    """Whether what Opacus makes under this name is no accountant of ours, of any load."""
     try:
-        existing = type(create_accountant(name))
+        kind = type(create_accountant(name))
     except Exception as error:
-        # a stranger's may want arguments; a ValueError is Opacus's word for "not registered"
-        return None if isinstance(error, ValueError) else False
-    return (existing.__module__, existing.__qualname__) == (
+        # A stranger's may want arguments; a ValueError is Opacus's word for "not registered".
+        return not isinstance(error, ValueError)
+    return (kind.__module__, kind.__qualname__) != (
         f"{__package__}.accountant",
         "ShuffleAccountant",
     )

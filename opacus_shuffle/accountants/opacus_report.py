@@ -3,7 +3,7 @@
 >>> from opacus.accountants import RDPAccountant
 >>> accountant = RDPAccountant()
 >>> accountant.history = [(1.0, 0.01, 100)]
->>> report = OpacusReport(accountant, delta=1e-5)
+>>> report = report_of_opacus(accountant, delta=1e-5)
 >>> report.best.trusted, round(report.best.epsilon, 2)
 ('the server', 1.21)
 """
@@ -18,10 +18,9 @@ from typing import Any, ClassVar
 
 from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 
-from opacus_shuffle.accountants.bounds.registry import Answer, Bound, Rounds, ask
-from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.bounds.registry import Answer, Bound
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Guarantee, PrivacyBound
+from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Guarantee
 
 _POISSON = "DP-SGD of Poisson samples, by Opacus's accountant of"
 MEANINGS: dict[type[IAccountant], tuple[Guarantee, str]] = {
@@ -37,7 +36,10 @@ MEANINGS: dict[type[IAccountant], tuple[Guarantee, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ServerRound:
-    """One step of DP-SGD at a trusted server, as Opacus's accountants record it: they know no number of users."""
+    """One step of DP-SGD at a trusted server, as Opacus's accountants record it.
+
+    They know no number of users.
+    """
 
     name: ClassVar[str] = "DP-SGD"
     released: ClassVar[str] = "the noised sums"
@@ -45,6 +47,7 @@ class ServerRound:
     noise_multiplier: float
     sample_rate: float
 
+    num_users: ClassVar[int] = 0
     noise_of_mean: ClassVar[None] = None
     bits_per_coordinate: ClassVar[None] = None
 
@@ -54,11 +57,13 @@ class ServerRound:
         return self.noise_multiplier
 
 
-class OpacusReport(PrivacyReport):
-    """What one of Opacus's own accountants says of a run, in the words and with the methods of every report.
+def report_of_opacus(
+    accountant: IAccountant, *, delta: float, poisson: bool = True, **facts: Any
+) -> PrivacyReport:
+    """Returns what one of Opacus's own accountants says of a run, in the words of every report.
 
     Args:
-        accountant: ``prv``, ``rdp`` or ``gdp``, after at least one step.
+        accountant: ``prv``, ``rdp`` or ``gdp``, after at least one step; it stays as it is.
         delta: δ in (0, 1).
         poisson: Whether every batch was a Poisson sample, without which no ε of these accountants
             is a guarantee.
@@ -69,71 +74,52 @@ class OpacusReport(PrivacyReport):
             ``gdp`` has seen several kinds of steps, of which it counts the last only, or ε is not
             finite.
     """
-
-    def __init__(
-        self, accountant: IAccountant, *, delta: float, poisson: bool = True, **facts: Any
-    ) -> None:
-        name = accountant.mechanism()
-        if type(accountant) not in MEANINGS:
-            raise ValueError(
-                "privacy_report knows the accountants of this package and Opacus's prv, rdp and "
-                f"gdp, got {name!r}: use "
-                "get_epsilon(delta)"
-            )
-        rounds: Any = [
-            (ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps
-        ]
-        if not rounds:
-            raise ValueError(
-                f"accountant {name!r} has seen no step, got history={accountant.history!r}: train "
-                "first"
-            )
-        if isinstance(accountant, GaussianAccountant) and len(rounds) > 1:
-            raise ValueError(
-                "accountant 'gdp' counts one kind of steps only, got "
-                f"history={accountant.history!r}: use 'prv' or 'rdp'"
-            )
-        guarantee, meaning = MEANINGS[type(accountant)]
-        covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
-        if not poisson:
-            guarantee, covers = Guarantee.ESTIMATE, "Poisson samples, which these batches were not"
-        self._accountant = copy.deepcopy(accountant)
-        self._entry = Bound(
-            name=name,
-            function=self._spent,
-            meaning=meaning,
-            guarantee=guarantee,
-            covers=covers,
-            trusted="the server",
-            adversary="sees the noised sum of every round",
-            cites=f"opacus {version('opacus')}, accountant {name!r}",
+    name, asked = accountant.mechanism(), copy.deepcopy(accountant)
+    if type(accountant) not in MEANINGS:
+        raise ValueError(
+            "privacy_report knows the accountants of this package and Opacus's prv, rdp and gdp, "
+            f"got {name!r}: use get_epsilon(delta)"
         )
-        super().__init__(rounds, delta=delta, **facts)
+    rounds: Any = [
+        (ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps
+    ]
+    if not rounds:
+        raise ValueError(
+            f"accountant {name!r} has seen no step, got history={accountant.history!r}: train first"
+        )
+    if isinstance(accountant, GaussianAccountant) and len(rounds) > 1:
+        raise ValueError(
+            f"accountant 'gdp' counts one kind of steps only, got history={accountant.history!r}: "
+            "use 'prv' or 'rdp'"
+        )
 
-    def _spent(self, rounds: Any, *, delta: float, **options: Any) -> Answer:
+    def spent(rounds: Any, *, delta: float, **_: Any) -> Answer:
         """Asks the accountant for the ε of some rounds."""
-        history = [(step.noise_multiplier, step.sample_rate, count) for step, count in rounds]
-        self._accountant.history = history
+        asked.history = [(step.noise_multiplier, step.sample_rate, count) for step, count in rounds]
         try:
-            epsilon = float(self._accountant.get_epsilon(delta))
-        except (
-            ArithmeticError,
-            ValueError,
-        ):  # of no noise or next to none, each accountant in its own way
+            epsilon = float(asked.get_epsilon(delta))
+        except (ArithmeticError, ValueError):
+            # Of no noise or next to none, each accountant in its own way.
             epsilon = math.nan
         if not math.isfinite(epsilon):
             raise ValueError(
-                f"accountant {self._entry.name!r} knows no finite epsilon here, got {epsilon} for "
-                "history="
-                f"{history!r}: add noise"
+                f"accountant {name!r} knows no finite epsilon here, got {epsilon} for "
+                f"history={asked.history!r}: add noise"
             )
         return Answer(max(0.0, epsilon))
 
-    def _kind_of(self, rounds: Rounds) -> type[Mechanism]:
-        return ServerRound  # type: ignore[return-value]
-
-    def _entries(self) -> dict[str, Bound]:
-        return {self._entry.name: self._entry}
-
-    def _ladder(self, rounds: Rounds) -> list[PrivacyBound]:
-        return [ask(self._entry, rounds, delta=self.delta)]
+    guarantee, meaning = MEANINGS[type(accountant)]
+    covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
+    if not poisson:
+        guarantee, covers = Guarantee.ESTIMATE, "Poisson samples, which these batches were not"
+    bound = Bound(
+        name=name,
+        function=spent,
+        meaning=meaning,
+        guarantee=guarantee,
+        covers=covers,
+        trusted="the server",
+        adversary="sees the noised sum of every round",
+        cites=f"opacus {version('opacus')}, accountant {name!r}",
+    )
+    return PrivacyReport(rounds, delta=delta, entries=[bound], **facts)

@@ -1,8 +1,9 @@
 """Plans a run: what noise a privacy budget costs under each kind of trust.
 
->>> found = plan(num_users=400, steps=3, sample_rate=0.25, target_epsilon=10.0, target_delta=1e-5)
->>> for row in found.rows:
-...     print(f"{row.trusted}, {row.mechanism}: as a server with noise multiplier {row.server_noise_multiplier:.2g}")
+>>> costs = plan(num_users=400, steps=3, sample_rate=0.25, target_epsilon=10.0, target_delta=1e-5)
+>>> for row in costs.rows:
+...     server = f"as a server with noise multiplier {row.server_noise_multiplier:.2g}"
+...     print(f"{row.trusted}, {row.mechanism}: {server}")
 nobody, shuffled_checkin: as a server with noise multiplier 7.2
 the shuffler, shuffle_gauss: as a server with noise multiplier 4.3
 the shuffler, shuffled_checkin: as a server with noise multiplier 7.2
@@ -13,11 +14,17 @@ the server, shuffled_checkin: as a server with noise multiplier 0.57
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import Bound, ask, baselines_of, find_bound
+from opacus_shuffle.accountants.bounds.registry import (
+    Bound,
+    Rounds,
+    ask,
+    entries_of,
+)
 from opacus_shuffle.accountants.calibrate import least_within, noise_within
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
@@ -28,7 +35,6 @@ from opacus_shuffle.core.validation import (
     integer,
     open_unit_interval,
     positive,
-    reject_unknown,
     sampling_rate,
 )
 
@@ -42,8 +48,7 @@ MOST_USERS = 10**12
 
 UNKNOWN_DIMENSION = (
     "Without the number of trained parameters (dimension, --dimension) sums of bits are left out, "
-    "which are nearly as good as "
-    "a trusted server and trust a shuffler alone."
+    "which are nearly as good as a trusted server and trust a shuffler alone."
 )
 
 HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "bits")
@@ -57,9 +62,6 @@ class PlannedRun:
         trusted: Who must not be the adversary.
         round: One round, with the noise that it needs.
         bound: The proved ε of all rounds, within the budget.
-        reports: B, the expected number of records in a round's sum.
-        noise_of_sum: Standard deviation of the noise on one coordinate of the sum, over the
-            clipping norm.
         server_noise_multiplier: Of DP-SGD on a trusted server, at the rate asked for, whose mean
             gradient is as noisy: what such a run reaches with Opacus alone, this one reaches.
         users_needed: n from which on the mean gradient is no noisier than that of the server at the
@@ -71,8 +73,6 @@ class PlannedRun:
     trusted: str
     round: Mechanism
     bound: PrivacyBound
-    reports: float
-    noise_of_sum: float
     server_noise_multiplier: float
     users_needed: int | None
     sent: Communication | None
@@ -84,21 +84,19 @@ class PlannedRun:
 
     @property
     def noise_of_mean(self) -> float:
-        """Standard deviation of the noise on one coordinate of the mean gradient, over the clipping norm."""
-        return self.noise_of_sum / self.reports
+        """Standard deviation of one coordinate's noise on the mean, over the clipping norm."""
+        return self.round.noise_of_mean
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = (
-            "trusted",
-            "mechanism",
-            "reports",
-            "noise_of_sum",
-            "noise_of_mean",
-            "server_noise_multiplier",
-        )
         return {
-            **{name: getattr(self, name) for name in (*names, "users_needed")},
+            "trusted": self.trusted,
+            "mechanism": self.mechanism,
+            "reports": self.round.expected_reports,
+            "noise_of_sum": self.round.noise_of_sum,
+            "noise_of_mean": self.noise_of_mean,
+            "server_noise_multiplier": self.server_noise_multiplier,
+            "users_needed": self.users_needed,
             **(self.sent.to_dict() if self.sent else {}),
             "noise_multiplier": self.round.noise_multiplier,
             "epsilon": self.bound.epsilon,
@@ -159,9 +157,8 @@ class Plan:
         ]
         title = (
             f"epsilon = {self.target_epsilon:g} at delta = {self.target_delta:g}, zero_out "
-            "adjacency, proved for every data "
-            f"set: {self.num_users:,} users, {self.steps:,} rounds, sampling rate "
-            f"{self.sample_rate:g}"
+            f"adjacency, proved for every data set: {self.num_users:,} users, {self.steps:,} "
+            f"rounds, sampling rate {self.sample_rate:g}"
         )
         lines = [
             *paragraph(title),
@@ -178,21 +175,25 @@ class Plan:
         return "\n".join(lines)
 
     def _users(self) -> str:
-        """Where all users report, and what the least noisy way that trusts no server takes of each."""
+        """Where all users report, and what the least noisy way without a server takes of each."""
         rows = [row for row in self.rows[:-1] if row.round.reporting_rate == 1]
-        everyone = f"{', '.join(dict.fromkeys(row.mechanism for row in rows))}: all users report in every round."
+        names = ", ".join(dict.fromkeys(row.mechanism for row in rows))
+        everyone = f"{names}: all users report in every round."
         sending = [row for row in self.rows if row.trusted == SHUFFLER and row.sent]
         best = min(sending, key=lambda row: row.noise_of_mean, default=None)
         return everyone if best is None else f"{everyone} By {best.mechanism}: {best.sent}"
 
 
 _GLOSSARY = {
-    "noise": "the noise multiplier to pass: of one report, or of the sum where the mechanism has it so",
+    "noise": "the noise multiplier to pass: of one report, or of the sum where the mechanism has "
+    "it so",
     "on mean": "noise on one coordinate of the mean gradient, in clipping norms",
-    "server's": "the noise multiplier of DP-SGD on a trusted server, at the same sampling rate, whose mean gradient is as "
-    "noisy: train so with Opacus alone to see the accuracy that this row reaches",
+    "server's": "the noise multiplier of DP-SGD on a trusted server, at the same sampling rate, "
+    "whose mean gradient is as noisy: train so with Opacus alone to see the accuracy that this row "
+    "reaches",
     "users": "how many users make the mean gradient no noisier than the trusted server's is here",
-    "bits": "what a user sends for each coordinate, in every round that it takes part in; a server is handed the record once",
+    "bits": "what a user sends for each coordinate, in every round that it takes part in; a server "
+    "is handed the record once",
     "zero_out": Adjacency.ZERO_OUT.meaning,
 }
 
@@ -205,9 +206,10 @@ def plan(
     target_delta: float,
     sample_rate: float = 1.0,
     dimension: int | None = None,
-    **fields: Any,
 ) -> Plan:
-    """Returns the noise that a proved ε costs with each kind of trust, and how many users would make up for it.
+    """Returns the noise that a proved ε costs with each kind of trust.
+
+    It also has how many users would make up for it.
 
     Users take part by coins at the sampling rate (samples of fixed size cost much the same), and
     everyone in every round where a mechanism samples nobody.
@@ -220,11 +222,9 @@ def plan(
         sample_rate: γ, the expected share of the users in a round.
         dimension: d, how many parameters are trained. Mechanisms that must know it are left out
             without it.
-        **fields: Other fields of mechanisms, such as ``honest_fraction``; a mechanism takes those
-            that it has.
 
     Raises:
-        ValueError: If an argument is out of range or no mechanism has such a field.
+        ValueError: If an argument is out of range.
 
     Formal Guarantees:
         Every row's ε is proved for every data set and was computed at the noise that the row
@@ -234,83 +234,66 @@ def plan(
         "num_users": integer("num_users", num_users),
         "sample_rate": sampling_rate("sample_rate", sample_rate),
     }
-    epsilon, delta = (
-        positive("target_epsilon", target_epsilon),
-        open_unit_interval("target_delta", target_delta),
-    )
-    count = integer("steps", steps)
     if dimension is not None:
         asked["dimension"] = integer("dimension", dimension)
-    kinds = [kind for kind in MECHANISMS.values() if kind.shuffled]
-    known = sorted(
-        {name for kind in kinds for name in kind.field_names()}
-        - {"noise_multiplier"}
-        - asked.keys()
-    )
-    reject_unknown(
-        "plan", {name: value for name, value in fields.items() if name not in known}, known
-    )
-    ways = [
-        _Way(entry, kind, own, count, epsilon, delta)
-        for kind in kinds
-        for entry, own in _entries(kind, asked, fields)
-    ]
-    if unread := sorted(fields.keys() - {name for way in ways for name in way.fields}):
-        given = ", ".join(f"{name}={fields[name]!r}" for name in unread)
-        raise ValueError(
-            f"{given} is about mechanisms that need dimension, which is left out: pass dimension, "
-            "or leave it out"
-        )
-    for way in ways:
-        way.build(1.0)  # refuses bad fields before others take their time
-    best: dict[tuple[str, str], tuple[_Way, Mechanism]] = {}
-    for way in ways:
-        key = way.entry.trusted, "" if way.entry.baseline else way.kind.name
-        round_ = way.calibrated()
-        if round_ and (
-            key not in best or round_.noise_of_mean < (1 - COARSE) * best[key][1].noise_of_mean
-        ):
-            best[key] = way, round_
-    chosen = sorted(best.values(), key=lambda pair: pair[0].entry.style.place)
-    server = chosen[-1][1].noise_of_mean
+    steps = integer("steps", steps)
+    budget = {
+        "steps": steps,
+        "epsilon": positive("target_epsilon", target_epsilon),
+        "delta": open_unit_interval("target_delta", target_delta),
+    }
+    best: dict[tuple[str, str], _Candidate] = {}
+    for candidate in _candidates(asked, budget):
+        key = candidate.entry.trusted, "" if candidate.entry.baseline else candidate.kind.name
+        noise = candidate.round.noise_of_mean
+        if key not in best or noise < (1 - COARSE) * best[key].round.noise_of_mean:
+            best[key] = candidate
+    candidates = sorted(best.values(), key=lambda candidate: candidate.entry.place)
+    server = candidates[-1].round
     rows = [
         PlannedRun(
-            trusted=way.entry.trusted,
-            round=round_,
-            bound=way.spent(round_, count),
-            reports=round_.expected_reports,
-            noise_of_sum=round_.noise_of_sum,
-            server_noise_multiplier=round_.noise_of_mean * num_users * sample_rate,
-            users_needed=way.users_needed(round_, server),
-            sent=sent_per_user([(round_, count)], dimension=dimension)
-            if round_ is not chosen[-1][1]
-            else None,
+            trusted=candidate.entry.trusted,
+            round=candidate.round,
+            bound=ask(candidate.entry, [(candidate.round, steps)], delta=target_delta),
+            server_noise_multiplier=candidate.round.noise_of_mean * num_users * sample_rate,
+            users_needed=candidate.users_needed(server.noise_of_mean),
+            sent=None
+            if candidate.round is server
+            else sent_per_user([(candidate.round, steps)], dimension=dimension),
         )
-        for way, round_ in chosen
+        for candidate in candidates
     ]
-    return Plan(tuple(rows), num_users, count, sample_rate, epsilon, delta, dimension)
+    return Plan(tuple(rows), num_users, steps, sample_rate, target_epsilon, target_delta, dimension)
 
 
-def _entries(
-    kind: type[Mechanism], asked: dict[str, Any], fields: dict[str, Any]
-) -> Iterator[tuple[Bound, dict[str, Any]]]:
-    """Yields a mechanism's default bound and its baselines at the rate asked for, with the fields that it has."""
-    own = {name: value for name, value in {**asked, **fields}.items() if name in kind.field_names()}
-    rate = asked["sample_rate"]
-    everyone = kind.sampling is None and rate < 1
-    sampling = getattr(kind, "sampling", "poisson")
-    if sampling == "fixed_size" or (rate == 1 and sampling and kind.noise_is_local):
-        return  # hardly different from coins; the same as the mechanism that samples nobody
-    if kind.sampling is None:
-        own.pop("sample_rate")
-    if {*kind.required_fields()} <= {*own, "noise_multiplier"}:
-        yield find_bound(kind, "certified"), own
-        if not everyone:
-            yield from ((find_bound(kind, name, baseline=True), own) for name in baselines_of(kind))
+def _candidates(asked: dict[str, Any], budget: dict[str, Any]) -> Iterator[_Candidate]:
+    """Yields each shuffled mechanism by its default bound and by its baselines.
+
+    Args:
+        asked: Fields of mechanisms; each takes those that it has.
+        budget: ``steps``, ``epsilon`` and ``delta``.
+    """
+    everyone = asked["sample_rate"] == 1
+    for kind in MECHANISMS.values():
+        fields = {name: value for name, value in asked.items() if name in kind.field_names()}
+        if kind.sampling is None:
+            fields.pop("sample_rate")
+        # Samples of fixed size are hardly different from coins, and coins that always fall on the
+        # same side are the mechanism that samples nobody.
+        needless = kind.sampling == "fixed_size" or (
+            everyone and kind.sampling and kind.noise_is_local
+        )
+        known = {*kind.required_fields()} <= {*fields, "noise_multiplier"}
+        if needless or not known or not kind.shuffled:
+            continue
+        for entry in entries_of(kind):
+            baseline = entry.baseline and (everyone or kind.sampling)
+            if entry.guarantee is Guarantee.PROVED and (entry.name == "certified" or baseline):
+                yield _Candidate(entry, kind, fields, **budget)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
+class _Candidate:
     """A mechanism's rounds by one bound, within a budget."""
 
     entry: Bound
@@ -320,48 +303,47 @@ class _Way:
     epsilon: float
     delta: float
 
-    def build(self, noise_multiplier: float, **changed: Any) -> Mechanism:
-        """Returns one round."""
-        return self.kind.build(noise_multiplier=noise_multiplier, **{**self.fields, **changed})
+    def _rounds(self, noise_multiplier: float, **changed: Any) -> Rounds:
+        """Returns all rounds at a noise multiplier."""
+        fields = {**self.fields, **changed}
+        return [(self.kind.build(noise_multiplier=noise_multiplier, **fields), self.steps)]
 
-    def spent(self, mechanism: Mechanism, steps: int) -> PrivacyBound:
-        """Returns what rounds cost."""
-        return ask(self.entry, [(mechanism, steps)], delta=self.delta)
-
-    def calibrated(self) -> Mechanism | None:
-        """Returns a round with the least noise, None if its ε is not proved."""
-        if self.spent(self.build(1.0), 1).guarantee is not Guarantee.PROVED:
-            return None
+    @functools.cached_property
+    def round(self) -> Mechanism:
+        """One round with the least noise that keeps the budget."""
         sigma = noise_within(
             self.entry,
-            lambda noise: [(self.build(noise), self.steps)],
+            self._rounds,
             target_epsilon=self.epsilon,
             delta=self.delta,
             lowest=self.kind.least_noise,
             tolerance=TOLERANCE,
         )
-        return self.build(sigma)
+        return self._rounds(sigma)[0][0]
 
-    def users_needed(self, mechanism: Mechanism, noise: float) -> int | None:
-        """Returns how many users make the mean gradient no noisier than this, at the noise multiplier that does so."""
-        if mechanism.noise_of_mean <= noise:
-            return mechanism.num_users
+    def users_needed(self, noise: float) -> int | None:
+        """Returns how many users make the mean gradient no noisier than this.
+
+        They stay within the same budget.
+        """
+        one, least = self.round, self.kind.least_noise
+        if one.noise_of_mean <= noise:
+            return one.num_users
+
+        def as_noisy(users: float) -> Rounds:
+            """Returns the rounds of so many users whose mean gradient is as noisy as this."""
+            same, _ = self._rounds(one.noise_multiplier, num_users=math.ceil(users))[0]
+            sigma = max(one.noise_multiplier * noise / same.noise_of_mean, least)
+            return self._rounds(sigma, num_users=math.ceil(users))
+
         users, _ = least_within(
             self.entry,
-            lambda users: [(self._as_noisy(mechanism, noise, math.ceil(users)), self.steps)],
+            as_noisy,
             target_epsilon=self.epsilon,
             delta=self.delta,
-            lowest=mechanism.num_users,
+            lowest=one.num_users,
             highest=MOST_USERS,
-            tolerance=COARSE
-            / 4,  # of ε, which falls with the root of the number of users or faster
+            # Of ε, which falls with the root of the number of users or faster.
+            tolerance=COARSE / 4,
         )
         return None if users is None else math.ceil(users)
-
-    def _as_noisy(self, mechanism: Mechanism, noise: float, users: int) -> Mechanism:
-        """Returns the round of so many users whose mean gradient is as noisy as this."""
-        sigma = mechanism.noise_multiplier
-        same = self.build(sigma, num_users=users)
-        return self.build(
-            max(sigma * noise / same.noise_of_mean, self.kind.least_noise), num_users=users
-        )

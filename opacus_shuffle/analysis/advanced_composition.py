@@ -36,7 +36,10 @@ RELATIVE_ERROR = 1e-12
 
 
 def subsample(epsilon: float, *, sample_rate: float) -> float:
-    """Returns ε of a step on a sample, WS Theorem 2 (its δ becomes ``sample_rate`` times as large)."""
+    """Returns ε of a step on a sample, WS Theorem 2.
+
+    Its δ becomes ``sample_rate`` times as large.
+    """
     epsilon, sample_rate = (
         not_negative_or_infinite("epsilon", epsilon),
         sampling_rate("sample_rate", sample_rate),
@@ -51,7 +54,10 @@ def subsample(epsilon: float, *, sample_rate: float) -> float:
 
 
 def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
-    """Returns ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``, rounded up."""
+    """Returns ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``.
+
+    It is rounded up.
+    """
     total = math.fsum(epsilon * count for epsilon, count in epsilons)
     if total == math.inf:
         return math.inf
@@ -119,7 +125,9 @@ def compute_epsilon(
 def step_budget(
     *, epsilon: float, delta: float, steps: int, sample_rate: float = 1.0, delta_split: float = 0.5
 ) -> tuple[float, float]:
-    """Returns the (ε_s, δ_s) that each of ``steps`` equal steps may spend before sampling, WS section V-B.
+    """Returns the (ε_s, δ_s) that each of ``steps`` equal steps may spend before sampling.
+
+    It is that of WS section V-B.
 
     Args:
         epsilon: ε > 0 of the run.

@@ -1,4 +1,6 @@
-r"""Covers integer sums under binomial noise: one coordinate by its exact hockey stick, many by one Gaussian mechanism.
+r"""Covers integer sums under binomial noise.
+
+It covers one coordinate by its exact hockey stick, many by one Gaussian mechanism.
 
 User i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the
 analyzer sees every coordinate's sum plus Bin(m, p). Proved for every data set in
@@ -11,8 +13,10 @@ mechanism with μ = c·‖w − w′‖₂ but for a probability d·``lost`` (Th
 >>> bound = gaussian_bound(noise, shift=100, tail=1e-12)
 >>> round(100 * bound.slope, 3), bound.lost < 1e-12  # mu of a shift by 100: about 1
 (1.042, True)
->>> round(hockey_stick(noise, shift=100, epsilon=3.0), 6), round(math.exp(gaussian.log_delta(mu=1.0, epsilon=3.0)), 6)
-(0.001538, 0.001537)
+>>> round(hockey_stick(noise, shift=100, epsilon=3.0), 6)
+0.001538
+>>> round(math.exp(gaussian.log_delta(mu=1.0, epsilon=3.0)), 6)
+0.001537
 """
 
 from __future__ import annotations
@@ -36,14 +40,19 @@ from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import integer, open_unit_interval
 
 RELATIVE_ERROR = 1e-9
-"""Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more: above the error of SciPy's binomial distribution
-(against 50 digits: 5e-11 at m = 2^30, 6e-9 at 2^40, 1e-7 at 2^50).
+"""Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more.
+
+Above the error of SciPy's binomial distribution (against 50 digits: 5e-11 at m = 2^30, 6e-9 at
+2^40, 1e-7 at 2^50).
 """
 
 MOST_TRIALS = 2**50
 
 _BLOCKS = 2**16
-"""Outcomes beyond this number are taken in blocks, each with its worst case: the slope then exceeds c by 0.3 % at most."""
+"""Outcomes beyond this number are taken in blocks, each with its worst case.
+
+The slope then exceeds c by 0.3 % at most.
+"""
 
 _CELLS = 4096
 LOST_SHARE = 1e-6
@@ -63,12 +72,8 @@ class BinomialNoise:
     probability: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trials", integer("trials", self.trials))
-        if self.trials > MOST_TRIALS:
-            raise ValueError(
-                "trials must not exceed 2**50, beyond which no tails are known well, got "
-                f"{self.trials}"
-            )
+        # Beyond 2^50 no tails are known well.
+        object.__setattr__(self, "trials", integer("trials", self.trials, maximum=MOST_TRIALS))
         object.__setattr__(self, "probability", open_unit_interval("probability", self.probability))
 
     @property
@@ -88,14 +93,19 @@ class BinomialNoise:
 
 
 class GaussianBound(NamedTuple):
-    """c of Lemma 2.2, rounded up (``inf`` where the noise has no room for the shift), and what a coordinate adds to δ."""
+    """c of Lemma 2.2, rounded up (``inf`` where the noise has no room for the shift).
+
+    Beside it stands what a coordinate adds to δ.
+    """
 
     slope: float
     lost: float
 
 
 def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
-    """Returns the exact δ(ε) in [0, 1] of one coordinate that moves by ``shift``, in the larger direction, rounded up.
+    """Returns the exact δ(ε) in [0, 1] of one coordinate that moves by ``shift``, rounded up.
+
+    It is that of the larger direction.
 
     Args:
         noise: The binomial noise.
@@ -142,7 +152,9 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> GaussianBound:
-    """Returns the Gaussian mechanism that covers sums whose coordinates move by at most ``shift``, in any number and direction.
+    """Returns the Gaussian mechanism that covers sums whose coordinates move by at most ``shift``.
+
+    They may move in any number and direction.
 
     Args:
         noise: The noise of every coordinate, independent.
@@ -201,7 +213,10 @@ def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
 
 
 def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high: int) -> int:
-    """Returns the least whole number from ``low`` on from which on a condition holds, ``high`` if it does not before."""
+    """Returns the least whole number from ``low`` on from which on a condition holds.
+
+    It is ``high`` if it does not before.
+    """
     low -= 1
     while high - low > 1:  # many places at a time, as SciPy takes as long for one
         places = np.unique(np.linspace(low, high, 64).round())
@@ -229,7 +244,10 @@ Rounds = Sequence[tuple[BinomialSum, int]]
 
 
 def gaussian_equivalent(binomial_sum: BinomialSum, *, lost: float) -> tuple[float, float]:
-    """Returns (μ, lost) of one round: it is a μ-Gaussian mechanism but for that probability, which is at most the one given."""
+    """Returns (μ, lost) of one round.
+
+    It is a μ-Gaussian mechanism but for that probability, which is at most the one given.
+    """
     bound = gaussian_bound(
         binomial_sum.noise,
         shift=binomial_sum.shift,
@@ -238,18 +256,18 @@ def gaussian_equivalent(binomial_sum: BinomialSum, *, lost: float) -> tuple[floa
     return bound.slope * binomial_sum.shift, bound.lost * binomial_sum.dimension
 
 
-def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
-    """Returns ε at δ of rounds in which the same users take part, rounded up; ``inf`` where the noise is too small to say.
+def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
+    """Returns ε at δ of rounds in which the same users take part, rounded up.
+
+    It is ``inf`` where the noise is too small to say.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on
             the earlier ones' sums.
         delta: δ in (0, 1).
-        distance: The share of the ball's diameter that a user's value may move: 1 for replacement,
-            ½ for becoming zero.
 
     Formal Guarantees:
-        Proved for every data set.
+        Proved for every data set, replacement adjacency.
     """
     delta = open_unit_interval("delta", delta)
     total = sum(count for _, count in rounds)
@@ -260,11 +278,13 @@ def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> f
         lost += count * missing
     if not math.isfinite(squares) or lost >= delta:
         return math.inf
-    return gaussian.compute_epsilon(mu=distance * math.sqrt(squares), delta=delta - lost)
+    return gaussian.compute_epsilon(mu=math.sqrt(squares), delta=delta - lost)
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> float:
-    """Returns a value that the smallest valid ε is not below: one user's value moves end to end along one coordinate.
+    """Returns a value that the smallest valid ε is not below.
+
+    One user's value moves end to end along one coordinate.
 
     Args:
         rounds: As :func:`compute_epsilon`.
@@ -297,7 +317,10 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
 
 @functools.lru_cache(maxsize=256)
 def _shift_distribution(binomial_sum: BinomialSum, reflected: bool) -> RatioDistribution:
-    """Returns R's distribution for a shift of one coordinate; outcomes are lumped, which can only hide something."""
+    """Returns R's distribution for a shift of one coordinate.
+
+    Outcomes are lumped, which can only hide something.
+    """
     noise = binomial_sum.noise.reflected if reflected else binomial_sum.noise
     m, p = noise.trials, noise.probability
     deviation = math.sqrt(noise.variance)

@@ -28,7 +28,10 @@ from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import renyi_orders
 
 RELATIVE_ERROR = 1e-9
-"""Every ε is enlarged by this fraction: above the numerical error of the RDP (1e-10), so the ε shown is never too small."""
+"""Every ε is enlarged by this fraction.
+
+Above the numerical error of the RDP (1e-10), so the ε shown is never too small.
+"""
 
 _LOW_ORDERS = 1 + np.exp2(-np.arange(20, 0, -0.25))
 """Orders in (1, 2), for a budget already so large that the best order lies close to 1."""
@@ -38,7 +41,10 @@ _FIRST_TOP = 64
 
 
 class OrderCapWarning(UserWarning):
-    """The best Rényi order lies beyond the largest one that is computed: ε is valid but not the smallest."""
+    """The best Rényi order lies beyond the largest one that is computed.
+
+    Then ε is valid but not the smallest.
+    """
 
 
 def epsilon_from_rdp(
@@ -72,8 +78,8 @@ def epsilon_from_rdp(
         if top >= MAX_ORDER:
             warnings.warn(
                 f"the best Rényi order lies beyond the largest computed, {MAX_ORDER}: "
-                f"epsilon={round_up(epsilon)} is valid, a "
-                "smaller one may hold (it is close to the conversion's floor, log(1/delta)/order)",
+                f"epsilon={round_up(epsilon)} is valid, a smaller one may hold (it is close to the "
+                "conversion's floor, log(1/delta)/order)",
                 OrderCapWarning,
                 stacklevel=3,
             )
@@ -82,7 +88,10 @@ def epsilon_from_rdp(
 
 
 def _convert(rdp: Callable[[Vector], Vector], orders: Vector, delta: float) -> tuple[float, float]:
-    """The conversion over fixed orders, rounded up; the edge of the grid is the caller's business."""
+    """The conversion over fixed orders, rounded up.
+
+    The edge of the grid is the caller's business.
+    """
     values = np.asarray(rdp(orders), dtype=np.float64)
     if not np.all(np.isfinite(values)):
         raise ValueError(

@@ -1,4 +1,6 @@
-"""Holds distributions as cells of the real line, and adds independent ones up: what all distributions on grids share.
+"""Holds distributions as cells of the real line, and adds independent ones up.
+
+This is what all distributions on grids share.
 
 A cell has a mass and a first moment. Moving a cell's mass to its two ends, with the mean kept,
 gives a distribution above in convex order; sums of independent ones keep that order
@@ -46,7 +48,10 @@ def lognormal_moments(z: Vector, root: float) -> Vector:
 
 
 def growing_grid(unit: float, low: float, high: float, step: float) -> Vector:
-    """Returns a grid over [low, high], 0 among its points, whose steps are ``step`` near 0 and grow beyond ``unit``."""
+    """Returns a grid over [low, high], 0 among its points.
+
+    Its steps are ``step`` near 0 and grow beyond ``unit``.
+    """
     relative = step / unit
     first = math.floor(math.asinh(low / unit) / relative)
     last = math.ceil(math.asinh(high / unit) / relative)
@@ -100,7 +105,9 @@ def mean_of_atoms(
 
 
 def atoms_above(masses: Vector, moments: Vector, cuts: Vector) -> tuple[Vector, float]:
-    """Returns atoms at the cuts, from cells [cuts₀, cuts₁), …, [cuts_k, ∞), and the part of the mean that is left at infinity.
+    """Returns atoms at the cuts.
+
+    From cells [cuts₀, cuts₁), …, [cuts_k, ∞), and the part of the mean that is left at infinity.
 
     What lies below cuts₀ is moved up to it: above in increasing convex order, and in convex order
     if there is nothing.

@@ -1,4 +1,6 @@
-r"""Computes Theorem 6 of Yang, Ji and Xiang's weight shuffling (WS): an **estimate** and no upper bound on ε.
+r"""Computes Theorem 6 of Yang, Ji and Xiang's weight shuffling (WS).
+
+It is an **estimate** and no upper bound on ε.
 
 The shuffled Gaussian releases P(f) + z, P uniform on the permutations of d coordinates, z ~ N(0,
 σ²I), where ‖f(x)‖ ≤ c′ and ‖f(x) − f(x′)‖ ≤ c. WS bounds the δ of a pair of data sets *from below*,
@@ -13,9 +15,8 @@ can be negative, and is false at the paper's own settings: for d = 85.8e6, σ = 
 it says 2.5e-7, while the pair of :mod:`opacus_shuffle.analysis.permuted_gaussian` has δ ≥ 1.54e-3
 there.
 
->>> noise_std = compute_noise_std(epsilon=0.1976, delta=2.5e-7, dimension=85_800_000)
->>> round(noise_std, 4)
-0.2737
+>>> round(compute_epsilon(noise_std=0.27372, delta=2.5e-7, dimension=85_800_000), 3)
+0.197
 >>> round(compute_delta(epsilon=0.2, noise_std=0.3, dimension=10**8), 4)  # not even a probability
 -0.0496
 """
@@ -23,7 +24,7 @@ there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri
@@ -42,7 +43,6 @@ from opacus_shuffle.core.validation import (
 Dimension = int | Sequence[int]
 Numbers = float | Vector
 
-_PER_OCTAVE = 64
 _POINTS = 513
 
 
@@ -54,7 +54,9 @@ def compute_delta(
     clip: float = 1.0,
     batch_clip: float = 1.0,
 ) -> float:
-    """Returns δ of one shuffled Gaussian by WS Theorem 6 (Eq. 83), as the formula has it: it may be negative.
+    """Returns δ of one shuffled Gaussian by WS Theorem 6 (Eq. 83), as the formula has it.
+
+    It may be negative.
 
     Args:
         epsilon: ε ≥ 0.
@@ -89,7 +91,9 @@ def compute_epsilon(
     clip: float = 1.0,
     batch_clip: float = 1.0,
 ) -> float:
-    """Returns the smallest ε ≥ 0 from which on WS Theorem 6 keeps δ within ``delta``, rounded up; 0 where the formula says so.
+    """Returns the smallest ε ≥ 0 from which on WS Theorem 6 keeps δ within ``delta``, rounded up.
+
+    It is 0 where the formula says so.
 
     Args:
         noise_std: Absolute standard deviation of the noise on each coordinate of the sum.
@@ -109,38 +113,6 @@ def compute_epsilon(
     return max(_epsilon(ratio, delta, d, norm) for d in dimensions(dimension))
 
 
-def compute_noise_std(
-    *,
-    epsilon: float,
-    delta: float,
-    dimension: Dimension,
-    clip: float = 1.0,
-    batch_clip: float = 1.0,
-) -> float:
-    """Returns the smallest σ above which WS Theorem 6 keeps δ within ``delta``, rounded up: δ is not monotone in σ.
-
-    Args:
-        epsilon: ε > 0 of one step.
-        delta: δ in (0, 1) of one step.
-        dimension: d, or one number per layer: the one that asks for most counts.
-        clip: c, the norm of one record's gradient.
-        batch_clip: c′, the norm of a batch's sum.
-
-    Returns:
-        Absolute standard deviation, in the units of ``clip``; at least 1e-6·clip.
-
-    Raises:
-        ValueError: If an argument is out of range.
-
-    Formal Guarantees:
-        None: an approximation of a lower bound.
-    """
-    epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
-    norm = _scale(clip, clip, batch_clip)[1]
-    ratio = max(_noise_ratio(epsilon, delta, d, norm) for d in dimensions(dimension))
-    return clip * ratio * (1 + 1e-12)  # up, above what multiplying and dividing by clip rounds
-
-
 def dimensions(dimension: Dimension) -> tuple[int, ...]:
     """Checks one d, or one per layer."""
     layers = tuple(np.atleast_1d(dimension)) if isinstance(dimension, np.ndarray) else dimension
@@ -150,7 +122,7 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
             "dimension must be a whole number or a non-empty sequence of them, one per layer, got "
             f"{dimension!r}"
         )
-    return tuple(integer("dimension", each) for each in layers)
+    return tuple(integer("dimension", size) for size in layers)
 
 
 def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, float]:
@@ -161,7 +133,10 @@ def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, flo
 
 
 def _parts(ratio: Numbers, d: int, norm: float) -> tuple[Vector, Vector, Vector]:
-    """Returns −ζ₁, s₁ for c′ = norm; with c + c′ in its place −ζ₂ − c²/σ², s₂. All in the log domain."""
+    """Returns −ζ₁, s₁ for c′ = norm.
+
+    With c + c′ in its place −ζ₂ − c²/σ², s₂. All in the log domain.
+    """
     inverse = 1 / np.asarray(ratio, dtype=np.float64) ** 2
     if (
         d == 1 or norm == math.inf
@@ -187,38 +162,27 @@ def _delta(epsilon: Numbers, ratio: Numbers, d: int, norm: float) -> Vector:
 
 
 def _epsilon(ratio: float, delta: float, d: int, norm: float) -> float:
-    """Returns ε for one d, c = 1; beyond ``high`` the first term alone is within δ."""
+    """Returns ε for one d, c = 1: the largest at which δ falls through the one asked for."""
     _, first, s1 = _parts(ratio, d, norm)
-    high = float(s1**2 / 2 - ndtri(delta) * s1 - first)
+    high = float(s1**2 / 2 - ndtri(delta) * s1 - first)  # the first term alone is within δ here
     if high <= 0:
         return 0.0
-    return _last_crossing(
-        lambda e: _delta(e, ratio, d, norm) - delta, np.linspace(high, 0.0, _POINTS), otherwise=0.0
-    )
 
+    def excess(epsilon: Numbers) -> Vector:
+        return _delta(epsilon, ratio, d, norm) - delta
 
-def _noise_ratio(epsilon: float, delta: float, d: int, norm: float) -> float:
-    """Returns σ/c for one d; as ζ₁ ≤ 0 and s₁ ≤ c/σ, Φ(c/2σ − εσ/c) ≤ δ is enough, a quadratic equation."""
-    z = float(ndtri(delta))
-    double = 2 * min(
-        epsilon, 1e300
-    )  # which stays finite, and asks for less than 2e-6 as any larger one does
-    root = math.sqrt(z * z + double)
-    high = min(max((root - z) / double, 2e-6), 1e12)  # = 1/(z + root) without cancellation
-    octaves = math.ceil(math.log2(high / 1e-6))
-    grid = high * np.exp2(-np.arange(octaves * _PER_OCTAVE + 1) / _PER_OCTAVE)
-    return _last_crossing(
-        lambda r: _delta(epsilon, r, d, norm) - delta, grid[grid >= 1e-6], otherwise=1e-6
-    )
-
-
-def _last_crossing(excess: Callable[[Numbers], Vector], grid: Vector, otherwise: float) -> float:
-    """Returns the largest root on a falling grid, from above; ``otherwise`` if nothing on it exceeds."""
+    grid = np.linspace(high, 0.0, _POINTS)
     over = np.flatnonzero(excess(grid) > 0)
     if not len(over):
-        return otherwise
+        return 0.0
     if over[0] == 0:
-        return float(grid[0])
-    low, high = float(grid[over[0]]), float(grid[over[0] - 1])
-    precision = {"tolerance": 1e-14 * high, "relative_tolerance": 1e-13, "step": 1e-13 * high}
-    return safe_root(lambda x: float(excess(x)), unsafe=low, safe=high, **precision)
+        return high
+    unsafe, safe = float(grid[over[0]]), float(grid[over[0] - 1])
+    return safe_root(
+        lambda epsilon: float(excess(epsilon)),
+        unsafe=unsafe,
+        safe=safe,
+        tolerance=1e-14 * safe,
+        relative_tolerance=1e-13,
+        step=1e-13 * safe,
+    )

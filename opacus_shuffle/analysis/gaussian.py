@@ -1,13 +1,17 @@
-r"""Computes ε of the Gaussian mechanism with no shuffler: what every record keeps, whatever the other records are.
+r"""Computes ε of the Gaussian mechanism with no shuffler.
+
+It is what every record keeps, whatever the other records are.
 
 T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with μ =
 Δ·sqrt(Σ 1/σ_t²), whose curve is δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). Shuffling the reports is
 post-processing. Sampling the users is not used here.
 
 >>> from opacus_shuffle.analysis import gaussian
->>> round(gaussian.compute_epsilon(mu=1 / 9.48, delta=1 / 60_000), 4)  # one round at sigma = 9.48, zero-out
+>>> # One round at sigma = 9.48, zero-out:
+>>> round(gaussian.compute_epsilon(mu=1 / 9.48, delta=1 / 60_000), 4)
 0.3469
->>> round(gaussian.compute_epsilon(mu=2 / 9.48, delta=1 / 60_000), 4)  # replacement; SG's "(1, 1/n)-LDP" is a looser formula
+>>> # Replacement; SG's "(1, 1/n)-LDP" is a looser formula:
+>>> round(gaussian.compute_epsilon(mu=2 / 9.48, delta=1 / 60_000), 4)
 0.7418
 """
 
@@ -22,11 +26,14 @@ from opacus_shuffle.core.validation import finite_number, not_negative, open_uni
 
 _SMALL, _LARGE, _LARGEST = 1e-4, 1e7, 1e150
 RELATIVE_ERROR = 1e-8
-"""Every ε is enlarged by this fraction: above what the difference of two normal tails loses, at δ down to 1e-300."""
+"""Every ε is enlarged by this fraction.
+
+Above what the difference of two normal tails loses, at δ down to 1e-300.
+"""
 
 
 def log_delta(*, mu: float, epsilon: float) -> float:
-    """Returns log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation.
+    """Returns log δ(ε) of the Gaussian mechanism with mean shift μ > 0, in standard deviations.
 
     For small μ the two terms cancel. There δ = e^{ε/2}·(G(μ/2) − G(−μ/2)) with G(s) = e^{xs}Φ(x +
     s), x = −ε/μ, is e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times ``|G‴/G′| = |x²
@@ -35,11 +42,6 @@ def log_delta(*, mu: float, epsilon: float) -> float:
     finite_number("epsilon", epsilon)
     if not_negative("mu", mu) == 0:
         return -math.inf if epsilon >= 0 else math.log(-math.expm1(epsilon))
-    return _log_delta(mu, epsilon)
-
-
-def _log_delta(mu: float, epsilon: float) -> float:
-    """Returns log δ(ε) of checked numbers."""
     if mu < _SMALL and epsilon >= 0:
         x = epsilon / mu
         # xΦ + φ at −x, over φ(x): 1 less x times Mills' ratio.
@@ -86,7 +88,7 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     epsilon = high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     if mu < _LARGE:
         epsilon = safe_root(
-            lambda e: max(_log_delta(mu, e), -1e6) - math.log(delta),
+            lambda e: max(log_delta(mu=mu, epsilon=e), -1e6) - math.log(delta),
             unsafe=0.0,
             safe=high,
             tolerance=1e-13 * high,

@@ -9,8 +9,10 @@ Rounds, sampling and replacement are 1.5 and 1.8 to 1.15. Few clones (σ below a
 mean no certified gain.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=9.48, num_users=60_000), 1)]
->>> round(compute_epsilon(rounds, delta=1 / 60_000), 5), round(compute_epsilon(rounds, delta=1 / 60_000, clones="truncated"), 5)
-(0.00096, 0.00086)
+>>> for clones in KINDS:
+...     print(clones, round(compute_epsilon(rounds, delta=1 / 60_000, clones=clones), 5))
+mended 0.00096
+truncated 0.00086
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from scipy.special import log_ndtr, ndtr
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
@@ -37,16 +40,15 @@ from opacus_shuffle.analysis.shuffled_rounds import (
     Rounds,
     ShuffledRound,
     coarsen,
-    merge,
     tail_for,
     unshuffled_epsilon,
 )
+from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import finite_number, noise_level, one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
 Clones = Literal["mended", "truncated"]
 KINDS: tuple[Clones, ...] = ("mended", "truncated")
-_DISTANCES = {"zero_out": 1.0, "replace": 2.0}
 
 RESOLUTION = 0.04
 _LARGEST_STRETCH = 30.0
@@ -60,7 +62,10 @@ MOST_USERS = 10**9
 _GROUP_BITS = 7
 """Pool sizes are rounded down to this many significant bits: by 0.6 % on average, 0.3 % in ε."""
 _FEW_KINDS, _FEWER_BITS, _COARSER = 4, 5, 0.06
-"""For histories with more kinds of rounds, coarser groups and grids: rounded up as ever, by about 1 % of ε more."""
+"""For histories with more kinds of rounds, coarser groups and grids.
+
+Rounded up as ever, by about 1 % of ε more.
+"""
 
 
 def compute_epsilon(
@@ -88,7 +93,7 @@ def compute_epsilon(
         1.6, 9.1 and 9.2 of docs/proofs/.
     """
     delta = open_unit_interval("delta", delta)
-    distance = _DISTANCES[one_of("adjacency", adjacency, tuple(_DISTANCES))]
+    distance = Adjacency(adjacency).distance
     one_of("clones", clones, KINDS)
     merged = merge(rounds)
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
@@ -98,12 +103,14 @@ def compute_epsilon(
 def smallest_epsilon(
     rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 ) -> tuple[float, Clones | None]:
-    """Returns the smaller ε of both proofs, and which it is by; None where neither gains anything from shuffling.
+    """Returns the smaller ε of both proofs, and which it is by.
+
+    It is by None where neither gains anything from shuffling.
 
     The proof that promises less from afar is left out, half of the work, unless its promise is
     below what the other one found.
     """
-    unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=_DISTANCES[adjacency])
+    unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=Adjacency(adjacency).distance)
     if all(_clones(kind, _SMALLEST_MARGIN) < _FEWEST_CLONES for kind, _ in rounds):
         return unshuffled, None
     promised = {
@@ -120,21 +127,13 @@ def smallest_epsilon(
 
 
 def rough_epsilon(
-    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones | None = None
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended"
 ) -> float:
-    """Returns about what :func:`compute_epsilon` does, in milliseconds: no bound, but where to look for one.
+    """Returns about what :func:`compute_epsilon` does, in milliseconds.
 
-    Args:
-        rounds: As there.
-        delta: As there.
-        adjacency: As there.
-        clones: As there; None for the smaller of both.
+    It is no bound, but where to look.
     """
-    if clones is None:
-        return min(
-            rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=proof) for proof in KINDS
-        )
-    merged, distance = coarsen(merge(rounds), "upper"), _DISTANCES[adjacency]
+    merged, distance = coarsen(merge(rounds), "upper"), Adjacency(adjacency).distance
     return _gaussian_fixed_point(
         merged, delta, clones, distance, unshuffled_epsilon(merged, delta=delta, distance=distance)
     )
@@ -143,7 +142,10 @@ def rough_epsilon(
 def _gaussian_fixed_point(
     rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float
 ) -> float:
-    """Returns the ε that is its own guess, as if the mixtures were Gaussian, which costs next to nothing."""
+    """Returns the ε that is its own guess, as if the mixtures were Gaussian.
+
+    It costs next to nothing.
+    """
     guess = 0.0
     for _ in range(10):
         guess, last = (
@@ -177,7 +179,13 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     tail = tail_for(rounds, delta)
     if tail is None:
         return math.inf
-    rounds = tuple((_of_fewer_users(kind), count) for kind, count in coarsen(rounds, "upper"))
+    # Of a sample of fixed size, _pools takes no more users than these (1.17).
+    rounds = tuple(
+        (dataclasses.replace(kind, num_users=MOST_USERS), count)
+        if kind.num_users > MOST_USERS and kind.sampling != "fixed_size"
+        else (kind, count)
+        for kind, count in coarsen(rounds, "upper")
+    )
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=distance)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     few = len(rounds) <= _FEW_KINDS
@@ -191,7 +199,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
         if all(_clones(kind, margin) < _FEWEST_CLONES for kind, _ in rounds):
             break
         mixtures = [
-            (_mixture(kind, margin, clones, budget, tail, distance, few=few), count)
+            (_mixture(kind, margin, clones, budget, tail, distance, few), count)
             for kind, count in rounds
         ]
         epsilon = privacy_loss.compute_epsilon(
@@ -212,15 +220,11 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     return best
 
 
-def _of_fewer_users(kind: ShuffledRound) -> ShuffledRound:
-    """Returns the round of at most :data:`MOST_USERS`; of a sample of fixed size, :func:`_pools` takes no more (1.17)."""
-    if kind.sampling == "fixed_size" or kind.num_users <= MOST_USERS:
-        return kind
-    return dataclasses.replace(kind, num_users=MOST_USERS)
-
-
 def _slack(rounds: Merged, margin: float, clones: Clones, delta: float) -> tuple[float, float]:
-    """Returns what all rounds add to δ: a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13, 9.2)."""
+    """Returns what all rounds add to δ.
+
+    They are a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13, 9.2).
+    """
     missing = float(ndtr(-margin))
     if clones == "mended":
         sigmas = [(kind.noise_multiplier, count * kind.others) for kind, count in rounds]
@@ -246,7 +250,10 @@ def _mass(start: float, length: float) -> float:
 def _best_margin(
     rounds: Merged, delta: float, clones: Clones, guess: float, distance: float
 ) -> tuple[float, float]:
-    """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian, and about the ε that it gives."""
+    """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian.
+
+    Beside it stands about the ε that it gives.
+    """
 
     def epsilon(margin: float) -> float:
         moved, unmoved = _slack(rounds, margin, clones, delta)
@@ -283,19 +290,18 @@ def _mixture(
     budget: float,
     tail: float,
     distance: float,
-    *,
-    few: bool = True,
+    few: bool,
 ) -> Mixture:
-    """Returns the round's R as a mixture over pool sizes (1.7, 1.14); ``budget`` of probability may be lost to rare ones."""
-    sigma, probability, stretch = (
-        kind.noise_multiplier,
-        clone_probability(kind.noise_multiplier, margin),
-        0.0,
-    )
+    """Returns the round's R as a mixture over pool sizes (1.7, 1.14).
+
+    ``budget`` of probability may be lost to rare ones.
+    """
+    sigma, stretch = kind.noise_multiplier, 0.0
+    probability = clone_probability(sigma, margin)
     if clones == "truncated":
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
-    bits = _GROUP_BITS if few else _FEWER_BITS
+    bits, resolution = (_GROUP_BITS, RESOLUTION) if few else (_FEWER_BITS, _COARSER)
     if distance == 2:  # each size takes longer: no more of them than four per standard deviation
         bits = min(bits, math.ceil(math.log2(4 * math.sqrt(kind.others * probability) + 2)))
     parts, lost = [], 0.0
@@ -318,7 +324,6 @@ def _mixture(
                     negligible=budget,
                 )
             else:
-                resolution = RESOLUTION if few else _COARSER
                 distribution = mean_distribution(
                     noise_multiplier=sigma, num_users=users, resolution=resolution, tail=tail
                 )
@@ -337,7 +342,10 @@ def _mixture(
 def _pools(
     kind: ShuffledRound, probability: float, budget: float, bits: int = _GROUP_BITS
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
-    """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]); users 0 for what is lost."""
+    """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]).
+
+    Users are 0 for what is lost.
+    """
     n, gamma = kind.num_users, kind.sample_rate
     chance, trials = probability, n - 1
     if kind.sampling == "fixed_size":
@@ -392,7 +400,10 @@ def _membership(
     weights: Vector,
     budget: float,
 ) -> tuple[Vector, Vector, Vector]:
-    """Returns π given the pool's size: its mean and its range over what else is revealed (1.10, 1.11)."""
+    """Returns π given the pool's size.
+
+    These are its mean and its range over what else is revealed (1.10, 1.11).
+    """
 
     def ratio(above: Vector | Counts, below: Vector) -> Vector:
         return np.divide(above, below, out=np.zeros(len(sizes)), where=below > 0)
@@ -409,7 +420,7 @@ def _membership(
 
 
 def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
-    """Returns whole numbers outside which a binomial lies with at most ``probability`` on either side."""
+    """Returns numbers beyond which a binomial lies with ``probability`` on either side."""
     if probability > 1e-12:
         return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(
             probability, trials, chance

@@ -1,4 +1,6 @@
-r"""Computes exact Rényi moments of the mean ratio R, which is all that Liew and Takahashi's shuffle Gaussian mechanism (SG) is.
+r"""Computes exact Rényi moments of the mean ratio R.
+
+R is all that Liew and Takahashi's shuffle Gaussian mechanism (SG) is.
 
 A user's report has likelihood ratio X = exp((2x − 1)/2σ²), x ~ N(0, σ²), between "my record has
 norm C" and "my record is zero". When n such reports are shuffled and the other records are all
@@ -71,35 +73,18 @@ def compute_rdp(
     Source: SG ICLR Theorem 1; the recurrences, subsampling and check-in are this library's.
     """
     vector = renyi_orders(orders, maximum=MAX_ORDER)
-    moments = log_moments(
-        noise_multiplier=noise_multiplier,
-        num_users=num_users,
-        max_order=int(np.ceil(vector.max())),
-        sample_rate=sample_rate,
-        sampling=sampling,
-    )
-    rdp = np.minimum(
-        rdp_from_log_moments(moments, vector), vector / (2 * float(noise_multiplier) ** 2)
-    )
+    sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
+    moments = log_moments(sigma, users, int(np.ceil(vector.max())), rate, sampling)
+    rdp = np.minimum(rdp_from_log_moments(moments, vector), vector / (2 * sigma**2))
     return rdp if isinstance(orders, Iterable) else float(rdp[0])
 
 
 def rdp_from_log_moments(moments: Vector, orders: Vector) -> Vector:
-    """Returns the RDP at real orders from log-moments at the integers 0, 1, …: the chord between two integers lies above."""
+    """Returns the RDP at real orders from log-moments at the integers 0, 1, ….
+
+    The chord between two integers lies above.
+    """
     return np.interp(orders, np.arange(len(moments)), moments) / (orders - 1)
-
-
-def log_moments(
-    *,
-    noise_multiplier: float,
-    num_users: int,
-    max_order: int,
-    sample_rate: float = 1.0,
-    sampling: Sampling = None,
-) -> Vector:
-    """Returns log E[R^λ] for λ = 0, …, ``max_order`` (arguments as in :func:`compute_rdp`), read-only and cached."""
-    sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
-    return _log_moments(sigma, users, integer("max_order", max_order), rate, sampling)
 
 
 def check_round(
@@ -120,10 +105,14 @@ def check_round(
 
 
 @functools.lru_cache(maxsize=256)
-def _log_moments(
-    sigma: float, users: int, max_order: int, rate: float, sampling: Sampling
+def log_moments(
+    sigma: float, users: int, max_order: int, rate: float = 1.0, sampling: Sampling = None
 ) -> Vector:
-    """Makes the three passes: cumulants, central moments, moments (5.1 to 5.4 of the proofs)."""
+    """Returns log E[R^λ] for λ = 0, …, ``max_order``, read-only.
+
+    Three passes: cumulants, central moments, moments (5.1 to 5.4 of the proofs). The arguments are
+    those of :func:`compute_rdp`, checked.
+    """
     cumulants = _log_scaled_cumulants(sigma**-2, max_order)
     powers = np.arange(max_order + 1)
     if sampling == "poisson" and rate < 1.0:
@@ -174,7 +163,10 @@ def _log_scaled_cumulants(inverse_variance: float, max_order: int) -> Vector:
 
 
 def _log_central_moments(cumulants: Vector) -> Vector:
-    """Returns log of E[(R − 1)^j]/j! from the logs of k·κ_k/k! (5.2): exp of the series without its first term."""
+    """Returns log of E[(R − 1)^j]/j! from the logs of k·κ_k/k! (5.2).
+
+    It is exp of the series without its first term.
+    """
     central = np.full(len(cumulants), -np.inf)
     central[0] = 0.0
     for m in range(2, len(cumulants)):
@@ -183,28 +175,26 @@ def _log_central_moments(cumulants: Vector) -> Vector:
 
 
 def _log_power(series: Vector, exponent: int) -> Vector:
-    """Returns log-coefficients of (1 + Σ_{k≥2} d_k x^k)^exponent from those of the base, every term positive."""
-    if len(series) - 1 > 2 * exponent + 2:
-        return _log_power_by_squaring(series, exponent)
-    k = np.arange(len(series), dtype=np.float64)
-    result = np.full(len(series), -np.inf)
+    """Returns log-coefficients of (1 + Σ_{k≥2} d_k x^k)^exponent from those of the base.
+
+    Every term is positive.
+    """
+    result = np.full(len(series), -np.inf)  # the series 1
     result[0] = 0.0
+    if len(series) - 1 > 2 * exponent + 2:
+        # With few users and high orders Miller's weights below could turn negative: by squaring.
+        while exponent:
+            if exponent % 2:
+                result = _log_product(result, series)
+            exponent //= 2
+            if exponent:
+                series = _log_product(series, series)
+        return result
+    k = np.arange(len(series), dtype=np.float64)
     for m in range(2, len(series)):
         with np.errstate(divide="ignore"):  # the weight is exactly 0 at k = 2, m = 2n + 2
             weights = np.log((exponent + 1.0) * k[2 : m + 1] - m)
         result[m] = logsumexp(weights + series[2 : m + 1] + result[m - 2 :: -1]) - np.log(m)
-    return result
-
-
-def _log_power_by_squaring(series: Vector, exponent: int) -> Vector:
-    """Returns the same when the Miller weights could turn negative (few users, high orders)."""
-    result = np.append(0.0, np.full(len(series) - 1, -np.inf))  # the series 1
-    while exponent:
-        if exponent % 2:
-            result = _log_product(result, series)
-        exponent //= 2
-        if exponent:
-            series = _log_product(series, series)
     return result
 
 

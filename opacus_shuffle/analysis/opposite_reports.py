@@ -1,4 +1,6 @@
-r"""Computes how well n − 1 reports of zero hide that a record becomes its opposite: the worst replacement there is.
+r"""Computes how well n − 1 reports of zero hide that a record becomes its opposite.
+
+That is the worst replacement there is.
 
 With X± = e^{±√u·z − u/2}, z ~ N(0, 1), u = 1/σ², a report of zero has likelihood ratios X₊ and X₋
 to the two reports that are compared, at distance 2. Among n shuffled reports the round is the pair
@@ -13,8 +15,10 @@ above the true one in both directions at once, as they are equal. Proofs:
 docs/proofs/09_replacement.md.
 
 >>> replaced = opposite_reports(noise_multiplier=9.48, num_users=60_000)
->>> round(float(replaced.hockey_stick(0.001)), 8), round(float(replaced.reverse_hockey_stick(0.001)), 8)
-(5.307e-05, 5.307e-05)
+>>> for stick in (replaced.hockey_stick, replaced.reverse_hockey_stick):
+...     print(round(float(stick(0.001)), 8))
+5.307e-05
+5.307e-05
 """
 
 from __future__ import annotations
@@ -37,13 +41,18 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution
 
 _RESOLUTION, _COARSER = 0.05, 0.06
-"""Grid step in standard deviations of the mean; below σ = 2, where reports have long tails, the coarser one."""
+"""Grid step in standard deviations of the mean.
+
+Below σ = 2, where reports have long tails, the coarser one.
+"""
 _WIDENING = 3.0
 """Beyond this many standard deviations the grid's steps grow with the distance."""
 _STEP, _GROWTH = 0.05, 8.0
 """The curve's step in standard deviations of log R, and beyond how many of them it grows."""
 _SLOPES, _MORE_SLOPES = (1.0, 2.0), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
-"""Which ε the slopes θ = tanh(ε/2) are made for, times a power of two between 2 and 4 standard deviations of log R.
+"""Which ε the slopes θ = tanh(ε/2) are made for.
+
+Times a power of two between 2 and 4 standard deviations of log R.
 
 That power is the same for many numbers of users, which share what their slopes need. Fewer users
 have more slopes.
@@ -63,7 +72,9 @@ def opposite_reports(
     tail: float = TAILS[0],
     negligible: float = 1e-12,
 ) -> RatioDistribution:
-    """Returns a distribution of R whose hockey sticks are above those of the round, times ``factor``, in both directions.
+    """Returns a distribution of R whose hockey sticks are above those of the round.
+
+    They are above these times ``factor``, in both directions.
 
     Args:
         noise_multiplier: Local σ.
@@ -91,7 +102,7 @@ def opposite_reports(
     )
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
     multiples = _SLOPES if num_users >= _FEW_USERS else _MORE_SLOPES
-    slopes = [0.0, *(math.tanh(each * unit / 2) for each in multiples), 1.0]
+    slopes = [0.0, *(math.tanh(multiple * unit / 2) for multiple in multiples), 1.0]
     farther = 1 + multiples[0] / multiples[-1]
     alone = _one_hockey_stick(epsilons, noise_multiplier, sample_rate)
     sticks_of_slopes = [_hockey_sticks(means(slope), thetas / sample_rate) for slope in slopes]
@@ -118,7 +129,10 @@ def opposite_reports(
 def _mean(
     sigma: float, slope: float, *, users: int, tail: float, resolution: float
 ) -> tuple[Atoms, float]:
-    """Returns atoms above the mean of ``users`` copies of W_θ in increasing convex order, and its part at infinity."""
+    """Returns atoms above the mean of ``users`` copies of W_θ in increasing convex order.
+
+    Beside them stands its part at infinity.
+    """
     if users == 1:
         return _one_report(sigma, slope, tail, resolution)
     small = users // 2
@@ -141,7 +155,10 @@ def _mean(
 
 
 def _one_report(sigma: float, slope: float, tail: float, resolution: float) -> tuple[Atoms, float]:
-    """Returns atoms above W_θ, which grows with z; masses and first moments of the cells are exact."""
+    """Returns atoms above W_θ, which grows with z.
+
+    Masses and first moments of the cells are exact.
+    """
     root = 1 / sigma
     reach = math.ceil(tail * max(root, 1.0) / resolution)
     z = np.linspace(-tail, tail, 2 * reach + 1)
@@ -167,13 +184,16 @@ def _hockey_sticks(mean: tuple[Atoms, float], thresholds: Vector) -> Vector:
     (places, masses), infinite = mean
     at = np.searchsorted(places, thresholds, side="right")
     above, moments = (
-        np.append(np.cumsum(each[::-1])[::-1], 0.0) for each in (masses, masses * places)
+        np.append(np.cumsum(weights[::-1])[::-1], 0.0) for weights in (masses, masses * places)
     )
     return np.maximum(moments[at] - thresholds * above[at], 0.0) + infinite
 
 
 def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
-    """Returns the hockey sticks of one report, which more users never exceed, enlarged by more than rounding."""
+    """Returns the hockey sticks of one report.
+
+    More users never exceed them, and they are enlarged by more than rounding.
+    """
     root, tau = 1 / sigma, np.exp(epsilons)
     middle = (1 - rate) / rate * np.expm1(epsilons) / 2 * math.exp(root**2 / 2)
     z = (
@@ -186,7 +206,9 @@ def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
 
 
 def _hull_distribution(epsilons: Vector, curve: Vector, scale: float) -> RatioDistribution:
-    """Returns the R whose hockey sticks in both directions are the lower convex hull of the points, which start at ε = 0.
+    """Returns the R whose hockey sticks in both directions are the lower convex hull of the points.
+
+    They start at ε = 0.
 
     As a function of τ = e^ε the hockey stick h is convex, and h(1/τ) = 1 − 1/τ + h(τ)/τ, as both
     directions are equal.

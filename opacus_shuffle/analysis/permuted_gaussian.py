@@ -1,31 +1,38 @@
-r"""Computes ε of one pair of gradients under weight shuffling: nothing of others, and one record's gradient in one coordinate.
+r"""Computes ε of one pair of gradients under weight shuffling.
+
+The pair has nothing of others, and one record's gradient in one coordinate.
 
 Yang, Ji and Xiang's weight shuffling (WS) releases P(f) + z, P a uniform permutation of d
 coordinates. With f = 0 and f′ = c·e₁ that is the shuffle Gaussian of d users, one of them moved to
 norm 1 (:mod:`opacus_shuffle.analysis.ratio_distribution`). It meets every condition of WS Theorem
 6, so the *lower* value proves that no formula for these conditions may give less:
 
->>> step = ShuffledRound(noise_multiplier=0.27372, num_users=85_800_000, sample_rate=0.02, sampling="poisson")
->>> lower, upper = pair_epsilon([(step, 500)], delta=5e-6)  # WS Theorem 6 with its Theorems 1 and 2 says 0.5
+>>> step = ShuffledRound(
+...     noise_multiplier=0.27372, num_users=85_800_000, sample_rate=0.02, sampling="poisson"
+... )
+>>> # WS Theorem 6 with its Theorems 1 and 2 says 0.5:
+>>> lower, upper = pair_epsilon([(step, 500)], delta=5e-6)
 >>> round(lower, 2), round(upper, 2)
 (1.9, 1.93)
 """
 
 from __future__ import annotations
 
+from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import (
     Rounds,
     ShuffledRound,
     enclosed,
-    merge,
     sampled_gaussian_epsilon,
 )
 from opacus_shuffle.core.validation import open_unit_interval
 
 
 def pair_epsilon(steps: Rounds, *, delta: float) -> tuple[float, float]:
-    """Returns a lower and an upper value of the pair's ε at δ, in the larger direction, after all steps.
+    """Returns a lower and an upper value of the pair's ε at δ, in the larger direction.
+
+    It is that after all steps.
 
     Args:
         steps: Kinds of steps, each with its number of repetitions, at least 1: ``noise_multiplier``
@@ -53,7 +60,10 @@ def pair_epsilon(steps: Rounds, *, delta: float) -> tuple[float, float]:
 
 
 def _distribution(step: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
-    """Returns the distribution of R of one step: the whole vector is sampled, not its coordinates."""
+    """Returns the distribution of R of one step.
+
+    The whole vector is sampled, not its coordinates.
+    """
     whole = mean_distribution(
         noise_multiplier=step.noise_multiplier, num_users=step.num_users, side=side, tail=tail
     )

@@ -1,4 +1,6 @@
-r"""Computes one ε at δ from the distributions of R of many rounds: losses on one grid, composed by FFT.
+r"""Computes one ε at δ from the distributions of R of many rounds.
+
+Their losses are put on one grid and composed by FFT.
 
 The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one
 grid and are convolved, in both directions (loss log R under the moved data set, −log R under the
@@ -9,8 +11,11 @@ works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_
 
 >>> from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 >>> def week(side):
-...     return [(Mixture.of(mean_distribution(noise_multiplier=9.48, num_users=60_000, side=side)), 7)]
->>> round(compute_epsilon(week("upper"), delta=1 / 60_000), 5), round(lower_epsilon(week("lower"), delta=1 / 60_000), 5)
+...     ratio = mean_distribution(noise_multiplier=9.48, num_users=60_000, side=side)
+...     return [(Mixture.of(ratio), 7)]
+>>> upper = compute_epsilon(week("upper"), delta=1 / 60_000)
+>>> lower = lower_epsilon(week("lower"), delta=1 / 60_000)
+>>> round(upper, 5), round(lower, 5)
 (0.00205, 0.00204)
 """
 
@@ -39,7 +44,10 @@ _LARGEST_WINDOW = 2**21
 _WINDOW = 30.0
 """Standard deviations of the composed loss that a grid has room for."""
 _WIDEST = 700.0
-"""No step is wider: its exponential would overflow, and so much is lost that shuffling counts for nothing."""
+"""No step is wider: its exponential would overflow.
+
+So much is lost that shuffling counts for nothing.
+"""
 _COARSER = (1.0, 4.0)
 """How much wider the grid's steps become where the first ones need too long a window."""
 
@@ -51,7 +59,9 @@ _OUTSIDE = 1e-16
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """One round whose adversary learns which of several distributions of R is in force, the same in both data sets.
+    """One round whose adversary learns which of several distributions of R is in force.
+
+    It is the same one in both data sets.
 
     Attributes:
         parts: (probability, distribution) pairs.
@@ -101,7 +111,10 @@ def compute_epsilon(
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns a value, rounded down, that the smallest valid ε is not below; ``rounds`` holds **lower** distributions only."""
+    """Returns a value, rounded down, that the smallest valid ε is not below.
+
+    ``rounds`` holds **lower** distributions only.
+    """
     return _epsilon(rounds, delta, (0.0, 0.0), "lower")
 
 
@@ -171,7 +184,10 @@ def _direction_epsilon(
 def _smallest_epsilon(
     composed: _Composed, delta: float, left: float, slack: tuple[float, float], side: Side
 ) -> float:
-    """Returns where log δ(ε) meets log δ: on the safe side and enlarged, or (``"lower"``) on either side and reduced."""
+    """Returns where log δ(ε) meets log δ.
+
+    It is on the safe side and enlarged, or (``"lower"``) on either side and reduced.
+    """
     sign = 1.0 if side == "upper" else -1.0
 
     def excess(epsilon: float) -> float:
@@ -201,7 +217,10 @@ def _smallest_epsilon(
 
 @dataclasses.dataclass(frozen=True)
 class _OnGrid:
-    """Probabilities of log R, or of a loss, at (first + i)·step; what lies at R = 0; and (moved, or the loss) at infinity."""
+    """Probabilities of log R, or of a loss, at (first + i)·step.
+
+    Beside them stand what lies at R = 0, and (moved, or the loss) at infinity.
+    """
 
     first: int
     masses: Vector
@@ -210,7 +229,10 @@ class _OnGrid:
 
 
 def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> _OnGrid:
-    """Returns the mixture's loss on the grid: log R under the moved data set, or −log R under the other."""
+    """Returns the mixture's loss on the grid.
+
+    It is log R under the moved data set, or −log R under the other.
+    """
     place = _spread if side == "upper" else _gather
     placed = [(weight, place(distribution, width)) for weight, distribution in mixture.parts]
     first = min(part.first for _, part in placed)
@@ -226,7 +248,10 @@ def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> _OnGrid:
 
 
 def _spread(distribution: RatioDistribution, width: float) -> _OnGrid:
-    """Splits every atom between its neighbours on the grid, keeping its mean: above the distribution (6.6)."""
+    """Splits every atom between its neighbours on the grid, keeping its mean.
+
+    The result is above the distribution (6.6).
+    """
     logs = distribution.log_ratios
     finite = np.isfinite(logs)
     position = logs[finite] / width
@@ -244,7 +269,9 @@ def _spread(distribution: RatioDistribution, width: float) -> _OnGrid:
 
 
 def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
-    """Merges (and splits) neighbouring atoms until every group's mean is a grid point: below the distribution (6.6).
+    """Merges (and splits) neighbouring atoms until every group's mean is a grid point.
+
+    The result is below the distribution (6.6).
 
     From left to right a group collects mass until its mean has risen to its grid point. The last
     group never gets there: its mass, of the size of the tails, is left out, which only lowers δ.
@@ -279,7 +306,10 @@ def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
 
 @dataclasses.dataclass(frozen=True)
 class _Composed:
-    """The composed loss, tilted: its value is (first + i)·width, its true probability masses·e^{log_norm − θ·value}."""
+    """The composed loss, tilted.
+
+    Its value is (first + i)·width, its true probability masses·e^{log_norm − θ·value}.
+    """
 
     losses: Vector
     masses: Vector
@@ -315,7 +345,7 @@ def _compose(
     filled = [np.flatnonzero(loss.masses) for loss in losses]
     values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
     masses = [loss.masses[at] for loss, at in zip(losses, filled, strict=True)]
-    logs = [np.log(each) for each in masses]
+    logs = [np.log(probabilities) for probabilities in masses]
 
     def log_moment(index: int, theta: float) -> float:
         return logsumexp(logs[index] + theta * values[index])
@@ -350,7 +380,10 @@ def _compose(
     reach = int(np.abs(ends).max())
 
     def escape(indices: Sequence[int], sign: float) -> float:
-        """Bounds how far the composed tilted losses stray from their centre but for ``_OUTSIDE`` (Chernoff)."""
+        """Bounds how far the composed tilted losses stray from their centre but for ``_OUTSIDE``.
+
+        This is Chernoff's bound.
+        """
 
         def bound(log_slope: float) -> float:
             slope = sign * math.exp(log_slope)

@@ -1,4 +1,4 @@
-r"""Computes a discrete distribution that provably lies above (or below) that of the mean ratio R in convex order.
+r"""Computes a discrete distribution above (or below) that of the mean ratio R in convex order.
 
 R is the likelihood ratio of a shuffled round (:mod:`opacus_shuffle.analysis.mean_ratio`): the mean
 of n independent copies of X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Both directions' hockey sticks
@@ -31,8 +31,7 @@ from opacus_shuffle.analysis.discretization import (
     mean_of_atoms,
     normal_masses,
 )
-from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
-from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.analysis.mean_ratio import Sampling, Vector
 
 Side = Literal["upper", "lower"]
 
@@ -81,7 +80,9 @@ class RatioDistribution:
         )
 
     def clipped(self, budget: float, side: Side) -> RatioDistribution:
-        """Moves away the outermost atoms, up to a probability of ``budget`` at either end, so that few decades are left (6.5).
+        """Moves away the outermost atoms, up to a probability of ``budget`` at either end.
+
+        This is so that few decades are left (6.5).
 
         Upper: to R = 0 and to infinity, the next atom inside taking what keeps the mean. Lower:
         left out.
@@ -131,7 +132,9 @@ def mean_distribution(
     resolution: float = RESOLUTION,
     tail: float = TAILS[0],
 ) -> RatioDistribution:
-    """Returns the distribution of R for one round; its size is of order 20/resolution, whatever n is.
+    """Returns the distribution of R for one round.
+
+    Its size is of order 20/resolution, whatever n is.
 
     Args:
         noise_multiplier: Local σ, at least 0.05 (less where a longer ``tail`` asks for more, see
@@ -145,7 +148,7 @@ def mean_distribution(
         tail: Where the tails of one report end, in standard deviations.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If σ is too small.
 
     Formal Guarantees:
         Exact in convex order, up to floating-point rounding of sums of positive terms (relative
@@ -154,16 +157,16 @@ def mean_distribution(
     Source: this library's; the mean-preserving split of one variable is "connect the dots"
     (Doroshenko et al. 2022).
     """
-    sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
-    one_of("side", side, ("upper", "lower"))
-    if not has_distribution(sigma, tail):
+    if not has_distribution(noise_multiplier, tail):
         raise ValueError(
-            f"noise_multiplier={sigma!r} is too small for the distribution of the mean ratio: use "
-            "0.05 or more"
+            f"noise_multiplier={noise_multiplier!r} is too small for the distribution of the mean "
+            "ratio: use 0.05 or more"
         )
     if sampling == "fixed_size":
-        return _distribution(sigma, 1.0, round(rate * users), side, resolution, tail).scaled(rate)
-    return _distribution(sigma, rate, users, side, resolution, tail)
+        reports = round(sample_rate * num_users)
+        drawn = _distribution(noise_multiplier, 1.0, reports, side, resolution, tail)
+        return drawn.scaled(reports / num_users)
+    return _distribution(noise_multiplier, sample_rate, num_users, side, resolution, tail)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,28 +180,33 @@ def _distribution(
     first, second = (
         _distribution(sigma, rate, part, side, resolution, tail) for part in (small, users - small)
     )
-    scale = _scale(sigma, rate, users)
-    return _mean(
-        first,
-        second,
-        weight=small / users,
-        scale=scale,
-        side=side,
-        resolution=resolution,
-        tail=tail,
+    weight, scale, centre = small / users, _scale(sigma, rate, users), first.centre
+    lows = [half.offsets[half.offsets > -centre].min() for half in (first, second)]
+    ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
+    low, high = np.log1p(ends) if centre else np.log(ends)
+    grid = growing_grid(_WIDENING * scale, low, high, scale * resolution)
+    one = first.offsets, first.masses
+    masses, moments, cuts = mean_of_atoms(
+        one,
+        one if first is second else (second.offsets, second.masses),
+        weight=weight,
+        cuts=_offsets_of(grid, centre),
+        centre=centre,
+        negligible=float(ndtr(-tail)),
     )
+    mean = _settle(masses, moments, cuts, centre=centre, scale=scale, side=side)
+    infinite = mean.infinite + weight * first.infinite + (1 - weight) * second.infinite
+    return dataclasses.replace(mean, infinite=infinite)
 
 
 def _scale(sigma: float, rate: float, users: int) -> float:
-    """Returns standard deviation of log R, were it lognormal with R's variance γ(e^u − 1)/n: exact for n = 1."""
+    """Returns standard deviation of log R, were it lognormal with R's variance γ(e^u − 1)/n.
+
+    It is exact for n = 1.
+    """
     u = sigma**-2
     excess = math.log(rate / users) + (u if u > 30 else math.log(math.expm1(u)))
     return math.sqrt(excess if excess > 30 else math.log1p(math.exp(excess)))
-
-
-def _cut_points(scale: float, low: float, high: float, resolution: float) -> Vector:
-    """Returns a grid on log R over [low, high], 0 among its points, with steps that grow with the distance."""
-    return growing_grid(_WIDENING * scale, low, high, scale * resolution)
 
 
 def _offsets_of(log_ratios: Vector, centre: float) -> Vector:
@@ -209,12 +217,17 @@ def _offsets_of(log_ratios: Vector, centre: float) -> Vector:
 def _one_report(
     sigma: float, rate: float, side: Side, resolution: float, tail: float
 ) -> RatioDistribution:
-    """Returns 1 − B + B·X on the grid; masses and first moments of the cells are exact (6.2, 6.4)."""
+    """Returns 1 − B + B·X on the grid.
+
+    Masses and first moments of the cells are exact (6.2, 6.4).
+    """
     root = 1 / sigma
     half = root * root / 2
     scale = _scale(sigma, rate, 1)
     centre = 1.0 if root <= 1 else 0.0
-    grid = _cut_points(min(scale, root), -half - tail * root, half + tail * root, resolution)
+    unit, reach = min(scale, root), tail * root
+    # R = 1 is among its points.
+    grid = growing_grid(_WIDENING * unit, -half - reach, half + reach, unit * resolution)
     z = np.concatenate([[-np.inf], (grid + half) / root, [np.inf]])
     masses = normal_masses(z)
     moments = lognormal_moments(z, root) if centre else normal_masses(z - root)
@@ -228,39 +241,13 @@ def _one_report(
     )
 
 
-def _mean(
-    first: RatioDistribution,
-    second: RatioDistribution,
-    *,
-    weight: float,
-    scale: float,
-    side: Side,
-    resolution: float,
-    tail: float,
-) -> RatioDistribution:
-    """Returns the distribution of weight·R₁ + (1 − weight)·R₂ for independent R₁, R₂, on a grid of its own."""
-    centre = first.centre
-    lows = [
-        distribution.offsets[distribution.offsets > -centre].min()
-        for distribution in (first, second)
-    ]
-    ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
-    low, high = np.log1p(ends) if centre else np.log(ends)
-    cuts = _offsets_of(_cut_points(scale, low, high, resolution), centre)
-    one = first.offsets, first.masses
-    other = one if first is second else (second.offsets, second.masses)
-    masses, moments, cuts = mean_of_atoms(
-        one, other, weight=weight, cuts=cuts, centre=centre, negligible=float(ndtr(-tail))
-    )
-    distribution = _settle(masses, moments, cuts, centre=centre, scale=scale, side=side)
-    infinite = distribution.infinite + weight * first.infinite + (1 - weight) * second.infinite
-    return dataclasses.replace(distribution, infinite=infinite)
-
-
 def _settle(
     masses: Vector, moments: Vector, cuts: Vector, *, centre: float, scale: float, side: Side
 ) -> RatioDistribution:
-    """Returns atoms from cells [cuts₀, cuts₁), …, [cuts_k, ∞): at their ends (upper) or at their means (lower)."""
+    """Returns atoms from cells [cuts₀, cuts₁), …, [cuts_k, ∞).
+
+    They are at the cells' ends (upper) or at their means (lower).
+    """
     if side == "lower":
         some = masses > 0
         return RatioDistribution(moments[some] / masses[some], masses[some], centre, 0.0, scale)

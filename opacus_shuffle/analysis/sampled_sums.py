@@ -1,18 +1,19 @@
-r"""Computes what it gains for noised sums that nobody learns whose records are in them.
+r"""ε of noised sums that are secret samples: nobody learns whose records are in them.
 
 Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``, and
 μ/2-Gaussian-private where a record becomes zero.
 
-``"fixed_size"``  Every round draws its B of n records anew, without replacement; γ = B/n. Proved in
-                  docs/proofs/03_secret_samples.md: one round's hockey sticks are at most h(α) +
-                  γ·``lost``, h(α) = γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1),
-                  which is the curve of one pair with a known likelihood ratio (3.2); rounds compose
-                  (3.3). A record that becomes zero is a replacement too.
-``"poisson"``     Every record is in by a secret coin of its own, at the rate γ, and who is not in
-counts as zero. Proved in
-                  docs/proofs/08_secret_check_in.md: where a record becomes zero a round is
-                  Poisson-subsampled DP-SGD's, with the noise multiplier 2/μ (Theorem 8.1); under
-                  replacement h holds as above (8.2).
+``"fixed_size"``
+    Every round draws its B of n records anew, without replacement; γ = B/n. Proved in
+    docs/proofs/03_secret_samples.md: one round's hockey sticks are at most h(α) + γ·``lost``,
+    h(α) = γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1), which is the curve of one pair
+    with a known likelihood ratio (3.2); rounds compose (3.3). A record that becomes zero is a
+    replacement too.
+``"poisson"``
+    Every record is in by a secret coin of its own, at the rate γ, and who is not in counts as zero.
+    Proved in docs/proofs/08_secret_check_in.md: where a record becomes zero a round is
+    Poisson-subsampled DP-SGD's, with the noise multiplier 2/μ (Theorem 8.1); under replacement h
+    holds as above (8.2).
 
 >>> rounds = [(SampledSum(mu=0.5, sample_rate=0.01), 1000)]
 >>> round(compute_epsilon(rounds, delta=1e-6), 3)
@@ -30,14 +31,14 @@ import numpy as np
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.analysis.merge import merged_kinds
+from opacus_shuffle.analysis.merge import joined, merge
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, merge, tail_for
+from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, tail_for
 from opacus_shuffle.core.solve import bracket, log_excess, safe_root
 from opacus_shuffle.core.validation import (
-    finite_number,
     integer,
+    number,
     one_of,
     open_unit_interval,
     positive,
@@ -63,11 +64,9 @@ class SampledSum:
     sampling: str = "fixed_size"
 
     def __post_init__(self) -> None:
-        if not 1e-9 <= positive("mu", self.mu) <= 1e6:
-            raise ValueError(f"mu must lie in [1e-9, 1e6], got {self.mu!r}")
+        number("mu", self.mu, "lie in [1e-9, 1e6]", lambda mu: 1e-9 <= mu <= 1e6)
         sampling_rate("sample_rate", self.sample_rate)
-        if not 0 <= finite_number("lost", self.lost) < 1:
-            raise ValueError(f"lost must lie in [0, 1), got {self.lost!r}")
+        number("lost", self.lost, "lie in [0, 1)", lambda lost: 0 <= lost < 1)
         one_of("sampling", self.sampling, ("fixed_size", "poisson"))
 
 
@@ -77,7 +76,9 @@ Rounds = Sequence[tuple[SampledSum, int]]
 def sampled_distribution(
     *, mu: float, sample_rate: float, tail: float = TAILS[0]
 ) -> RatioDistribution:
-    """Returns an upper distribution of one round's R; its hockey sticks are the same in both directions.
+    """Returns an upper distribution of one round's R.
+
+    Its hockey sticks are the same in both directions.
 
     It lies above h at every α, for every data set (3.2, 3.4). μ, γ and ``tail`` have
     :func:`mean_distribution`'s limits.
@@ -98,7 +99,9 @@ def sampled_distribution(
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float, zeroed: bool = False) -> float:
-    """Returns ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large.
+    """Returns ε at δ after all rounds, rounded up.
+
+    ``inf`` where ``lost`` leaves nothing of δ or μ is too large.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on
@@ -138,32 +141,28 @@ def _compute_epsilon(
         return math.inf
     mixtures = []
     for sampled_sum, count in _coarsen(rounds):
+        mu, rate, lost = sampled_sum.mu, sampled_sum.sample_rate, sampled_sum.lost
         if zeroed and sampled_sum.sampling == "poisson":
-            alone = mean_distribution(noise_multiplier=2 / sampled_sum.mu, num_users=1, tail=tail)
-            mixtures.append(
-                (
-                    Mixture(((1.0, alone.scaled(sampled_sum.sample_rate)),), lost=sampled_sum.lost),
-                    count,
-                )
+            alone = mean_distribution(noise_multiplier=2 / mu, num_users=1, tail=tail)
+            distribution = alone.scaled(rate)
+        else:
+            # What is lost is lost only if the record is in the sample.
+            distribution, lost = (
+                sampled_distribution(mu=mu, sample_rate=rate, tail=tail),
+                rate * lost,
             )
-            continue
-        distribution = sampled_distribution(
-            mu=sampled_sum.mu, sample_rate=sampled_sum.sample_rate, tail=tail
-        )
-        mixtures.append(
-            (
-                Mixture(((1.0, distribution),), lost=sampled_sum.sample_rate * sampled_sum.lost),
-                count,
-            )
-        )
+        mixtures.append((Mixture(((1.0, distribution),), lost), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
-def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledSum, int], ...]:
-    """Leaves few different rounds: each of the largest μ, γ and loss of those that it stands for (h grows with μ and γ)."""
+def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> Rounds:
+    """Leaves few different rounds.
+
+    Each has the largest μ, γ and loss of those that it stands for (h grows with μ and γ).
+    """
     if len(rounds) <= MOST_KINDS:
         return rounds
-    numbers = np.array(
+    rows = np.array(
         [(sampled_sum.mu, sampled_sum.sample_rate, sampled_sum.lost) for sampled_sum, _ in rounds]
     )
 
@@ -171,26 +170,24 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledS
         return np.log1p(rows[:, 1] * np.expm1(np.minimum(rows[:, 0] ** 2, 600.0)))
 
     merged = []
-    for few in merged_kinds(
-        numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS
+    for worst, members, together in joined(
+        rows, [count for _, count in rounds], size, most=MOST_KINDS
     ):
-        mu, rate, lost = (float(number) for number in numbers[few].max(axis=0))
+        mu, rate, lost = (float(number) for number in worst)
         # What holds for a sample of fixed size holds for coins, too.
-        kinds = {rounds[index][0].sampling for index in few}
-        kind = kinds.pop() if len(kinds) == 1 else "fixed_size"
-        merged.append(
-            (
-                SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=kind),
-                sum(rounds[i][1] for i in few),
-            )
-        )
+        coins = all(rounds[index][0].sampling == "poisson" for index in members)
+        sampling = "poisson" if coins else "fixed_size"
+        sampled_sum = SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=sampling)
+        merged.append((sampled_sum, together))
     return merge(merged)
 
 
 def largest_mu(
     *, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0
 ) -> float:
-    """Returns the largest μ (to 1e-6, rounded down) of each of ``rounds`` rounds that are (ε, δ)-DP together, sampled or not.
+    """Returns the largest μ of each of ``rounds`` rounds that are (ε, δ)-DP together.
+
+    It is rounded down, to 1e-6.
 
     Args:
         epsilon: ε > 0 of all rounds.

@@ -1,11 +1,16 @@
-r"""Computes ε of shuffled Gaussian reports: for the papers' pair of data sets, without a shuffler, and for a trusted sum.
+r"""Computes ε of shuffled Gaussian reports.
+
+It is that of the papers' pair of data sets, that without a shuffler, and that of a trusted sum.
 
 ``pair_epsilon`` encloses the exact value for one pair of data sets (all others at zero, one record
 at norm C becomes zero), in both directions. ``unshuffled_epsilon`` is what remains if the shuffler
 is not trusted, ``sampled_gaussian_epsilon`` DP-SGD's, where a trusted server adds the reports up.
 The latter two cover every data set.
 
->>> rounds = [(ShuffledRound(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1, sampling="poisson"), 5540)]
+>>> kind = ShuffledRound(
+...     noise_multiplier=5.0, num_users=60_000, sample_rate=0.1, sampling="poisson"
+... )
+>>> rounds = [(kind, 5540)]
 >>> lower, upper = pair_epsilon(rounds, delta=1 / 60_000)
 >>> round(lower, 4), round(upper, 4), round(unshuffled_epsilon(rounds, delta=1 / 60_000), 1)
 (0.0538, 0.0539, 30.2)
@@ -17,14 +22,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import numpy as np
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
-from opacus_shuffle.analysis.merge import merged_kinds
+from opacus_shuffle.analysis.merge import joined, merge
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import (
     TAILS,
@@ -33,18 +37,20 @@ from opacus_shuffle.analysis.ratio_distribution import (
     has_distribution,
     mean_distribution,
 )
-from opacus_shuffle.core.validation import integer, open_unit_interval
+from opacus_shuffle.core.validation import open_unit_interval
 
 MOST_KINDS, MOST_SHUFFLED_KINDS = 40, 10
-"""Histories with more different rounds are computed as so few kinds, on the safe side; the latter where one takes long."""
-_MANY = 1000
-_FINE = 64.0
-"""Of more different rounds than that, numbers are rounded to so many values per doubling first (1.1 % apart), or fewer."""
+"""Histories with more different rounds are computed as so few kinds, on the safe side.
+
+The latter where one takes long.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledRound:
-    """One round of n Gaussian reports that are shuffled together (n = 1: a Gaussian mechanism as it is).
+    """One round of n Gaussian reports that are shuffled together.
+
+    For n = 1 it is a Gaussian mechanism as it is.
 
     Attributes:
         noise_multiplier: σ of one report over the clipping norm.
@@ -60,9 +66,9 @@ class ShuffledRound:
     sampling: Sampling = None
 
     def __post_init__(self) -> None:
-        rate = check_round(self.noise_multiplier, self.num_users, self.sample_rate, self.sampling)[
-            2
-        ]
+        _, _, rate = check_round(
+            self.noise_multiplier, self.num_users, self.sample_rate, self.sampling
+        )
         object.__setattr__(self, "sample_rate", rate)
 
     @property
@@ -74,18 +80,15 @@ class ShuffledRound:
         """Returns the same round at another σ."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
-    def one_report(self, tail: float) -> RatioDistribution:
-        """Returns the distribution, from above, of one report's likelihood ratio R, out to ``tail`` standard deviations."""
-        return mean_distribution(noise_multiplier=self.noise_multiplier, num_users=1, tail=tail)
-
 
 Rounds = Sequence[tuple[ShuffledRound, int]]
 Merged = tuple[tuple[ShuffledRound, int], ...]
-Kind = TypeVar("Kind")
 
 
 def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
-    """Returns a lower and an upper value of the pair's ε at δ, in the larger direction, after all rounds.
+    """Returns a lower and an upper value of the pair's ε at δ, in the larger direction.
+
+    It is that after all rounds.
 
     Args:
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
@@ -109,7 +112,10 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
 
 
 def rough_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns about what :func:`pair_epsilon` does, as if log R were Gaussian: no bound, but where to look for one."""
+    """Returns about what :func:`pair_epsilon` does, as if log R were Gaussian.
+
+    It is no bound, but where to look for one.
+    """
     variance = sum(
         count
         * math.log1p(
@@ -173,30 +179,40 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
         sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)
     ):
         return 0.0  # the user takes part in no round at all but with probability δ
-    scaled = merge(
-        [(kind.with_noise(kind.noise_multiplier / distance), count) for kind, count in rounds]
-    )
-    tail = tail_for(scaled, delta)
-    return everyone if tail is None else min(everyone, _participation_epsilon(scaled, delta, tail))
+    scaled = [(kind.with_noise(kind.noise_multiplier / distance), count) for kind, count in rounds]
+    return min(everyone, _one_user_epsilon(merge(scaled), delta, sample_seen=True))
 
 
 @functools.lru_cache(maxsize=256)
-def _participation_epsilon(rounds: Merged, delta: float, tail: float) -> float:
-    """Returns ε where it is seen in which rounds the user takes part, each with probability γ."""
+def _one_user_epsilon(rounds: Merged, delta: float, *, sample_seen: bool) -> float:
+    """Returns ε of one user's reports, each sent with probability γ, which is seen or not.
+
+    It is infinite where σ is too small to compute with. The others do not count here, nor should
+    their number keep rounds apart.
+    """
+    if (tail := tail_for(rounds, delta)) is None:
+        return math.inf
+    alone = merge(
+        (dataclasses.replace(kind, num_users=1, sampling="poisson"), count)
+        for kind, count in rounds
+    )
     mixtures = []
-    for kind, count in coarsen(_alone(rounds), "upper", most=MOST_KINDS):
-        report = kind.one_report(tail)
-        nothing = RatioDistribution(
-            np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0
-        )
-        mixtures.append(
-            (Mixture(((kind.sample_rate, report), (1 - kind.sample_rate, nothing))), count)
-        )
+    for kind, count in coarsen(alone, "upper", most=MOST_KINDS):
+        report = mean_distribution(noise_multiplier=kind.noise_multiplier, num_users=1, tail=tail)
+        mixture = Mixture.of(report.scaled(kind.sample_rate))
+        if sample_seen:
+            nothing = RatioDistribution(
+                np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0
+            )
+            mixture = Mixture(((kind.sample_rate, report), (1 - kind.sample_rate, nothing)))
+        mixtures.append((mixture, count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
 def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns ε ≥ 0 at δ of DP-SGD, rounded up: user 1's record enters each round's noised sum with probability γ, in secret.
+    """Returns ε ≥ 0 at δ of DP-SGD, rounded up.
+
+    User 1's record enters each round's noised sum with probability γ, in secret.
 
     It is Opacus's PRV accountant's, but with a relative error (0.1 %) in place of an absolute one
     (0.01).
@@ -212,45 +228,15 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     delta = open_unit_interval("delta", delta)
     merged = merge(rounds)
     everyone = unshuffled_epsilon(merged, delta=delta)
-    if (
-        all(kind.sample_rate == 1.0 for kind, _ in merged)
-        or (tail := tail_for(merged, delta)) is None
-    ):
+    if all(kind.sample_rate == 1.0 for kind, _ in merged):
         return everyone
-    coarse = coarsen(_alone(merged), "upper", most=MOST_KINDS)
-    mixtures = [
-        (Mixture.of(kind.one_report(tail).scaled(kind.sample_rate)), count)
-        for kind, count in coarse
-    ]
-    return min(everyone, privacy_loss.compute_epsilon(mixtures, delta=delta))
-
-
-def _alone(rounds: Rounds) -> Merged:
-    """Returns the rounds as one user's: where the others do not count, nor should their number keep rounds apart."""
-    return merge(
-        (
-            ShuffledRound(
-                noise_multiplier=kind.noise_multiplier,
-                num_users=1,
-                sample_rate=kind.sample_rate,
-                sampling="poisson",
-            ),
-            count,
-        )
-        for kind, count in rounds
-    )
-
-
-def merge(rounds: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
-    """Counts equal rounds together, in one order whatever theirs was, as roundings follow it; checks the repetitions."""
-    counts: dict[Kind, int] = {}
-    for kind, count in rounds:
-        counts[kind] = counts.get(kind, 0) + integer("repetitions", count)
-    return tuple(sorted(counts.items(), key=repr))
+    return min(everyone, _one_user_epsilon(merged, delta, sample_seen=False))
 
 
 def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> Merged:
-    """Leaves few different rounds: those that cost least together become one kind that tells more than each, or less (1.18).
+    """Leaves few different rounds.
+
+    Those that cost least together become one kind that tells more than each, or less (1.18).
 
     For an upper ε that kind has the smallest σ, the fewest users and the largest γ (or sample of
     fixed size) among them, for a lower one the other ends. A thousand rounds that differ by a
@@ -284,38 +270,31 @@ def _joined(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRou
             drawn * np.expm1(np.minimum(noise**-2, 600.0)) / users ** (2 if fixed else 1)
         )
 
-    def numbers(one: ShuffledRound) -> tuple[float, int, float]:
-        drawn = round(one.sample_rate * one.num_users) if fixed else one.sample_rate
-        return -one.noise_multiplier, -one.num_users, drawn
+    def numbers(kind: ShuffledRound) -> tuple[float, int, float]:
+        drawn = round(kind.sample_rate * kind.num_users) if fixed else kind.sample_rate
+        return -kind.noise_multiplier, -kind.num_users, drawn
 
-    described = sign * np.array(
-        [numbers(kind) for kind, _ in rounds]
-    )  # larger numbers are on the safe side
-    rows, fine = described, _FINE
-    while len(np.unique(rows, axis=0)) > _MANY:
-        powers = np.log2(np.abs(described)) * fine
-        rows = np.sign(described) * 2 ** (
-            np.where(described < 0, np.floor(powers), np.ceil(powers)) / fine
-        )
-        whole = slice(1, 3 if fixed else 2)
-        rows[:, whole] = np.ceil(rows[:, whole])
-        rows, fine = np.clip(rows, described, described.max(axis=0)), fine / 2
-    rows, kind_of = np.unique(rows, axis=0, return_inverse=True)
-    counts = np.array([count for _, count in rounds])
+    rows = sign * np.array([numbers(kind) for kind, _ in rounds])  # the larger, the safer
     most *= max(int(np.count_nonzero(np.ptp(rows, axis=0))), 1)
-    for few in merged_kinds(rows, np.bincount(kind_of, counts), size, most=most):
-        noise, users, drawn = (float(number) for number in np.abs(rows[few].max(axis=0)))
+    whole = slice(1, 3 if fixed else 2)
+    for worst, _, together in joined(
+        rows, [count for _, count in rounds], size, most=most, whole=whole
+    ):
+        noise, users, drawn = (float(number) for number in np.abs(worst))
         kind = dataclasses.replace(
             like,
             noise_multiplier=noise,
             num_users=int(users),
             sample_rate=min(drawn / users, 1.0) if fixed else drawn,
         )
-        yield kind, int(counts[np.isin(kind_of, few)].sum())
+        yield kind, together
 
 
 def tail_for(rounds: Rounds, delta: float) -> float | None:
-    """Returns how far out a report's tails matter, in standard deviations; ``None`` if σ is too small to compute with that."""
+    """Returns how far out a report's tails matter, in standard deviations.
+
+    ``None`` if σ is too small to compute with that.
+    """
     smallest = 1e-6 * delta / sum(count for _, count in rounds)
     tail = next((tail for tail in TAILS if ndtr(-tail) <= smallest), None)
     # A tenth of σ leaves room for coarsening.

@@ -1,4 +1,6 @@
-r"""Computes Liew and Takahashi's (SG) own bounds for subsampled and checked-in shuffling, ICLR Theorems 2 and 3 as printed.
+r"""Computes Liew and Takahashi's (SG) own bounds for subsampled and checked-in shuffling.
+
+They are ICLR Theorems 2 and 3 as printed.
 
 They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the
 exact value of the same pair, often a hundred times smaller. They are here because
@@ -8,8 +10,10 @@ that k users came, where it is k/n; Theorem 3's "if Eq. 12 decreases with n" alw
 docs/proofs/).
 
 >>> from opacus_shuffle.analysis import mean_ratio, subsampling
->>> setting = dict(noise_multiplier=0.86, num_users=60_000, sample_rate=0.001, sampling="fixed_size", orders=2)
->>> round(subsampling.compute_rdp(**setting) / mean_ratio.compute_rdp(**setting), 2)  # Theorem 2 over the exact value
+>>> users = dict(num_users=60_000, sample_rate=0.001, sampling="fixed_size")
+>>> setting = dict(noise_multiplier=0.86, orders=2, **users)
+>>> # Theorem 2 over the exact value:
+>>> round(subsampling.compute_rdp(**setting) / mean_ratio.compute_rdp(**setting), 2)
 4.0
 """
 
@@ -31,7 +35,7 @@ from opacus_shuffle.analysis.mean_ratio import (
     log_moments,
     logsumexp,
 )
-from opacus_shuffle.core.validation import finite_number, one_of, renyi_orders
+from opacus_shuffle.core.validation import one_of, renyi_orders
 
 
 def compute_rdp(
@@ -41,9 +45,10 @@ def compute_rdp(
     sample_rate: float,
     orders: float | Iterable[float],
     sampling: Literal["fixed_size", "poisson"],
-    chernoff_slack: float | None = None,
 ) -> Any:
-    """Returns the RDP of one round by SG ICLR Theorem 2 (``"fixed_size"``) or Theorem 3 (``"poisson"``).
+    """Returns the RDP of one round by SG ICLR Theorem 2 (``"fixed_size"``) or 3.
+
+    Theorem 3 is that of ``"poisson"``.
 
     Args:
         noise_multiplier: Local σ: one report's noise over the clipping norm.
@@ -51,9 +56,8 @@ def compute_rdp(
         sample_rate: γ in (0, 1]. Without replacement, m = round(γ·n) users take part and γ is m/n.
         orders: One order or several, each in (1, 16384]. The theorems hold at integers; between two
             of them log E[R^λ] is bounded by the chord of its bounds.
-        sampling: ``"fixed_size"`` or ``"poisson"``.
-        chernoff_slack: Δ of Theorem 3, in [0, 1], only for ``"poisson"``. Theorem 3 holds for every
-            Δ: by default each order takes the best of a grid (32 values, 8 beyond order 512).
+        sampling: ``"fixed_size"`` or ``"poisson"``. Theorem 3 holds for every Δ in [0, 1]: each
+            order takes the best of 32 values from min(½, 1/√(nγ)) to 1, 8 beyond order 512.
 
     Returns:
         The RDP: a float for one order, else an array of shape ``(len(orders),)``.
@@ -73,37 +77,20 @@ def compute_rdp(
     sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
     max_order = max(2, int(np.ceil(vector.max())))
     if sampling == "fixed_size":
-        if chernoff_slack is not None:
-            raise ValueError(
-                f"chernoff_slack={chernoff_slack} belongs to sampling='poisson' alone; leave it out"
-            )
         bounds = _theorem_2(sigma, round(rate * users), rate, max_order)
     else:
-        bounds = _theorem_3(
-            sigma, users, rate, max_order, _slacks(chernoff_slack, users * rate, max_order)
-        )
+        bounds = _theorem_3(sigma, users, rate, max_order)
     rdp = mean_ratio.rdp_from_log_moments(bounds, vector)
     return rdp if isinstance(orders, Iterable) else float(rdp[0])
 
 
-def _slacks(chernoff_slack: float | None, expected_reports: float, max_order: int) -> list[float]:
-    """Returns the Δ that was asked for, or a grid: below 1/√(nγ) the Chernoff factor e^{−Δ²nγ/2} is worth nothing."""
-    if chernoff_slack is None:
-        grid = np.geomspace(
-            min(0.5, 1 / np.sqrt(expected_reports)), 1.0, 32 if max_order <= 512 else 8
-        )
-        return list(
-            {int((1 - slack) * expected_reports): slack for slack in grid}.values()
-        )  # per count the largest Δ
-    if not 0 <= finite_number("chernoff_slack", chernoff_slack) <= 1:
-        raise ValueError(f"chernoff_slack must lie in [0, 1], got {chernoff_slack!r}")
-    return [float(chernoff_slack)]
-
-
 @functools.lru_cache(maxsize=1024)
 def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vector:
-    """Returns Eq. 10 before its factor 1/(λ − 1): bounds on log E[R^λ] for λ = 0, …, ``max_order``."""
-    shuffled = log_moments(noise_multiplier=sigma, num_users=reports, max_order=max_order)
+    """Returns Eq. 10 before its factor 1/(λ − 1).
+
+    They are bounds on log E[R^λ] for λ = 0, …, ``max_order``.
+    """
+    shuffled = log_moments(sigma, reports, max_order)
     powers = np.arange(max_order + 1)
     factorials = gammaln(powers + 1.0)
     # j = 2 has its own factor, min{4(e^ε − 1), 2e^ε}, and E[R²] = e^{ε(2)}.
@@ -118,17 +105,18 @@ def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vecto
     return bounds
 
 
-def _theorem_3(
-    sigma: float, users: int, rate: float, max_order: int, slacks: list[float]
-) -> Vector:
+def _theorem_3(sigma: float, users: int, rate: float, max_order: int) -> Vector:
     """Returns Eq. 13 before its factor 1/(λ − 1), at each order for its best Δ."""
+    reports = users * rate
     one = _theorem_2(sigma, 1, rate, max_order)
     bounds = np.full(max_order + 1, np.inf)
-    for slack in slacks:
-        few = one - slack**2 * users * rate / 2
+    # Below 1/√(nγ) the Chernoff factor e^{−Δ²nγ/2} is worth nothing.
+    slacks = np.geomspace(min(0.5, 1 / np.sqrt(reports)), 1.0, 32 if max_order <= 512 else 8)
+    largest = {int((1 - slack) * reports): slack for slack in slacks}  # Δ for each count
+    for fewer, slack in largest.items():
         # Rounded down where the paper assumes an integer: the Chernoff term already covers every
         # count up to (1 − Δ)nγ.
-        many = _theorem_2(sigma, int((1 - slack) * users * rate) + 1, rate, max_order)
-        bounds = np.minimum(bounds, np.logaddexp(few, many))
+        many = _theorem_2(sigma, fewer + 1, rate, max_order)
+        bounds = np.minimum(bounds, np.logaddexp(one - slack**2 * users * rate / 2, many))
     bounds[:2] = 0.0  # E[1] = E[R] = 1
     return bounds

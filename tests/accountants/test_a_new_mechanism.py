@@ -1,4 +1,7 @@
-"""A mechanism is added by three new pieces and no edit anywhere else; ``helpers/laplace_reports.py`` has them."""
+"""A mechanism is added by three new pieces and no edit anywhere else.
+
+``helpers/laplace_reports.py`` has them.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ import opacus_shuffle
 from opacus_shuffle.accountants import ShuffleAccountant, bounds_of, register_accountants
 from opacus_shuffle.accountants.bounds import registry
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.commands.main import main
 from opacus_shuffle.engine.schemes.base import Scheme
 
-RUN = {"num_users": 100, "noise_multiplier": 20.0}
+NAME, RUN = "laplace_reports", {"num_users": 100, "noise_multiplier": 20.0}
+ROUNDS = {"steps": 4, "delta": 1e-5}
 
 
 @pytest.fixture(scope="module")
@@ -37,126 +42,97 @@ def laplace():
     del sys.modules["helpers.laplace_reports"]
 
 
-def test_it_answers_for_its_name_and_fields(laplace):
-    one = laplace.LaplaceReports(**RUN)
-    assert opacus_shuffle.compute_epsilon(one, steps=4, delta=1e-5) == 0.2
-    assert opacus_shuffle.compute_epsilon(
-        "laplace_reports", steps=4, delta=1e-5, diameter=3.0, **RUN
-    ) == pytest.approx(0.6)
-    assert opacus_shuffle.compute_epsilon(one, steps=4, delta=1e-5, adjacency="replace") == 0.4
-    sigma = opacus_shuffle.compute_noise_multiplier(
-        "laplace_reports", target_epsilon=1, target_delta=0.1, num_users=9, steps=7
-    )
+def test_it_answers_for_its_name_and_fields(laplace, capsys):
+    one, cost = laplace.LaplaceReports(**RUN), opacus_shuffle.compute_epsilon
+    assert cost(one, **ROUNDS) == 0.2
+    assert cost(one, adjacency="replace", **ROUNDS) == 0.4
+    assert cost(NAME, diameter=3.0, **ROUNDS, **RUN) == pytest.approx(0.6)
+    budget = {"target_epsilon": 1, "target_delta": 0.1, "num_users": 9, "steps": 7}
+    sigma = opacus_shuffle.compute_noise_multiplier(NAME, **budget)
     assert sigma == pytest.approx(7, rel=1e-6)
     with pytest.raises(ValueError, match="did you mean diameter"):
-        opacus_shuffle.compute_epsilon("laplace_reports", steps=4, delta=1e-5, diametre=3.0, **RUN)
+        cost(NAME, diametre=3.0, **ROUNDS, **RUN)
     with pytest.warns(opacus_shuffle.PrivacyAssumptionWarning):
-        opacus_shuffle.compute_epsilon(one, steps=4, delta=1e-5, bound="half")
-
-
-def test_it_is_reported_with_its_meanings_and_drawn(laplace):
-    report = opacus_shuffle.privacy_report(laplace.LaplaceReports(**RUN), steps=4, delta=1e-5)
-    assert [bound.bound for bound in report.bounds] == ["certified", "half"]
-    assert report.best.bound == "certified"
-    printed = " ".join(str(report).split())
-    assert "pure differential privacy adds up, whoever sees the reports" in printed
-    assert "no guarantee at all" in printed
-    assert json.loads(json.dumps(report.to_dict()))["settings"][0]["diameter"] == 1.0
-    pytest.importorskip("matplotlib").use("Agg")
-    assert [line.get_label() for line in report.plot().lines] == [
-        "certified: every data set",
-        "half: nothing",
-    ]
-
-
-def test_opacus_knows_its_accountant_which_pickles_and_restores(laplace):
-    accountant = create_accountant("laplace_reports")
-    assert isinstance(accountant, ShuffleAccountant)
-    accountant.num_users = 1000
-    for _ in range(3):
-        accountant.step(noise_multiplier=200.0, sample_rate=0.1)
-    assert accountant.get_epsilon(1e-5) == pytest.approx(
-        3 * 100**0.5 / 200
-    )  # 100 reports share the noise of the sum
-    assert pickle.loads(pickle.dumps(accountant)).rounds == accountant.rounds
-    restored = create_accountant("laplace_reports")
-    restored.load_state_dict(through_json(accountant.state_dict()))
-    assert restored.rounds == accountant.rounds
-    sigma = get_noise_multiplier(
-        target_epsilon=1.0,
-        target_delta=1e-5,
-        sample_rate=0.1,
-        steps=3,
-        accountant="laplace_reports",
-        num_users=100,
-    )
-    assert sigma >= 3 * 10**0.5
-
-
-def test_networks_train_with_it(laplace):
-    engine = opacus_shuffle.PrivacyEngine(accountant="laplace_reports")
-    toy = make_toy(records=60, batch_size=10)
-    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=30.0, local_noise=True)
-    run_epoch(model, optimizer, loader)
-    assert engine.accountant.rounds == [
-        (laplace.LaplaceReports(noise_multiplier=30.0, num_users=10), 6)
-    ]
-    assert engine.get_epsilon(1e-5) == pytest.approx(6 / 30)
-    budget = {"target_epsilon": 2.0, "target_delta": 1e-5, "epochs": 1, "local_noise": True}
-    engine = opacus_shuffle.PrivacyEngine(accountant="laplace_reports")
-    _, optimizer, _ = engine.make_private_with_epsilon(
-        **make_toy(records=60, batch_size=10), **budget
-    )
-    assert optimizer.noise_multiplier == pytest.approx(3.0, rel=1e-6)
-
-
-def test_it_is_on_the_command_line(laplace, capsys):
-    from opacus_shuffle.commands.main import main
-
-    assert "laplace_reports" in MECHANISMS
-    assert bounds_of(laplace.LaplaceReports) == ("certified", "half")
-    flags = [
-        "--num-users",
-        "100",
-        "--noise-multiplier",
-        "20",
-        "--diameter",
-        "3",
-        "--steps",
-        "4",
-        "--delta",
-        "1e-5",
-    ]
-    assert main(["epsilon", "--mechanism", "laplace_reports", *flags]) == 0
+        cost(one, bound="half", **ROUNDS)
+    asked = {"mechanism": NAME, "diameter": 3, **ROUNDS, **RUN}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
+    assert main(["epsilon", *flags]) == 0
     assert capsys.readouterr().out.startswith("0.6000\n")
 
 
-def test_a_newcomer_takes_nothing_from_others(laplace):
-    before = opacus_shuffle.compute_epsilon(
-        "shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5
-    )
-    with pytest.raises(ValueError, match="'shuffled_checkin' belongs to ShuffledCheckIn"):
-        type("Mine", (opacus_shuffle.ShuffledCheckIn,), {"name": "shuffled_checkin"})
-    with pytest.raises(ValueError, match="bound 'certified' of shuffled_checkin belongs to"):
-        registry.register_bound(
-            opacus_shuffle.ShuffledCheckIn, "certified", meaning="nothing", guarantee=laplace.PROVED
-        )(lambda rounds, **options: None)
-    with pytest.raises(
-        ValueError, match="the training of shuffled_checkin belongs to GaussianReports"
-    ):
-        type("Takeover", (Scheme,), {"mechanisms": (opacus_shuffle.ShuffledCheckIn,)})
-    after = opacus_shuffle.compute_epsilon(
-        "shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5
-    )
-    assert after == before
+def test_it_is_reported_with_its_meanings(laplace):
+    report = opacus_shuffle.privacy_report(laplace.LaplaceReports(**RUN), **ROUNDS)
+    assert [bound.bound for bound in report.bounds] == ["certified", "half"]
+    assert report.best.bound == "certified"
+    printed = " ".join(str(report).split())
+    for meaning in ("pure differential privacy adds up, whoever sees", "no guarantee at all"):
+        assert meaning in printed
+    assert json.loads(json.dumps(report.to_dict()))["settings"][0]["diameter"] == 1.0
 
 
-def test_a_mechanism_without_bounds_and_one_derived_from_another_are_refused_by_name(laplace):
+def test_opacus_knows_its_accountant_which_pickles_and_restores(laplace):
+    accountant = create_accountant(NAME)
+    accountant.num_users = 1000
+    for _ in range(3):
+        accountant.step(noise_multiplier=200.0, sample_rate=0.1)
+    # 100 reports share the noise of the sum.
+    assert accountant.get_epsilon(1e-5) == pytest.approx(3 * 100**0.5 / 200)
+    restored = create_accountant(NAME)
+    restored.load_state_dict(through_json(accountant.state_dict()))
+    assert accountant.rounds == restored.rounds == pickle.loads(pickle.dumps(accountant)).rounds
+    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 3}
+    assert get_noise_multiplier(**budget, accountant=NAME, num_users=100) >= 3 * 10**0.5
+
+
+def test_networks_train_with_it(laplace):
+    def private(**asked):
+        engine = opacus_shuffle.PrivacyEngine(accountant=NAME)
+        make = engine.make_private_with_epsilon if "epochs" in asked else engine.make_private
+        return engine, *make(**make_toy(records=60, batch_size=10), **asked, local_noise=True)
+
+    engine, *made = private(noise_multiplier=30.0)
+    run_epoch(*made)
+    ran = laplace.LaplaceReports(noise_multiplier=30.0, num_users=10)
+    assert engine.accountant.rounds == [(ran, 6)]
+    assert engine.get_epsilon(1e-5) == pytest.approx(6 / 30)
+    _, _, optimizer, _ = private(target_epsilon=2.0, target_delta=1e-5, epochs=1)
+    assert optimizer.noise_multiplier == pytest.approx(3.0, rel=1e-6)
+
+
+def a_bound(mechanism, name):
+    registry.register_bound(
+        mechanism, name, meaning="nothing", guarantee=opacus_shuffle.Guarantee.PROVED
+    )(lambda rounds, **options: None)
+
+
+NEWCOMERS = {
+    "'shuffled_checkin' belongs to ShuffledCheckIn": lambda kind: type(
+        "Mine", (kind,), {"name": "shuffled_checkin"}
+    ),
+    "bound 'certified' of shuffled_checkin belongs to": lambda kind: a_bound(kind, "certified"),
+    "the training of shuffled_checkin belongs to GaussianReports": lambda kind: type(
+        "Takeover", (Scheme,), {"mechanisms": (kind,)}
+    ),
+    "must not call a field steps": lambda kind: type(
+        "Mine", (kind,), {"name": "mine", "__annotations__": {"steps": int}}
+    ),
+}
+
+
+@pytest.mark.parametrize("named", NEWCOMERS)
+def test_a_newcomer_takes_nothing_from_others(laplace, named):
+    before = dict(MECHANISMS)
+    with pytest.raises(ValueError, match=named):
+        NEWCOMERS[named](opacus_shuffle.ShuffledCheckIn)
+    assert before == MECHANISMS
+    assert bounds_of(laplace.LaplaceReports) == ("certified", "half")
+
+
+def test_a_mechanism_derived_from_another_has_neither_its_bounds_nor_its_accountant(laplace):
     derived = type("Derived", (opacus_shuffle.ShuffledCheckIn,), {"name": "derived"})
     one = derived(noise_multiplier=5.0, num_users=100, sample_rate=0.1)
-    with pytest.raises(ValueError, match="Derived has no bounds"):
-        opacus_shuffle.compute_epsilon(one, steps=1, delta=1e-5)
-    with pytest.raises(ValueError, match="Derived has no bounds"):
-        opacus_shuffle.privacy_report(one, steps=1, delta=1e-5)
+    for ask in (opacus_shuffle.compute_epsilon, opacus_shuffle.privacy_report):
+        with pytest.raises(ValueError, match="Derived has no bounds"):
+            ask(one, steps=1, delta=1e-5)
     with pytest.raises(ValueError, match="mechanism must be a ShuffledCheckIn"):
         ShuffleAccountant(opacus_shuffle.ShuffledCheckIn).record(one)

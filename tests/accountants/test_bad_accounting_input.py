@@ -73,7 +73,7 @@ CALLS = {
     "names of bounds": (accountants.bounds_of, {"mechanism": ShuffledCheckIn}),
     "noise": (
         accountants.smallest_noise,
-        {"epsilon": lambda sigma: 1 / sigma, "target_epsilon": 1.0, "lowest": 1e-3},
+        {"epsilon": lambda sigma: 1 / sigma, "target_epsilon": 1.0},
     ),
     "report": (
         PrivacyReport,

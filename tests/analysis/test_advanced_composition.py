@@ -45,8 +45,8 @@ def test_composition_is_theorem_1_rounded_up(epsilons, slack):
         exact = min(
             total, squares / 2 + mpmath.sqrt(2 * mpmath.log(1 / mpmath.mpf(slack)) * squares)
         )
-        found = compose(epsilons, slack=slack)
-        assert exact <= found <= exact * (1 + mpmath.mpf(2e-12))
+        epsilon = compose(epsilons, slack=slack)
+        assert exact <= epsilon <= exact * (1 + mpmath.mpf(2e-12))
 
 
 @settings(deadline=None, max_examples=200)
@@ -62,42 +62,34 @@ def test_composition_is_theorem_1_rounded_up(epsilons, slack):
 def test_the_budget_of_a_step_spends_the_whole_budget_and_no_more(
     epsilon, delta, steps, rate, split
 ):
-    each, its_delta = step_budget(
+    step_epsilon, its_delta = step_budget(
         epsilon=epsilon, delta=delta, steps=steps, sample_rate=rate, delta_split=split
     )
-    assert 0 < each < math.inf
+    assert 0 < step_epsilon < math.inf
     assert 0 < its_delta < 1
     assert its_delta == pytest.approx(min(split * delta / (rate * steps), 1.0), rel=1e-12)
-    spent_then = compose([(subsample(each, sample_rate=rate), steps)], slack=(1 - split) * delta)
+    spent_then = compose(
+        [(subsample(step_epsilon, sample_rate=rate), steps)], slack=(1 - split) * delta
+    )
     # Rounded down by 1e-12 here, up by as much there; e^ε − 1 over q passes a relative error on at
     # most ε/(1 − e^{−ε})-fold.
     assert spent_then == pytest.approx(epsilon, rel=1e-10)
 
 
-def test_the_step_s_delta_is_used_up_by_the_steps():
-    asked = []
-
-    def step(delta):
-        asked.append(delta)
-        return 0.3
-
-    found = advanced_composition.compute_epsilon([(step, 0.1, 20), (step, 0.5, 4)], delta=1e-5)
-    assert asked == [0.5 * 1e-5 / (0.1 * 20 + 0.5 * 4)] * 2
-    each = [(subsample(0.3, sample_rate=0.1), 20), (subsample(0.3, sample_rate=0.5), 4)]
-    assert found == compose(each, slack=0.5e-5)
-
-
 @pytest.mark.parametrize("delta_split", [0.1, 0.5, 0.9])
 def test_what_the_steps_and_the_composition_take_of_delta_add_up_to_it(delta_split):
-    """The composition's share is read off its ε: of k steps of ε₀ it is exp(−(ε/ε₀ − kε₀/2)²/2k)."""
+    """The composition's share is read off its ε.
+
+    Of k steps of ε₀ it is exp(−(ε/ε₀ − kε₀/2)²/2k).
+    """
     shares, small, count, rate, delta = [], 1e-3, 400, 0.25, 1e-5
 
     def step(share):
         shares.append(share)
         return math.log1p(math.expm1(small) / rate)  # ε₀ = 1e-3 after sampling
 
-    found = advanced_composition.compute_epsilon(
+    epsilon = advanced_composition.compute_epsilon(
         [(step, rate, count)], delta=delta, delta_split=delta_split
     )
-    slack = math.exp(-((found / small - count * small / 2) ** 2) / (2 * count))
+    slack = math.exp(-((epsilon / small - count * small / 2) ** 2) / (2 * count))
     assert count * rate * shares[-1] + slack == pytest.approx(delta, rel=1e-9)

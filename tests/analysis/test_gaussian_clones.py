@@ -1,4 +1,6 @@
-"""The certificate against the true mechanism: every data set tried here is one that it must hold for.
+"""The certificate against the true mechanism.
+
+Every data set tried here is one that it must hold for.
 
 Cutting the line into cells and looking at the cells only is post-processing, so δ of the shuffled
 *cells* is at most the true δ. It is a finite sum, so a certificate that it exceeds is wrong: no
@@ -29,20 +31,25 @@ both_kinds = pytest.mark.parametrize("clones", KINDS)
 @pytest.mark.parametrize("adjacency", ["zero_out", pytest.param("replace", marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
 def test_few_clones_are_not_thrown_away(sampling, adjacency):
-    """Rounds with less than half a clone on average counted as unshuffled: ε more than halved from one σ to the next."""
+    """Rounds with less than half a clone on average counted as unshuffled.
+
+    ε more than halved from one σ to the next.
+    """
 
     def epsilon(sigma):
-        each = ShuffledRound(
+        kind = ShuffledRound(
             noise_multiplier=sigma, num_users=4000, sample_rate=0.1, sampling=sampling
         )
-        return gaussian_clones.smallest_epsilon([(each, 20)], delta=1e-5, adjacency=adjacency)[0]
+        return gaussian_clones.smallest_epsilon([(kind, 20)], delta=1e-5, adjacency=adjacency)[0]
 
-    found = [epsilon(0.9 * 1.02**step) for step in range(8)]
-    assert all(before > after > before / 2 for before, after in itertools.pairwise(found)), found
+    epsilons = [epsilon(0.9 * 1.02**step) for step in range(8)]
+    assert all(before > after > before / 2 for before, after in itertools.pairwise(epsilons)), (
+        epsilons
+    )
 
 
 # ---- two and three users, cell by cell
-# --------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def assert_certified(moved, still, rounds, *, adjacency="zero_out", deltas=DELTAS, clones):
@@ -70,31 +77,23 @@ def test_the_certificate_is_put_to_the_test_with_two_and_three_users(users, delt
         )
 
 
-@pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0])
-@pytest.mark.parametrize("users", [2, 3])
-def test_zero_out_is_certified_for_two_and_three_users(users, sigma):
-    rounds = one_round(sigma, users)
-    for others in other_records(users):
-        moved, still = (shuffled_cells((record, *others), sigma) for record in (1.0, 0.0))
-        for clones in KINDS:
-            assert_certified(moved, still, rounds, clones=clones)
-
-
 @pytest.mark.parametrize(
-    ("users", "sigma"),
+    ("users", "sigma", "stays", "adjacency"),
     [
-        (2, 1.0),
-        (2, 3.0),
-        (3, 1.0),
-        *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((2, 10), (3, 3), (3, 10))),
+        *((users, sigma, 0.0, "zero_out") for users in (2, 3) for sigma in (1.0, 3.0, 10.0)),
+        *((users, sigma, -1.0, "replace") for users, sigma in ((2, 1.0), (2, 3.0), (3, 1.0))),
+        *(
+            pytest.param(users, sigma, -1.0, "replace", marks=pytest.mark.zoo)
+            for users, sigma in ((2, 10.0), (3, 3.0), (3, 10.0))
+        ),
     ],
 )
-def test_replacement_is_certified_for_two_and_three_users(users, sigma):
+def test_all_small_data_sets_are_certified(users, sigma, stays, adjacency):
     rounds = one_round(sigma, users)
     for others in other_records(users):
-        moved, still = (shuffled_cells((record, *others), sigma) for record in (1.0, -1.0))
+        moved, still = (shuffled_cells((record, *others), sigma) for record in (1.0, stays))
         for clones in KINDS:
-            assert_certified(moved, still, rounds, adjacency="replace", clones=clones)
+            assert_certified(moved, still, rounds, adjacency=adjacency, clones=clones)
 
 
 @pytest.mark.zoo
@@ -113,44 +112,8 @@ def test_random_participants_are_certified_for_two_and_three_users(users, rate, 
                     assert_certified(moved, still, rounds, adjacency=adjacency, clones=clones)
 
 
-@pytest.mark.zoo
-@both_kinds
-def test_two_adaptive_rounds_are_certified(clones):
-    # δ of two rounds is Σ_j P_j·h(e^ε·Q_j/P_j), h(τ) = Σ_k (P_k − τQ_k)₊ of the second round's
-    # data, which may depend on j.
-    users = 2
-    for sigma in (1.0, 3.0, 10.0, 30.0):
-        rounds = one_round(sigma, users, repetitions=2)
-        data = [
-            ((moved, other), (0.0, other))
-            for moved, other in itertools.product((1.0, -1.0), (-1.0, 0.3))
-        ]
-        views = [tuple(view_cells(records, sigma, 1.0, None) for records in pair) for pair in data]
-        for delta in (0.03, 1e-2, 1e-3, 1e-5):
-            scale = math.exp(compute_epsilon(rounds, delta=delta, clones=clones))
-            for direction in (1, -1):
-                first_p, first_q = views[0][::direction]
-                second = [
-                    one_more_round(*view[::direction], first_p, scale * first_q) for view in views
-                ]
-                assert np.max(second, axis=0).sum() <= delta + ROUNDING, (sigma, delta, direction)
-
-
-def one_more_round(p, q, mass, scaled):
-    """Σ_k (mass_j·p_k − scaled_j·q_k)₊ for every j, by sorting."""
-    some = (p > 0) & (q > 0)  # leaving cells out only lowers δ
-    order = np.argsort(p[some] / q[some])
-    ratios = (p[some] / q[some])[order]
-    above_p, above_q = (
-        np.append(np.cumsum(distribution[some][order][::-1])[::-1], 0.0) for distribution in (p, q)
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        start = np.searchsorted(ratios, np.where(mass > 0, scaled / mass, np.inf))
-    return np.maximum(mass * above_p[start] - scaled * above_q[start], 0.0)
-
-
 # ---- properties
-# -------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 # δ far below the reports' total variation, so that ε is not next to zero, where relative changes
 # mean nothing.
@@ -182,31 +145,6 @@ def test_the_certificate_lies_between_the_pair_and_the_unshuffled_reports(
     )
     replaced = compute_epsilon(rounds, delta=delta, adjacency="replace", clones=clones)
     assert epsilon <= replaced <= unshuffled_epsilon(rounds, delta=delta, distance=2.0) < math.inf
-
-
-@pytest.mark.zoo
-@few
-@given(
-    sigmas,
-    populations,
-    deltas,
-    samplings,
-    st.integers(1, 5),
-    kinds,
-    st.sampled_from(["zero_out", "replace"]),
-)
-def test_the_certificate_falls_with_users_noise_and_delta_and_rises_with_rounds(
-    sigma, users, delta, sampled, repetitions, clones, adjacency
-):
-    def epsilon(sigma, users, delta, repetitions):
-        rounds = one_round(sigma, users, *sampled, repetitions=repetitions)
-        return compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
-
-    here = epsilon(sigma, users, delta, repetitions)
-    assert epsilon(sigma, 2 * users, delta, repetitions) <= here * WIGGLE
-    assert epsilon(1.1 * sigma, users, delta, repetitions) <= here * WIGGLE
-    assert epsilon(sigma, users, 2 * delta, repetitions) <= here * WIGGLE
-    assert here <= epsilon(sigma, users, delta, repetitions + 1) * WIGGLE
 
 
 @both_kinds

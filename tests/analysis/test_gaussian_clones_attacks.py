@@ -1,4 +1,6 @@
-"""Attacks on the certificate with many users, or in two and three dimensions: none may show more than is certified.
+"""Attacks on the certificate with many users, or in two and three dimensions.
+
+None may show more than is certified.
 
 True values come from what an adversary can compute, with no part of the library:
     * With the other records all at v, the adversary adds up a score of whole numbers over the
@@ -39,13 +41,15 @@ both_kinds = pytest.mark.parametrize("clones", KINDS)
 
 
 # ---- the other records all in one place
-# -------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def attack(
     epsilon, *, sigma, users, others, moved=1.0, still=0.0, rate=1.0, sampling=None, points=2**16
 ):
-    """At most δ(ε), both directions: the sum of a score over the reports, modulo ``points``, is all that is looked at.
+    """At most δ(ε), both directions.
+
+    The sum of a score over the reports, modulo ``points``, is all that is looked at.
 
     The score is the rounded W = LR_moved − e^ε·LR_still, whose sum's sign the best adversary goes
     by.
@@ -124,15 +128,19 @@ def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
         ),
     ],
 )
+@pytest.mark.parametrize(
+    ("adjacency", "distance"),
+    [("zero_out", 1.0), pytest.param("replace", 2.0, marks=pytest.mark.zoo)],
+)
 @both_kinds
 def test_no_attack_on_identical_others_beats_the_certificate(
-    users, sigmas, deltas, sampling, clones
+    users, sigmas, deltas, sampling, adjacency, distance, clones
 ):
     rate = 1.0 if sampling is None else 0.3
     for sigma, delta in itertools.product(sigmas, deltas):
         rounds = one_round(sigma, users, rate, sampling)
-        epsilon = compute_epsilon(rounds, delta=delta, clones=clones)
-        if epsilon == unshuffled_epsilon(rounds, delta=delta):
+        epsilon = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
+        if epsilon == unshuffled_epsilon(rounds, delta=delta, distance=distance):
             continue
         for others, moved in ((-1.0, 1.0), (0.0, 1.0), (0.5, -1.0)):
             shown = attack(
@@ -141,6 +149,7 @@ def test_no_attack_on_identical_others_beats_the_certificate(
                 users=users,
                 others=others,
                 moved=moved,
+                still=0.0 if adjacency == "zero_out" else -moved,
                 rate=rate,
                 sampling=sampling,
                 points=2**15,
@@ -162,29 +171,14 @@ def test_opposite_reports_among_zeros_are_enclosed_by_the_attack(users, sigma):
         assert shown - ROUNDING <= replaced.hockey_stick(epsilon) <= shown * most + ROUNDING
 
 
-@pytest.mark.zoo
-@pytest.mark.parametrize("users", [50, 10_000])
-@both_kinds
-def test_no_attack_on_a_replaced_record_beats_the_certificate(users, clones):
-    for sigma, delta in ((1.25, 1e-2), (2.0, 1e-5), (3.0, 1e-2), (10.0, 1e-5)):
-        epsilon = compute_epsilon(
-            one_round(sigma, users), delta=delta, adjacency="replace", clones=clones
-        )
-        for others in (-1.0, 0.0, 0.5):
-            shown = attack(
-                epsilon, sigma=sigma, users=users, others=others, still=-1.0, points=2**15
-            )
-            assert shown <= delta + ROUNDING, (sigma, delta, others, epsilon)
-
-
 @pytest.mark.parametrize(
     ("sigma", "users", "delta"),
     [
         (1.0, 60_000, 1e-5),
         (0.7, 60_000, 1e-3),
         *(
-            pytest.param(*each, marks=pytest.mark.zoo)
-            for each in ((1, 10_000, 1e-5), (1, 60_000, 1e-7), (0.85, 60_000, 1e-5))
+            pytest.param(*setting, marks=pytest.mark.zoo)
+            for setting in ((1, 10_000, 1e-5), (1, 60_000, 1e-7), (0.85, 60_000, 1e-5))
         ),
     ],
 )
@@ -233,7 +227,7 @@ def test_a_thousand_rounds_are_certified_as_in_the_table(clones):
 
 
 # ---- two and three dimensions
-# -----------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------
 
 
 def likelihoods(reports, point, sigma):
@@ -260,49 +254,15 @@ def shuffled_ratio(reports, moved, still, others, sigma):
     return totals[0] / totals[1]
 
 
-def shuffled_ratio_of_groups(reports, moved, still, groups, sigma):
-    """As ``shuffled_ratio`` for others in two places: [(point, number of users), (point, number of users)]."""
-    (here, many), (there, _) = groups
-    at_here, at_there = (likelihoods(reports, point, sigma) for point in (here, there))
-    totals = []
-    for own in (moved, still):
-        at_own = likelihoods(reports, own, sigma)
-        # state[u, c]: the reports so far hold user 1 u times and c users of the first group
-        state = np.zeros((2, many + 1, len(reports)))
-        state[0, 0] = 1.0
-        for j in range(reports.shape[1]):
-            following = state * at_there[:, j]
-            following[:, 1:] += state[:, :-1] * at_here[:, j]
-            following[1] += state[0] * at_own[:, j]
-            state = following
-        totals.append(state[1, many])
-    return totals[0] / totals[1]
-
-
 def sampled_delta(ratio, own, other, records, epsilon, sigma, samples, seed):
-    """δ(ε) of own ‖ other, by reports drawn with user 1 at ``own``: the estimate and its standard error."""
+    """δ(ε) of own ‖ other, by reports drawn with user 1 at ``own``.
+
+    The estimate and its standard error.
+    """
     means = np.vstack([own, *records])
     reports = means + sigma * np.random.default_rng(seed).standard_normal((samples, *means.shape))
     values = np.maximum(1 - math.exp(epsilon) / ratio(reports, own, other), 0.0)
     return values.mean(), values.std() / math.sqrt(samples)
-
-
-def test_the_three_likelihood_ratios_agree():
-    sigma, epsilon, samples = 2.0, 0.05, 40_000
-    moved, still, place = np.array([1.0]), np.array([0.0]), np.array([-1.0])
-    exact = attack(epsilon, sigma=sigma, users=6, others=-1.0, points=2**18)
-    for ratio in (
-        lambda reports, p, q: shuffled_ratio(reports, p, q, [place] * 5, sigma),
-        lambda reports, p, q: shuffled_ratio_of_groups(
-            reports, p, q, [(place, 2), (place, 3)], sigma
-        ),
-    ):
-        estimates = [
-            sampled_delta(ratio, p, q, [place] * 5, epsilon, sigma, samples, seed=5)
-            for p, q in ((moved, still), (still, moved))
-        ]
-        estimate, error = max(estimates)
-        assert abs(estimate - exact) <= ERRORS * error
 
 
 def on_the_sphere(rng, count, dimensions):
@@ -332,28 +292,3 @@ def test_five_others_anywhere_on_the_sphere_are_certified(dimensions):
                     seed=7,
                 )
                 assert estimate - ERRORS * error <= delta, (sigma, delta, clones)
-
-
-@pytest.mark.parametrize("dimensions", [2, 3])
-@both_kinds
-def test_fifty_users_in_two_places_on_the_sphere_are_certified(dimensions, clones):
-    rng = np.random.default_rng(dimensions)
-    zero = np.zeros(dimensions)
-    for sigma, delta in ((1.5, 0.01), (3.0, 0.01), (3.0, 1e-3)):
-        rounds = one_round(sigma, 50)
-        here, there = on_the_sphere(rng, 2, dimensions)
-        groups = [(here, 12), (there, 37)]
-        others = [here] * 12 + [there] * 37
-        moved = -(here + there) / np.linalg.norm(here + there)
-        epsilon = compute_epsilon(rounds, delta=delta, clones=clones)
-        assert epsilon < unshuffled_epsilon(rounds, delta=delta)
-        for p, q in ((moved, zero), (zero, moved)):
-            estimate, error = sampled_delta(
-                lambda reports, p, q, groups=groups, sigma=sigma: shuffled_ratio_of_groups(
-                    reports, p, q, groups, sigma
-                ),
-                *(p, q, others, epsilon, sigma),
-                samples=2500,
-                seed=7,
-            )
-            assert estimate - ERRORS * error <= delta, (sigma, delta, clones)

@@ -1,4 +1,7 @@
-"""The table's row to every printed digit, and the composition that it uses against the theorem in 40 digits."""
+"""The table's row to every printed digit.
+
+The composition that it uses is held against the theorem in 40 digits.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import pytest
 from clones_table import closed_form_epsilon, strong_composition_epsilon, table_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from opacus_shuffle.analysis import gaussian
 
 PRINTED = [0.18623, 0.38461, 0.59516, 0.79355, 1.02241, 1.22689, 1.43138]
 SETTING = {"num_users": 60_000, "delta": 1 / 60_000}
@@ -42,36 +43,12 @@ def test_numeric_epsilon_never_exceeds_closed_form_nor_local_epsilon(local_epsil
         assert numeric <= closed <= local_epsilon
 
 
-def test_the_closed_form_beyond_its_range_is_refused_with_the_remedy():
-    for delta in (1e-6, 5e-324):
-        with pytest.raises(ValueError, match=r"local_epsilon .* clones.compute_epsilon"):
-            closed_form_epsilon(local_epsilon=8.0, num_users=1000, delta=delta)
-    assert closed_form_epsilon(local_epsilon=0.5, num_users=10**6, delta=5e-324) <= 0.5
-
-
 @pytest.mark.parametrize(("rounds", "published"), list(enumerate(PRINTED, start=1)))
 def test_the_papers_clones_row_comes_out_to_every_printed_digit(rounds, published):
     assert round(table_epsilon(noise_multiplier=9.476, rounds=rounds, **SETTING), 5) == published
     assert table_epsilon(noise_multiplier=9.48, rounds=rounds, **SETTING) == pytest.approx(
         published, rel=7e-4
     )
-
-
-def test_the_papers_noise_is_the_classical_formula_at_sensitivity_two():
-    assert round(2 * math.sqrt(2 * math.log(1.25 * 60_000)), 3) == 9.476
-
-
-def test_the_papers_classical_formula_is_sound_at_its_own_settings():
-    for share in (1e-10, 1.25e-11):
-        classical = 2 * math.sqrt(2 * math.log(1.25 / share)) / 9.476
-        assert gaussian.log_delta(mu=2 / 9.476, epsilon=classical) < math.log(share)
-
-
-def test_many_rounds_compose_below_the_linear_branch():
-    assert table_epsilon(noise_multiplier=9.48, rounds=1000, **SETTING) < 1000 * PRINTED[0]
-    linear, delta = strong_composition_epsilon(epsilon=0.2, delta=1e-7, rounds=7, delta_slack=1e-6)
-    assert linear == pytest.approx(1.4)
-    assert 7e-7 * (1 - 1e-6) < delta <= 7e-7  # the slack is not spent
 
 
 @settings(deadline=None)
@@ -96,17 +73,6 @@ def test_strong_composition_is_the_least_branch_of_the_theorem(epsilon, delta, r
         assert total <= (1 - kept) * (1 + mpmath.mpf(10) ** -10) + slack * (
             composed >= float(k * e) * (1 - 1e-12)
         )
-
-
-def test_noise_too_small_for_the_closed_form_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match="gaussian_epsilon"):
-        table_epsilon(noise_multiplier=0.5, **SETTING)
-
-
-def test_a_slack_below_the_smallest_normal_double_is_no_arithmetic_error():
-    assert (
-        strong_composition_epsilon(epsilon=1.0, delta=0.0, rounds=9, delta_slack=5e-324)[0] >= 9.0
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The equations of a Mersenne Twister hold for PyTorch's noise, and for ours no more often than a coin falls."""
+"""The equations of a Mersenne Twister hold for PyTorch's noise.
+
+They hold for ours no more often than a coin falls.
+"""
 
 from __future__ import annotations
 

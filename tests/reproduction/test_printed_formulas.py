@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import printed_formulas
 import pytest
 import torch
-from helpers.convex_problems import BUDGET, Quadratic, mean_excesses
+from helpers.convex_problems import Quadratic
 
-from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.acceleration import (
-    accelerated_bound,
+from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
+from opacus_shuffle.sco.accelerated_sgd import (
     accelerated_step_sizes,
 )
 
 
-def ac_sa(steps, gradient, start, project=lambda theta: theta):
-    """AC-SA as Lan (2012) writes it, slowly."""
-    theta = aggregate = np.asarray(start, dtype=float)
+def ac_sa(steps):
+    """AC-SA as Lan (2012) writes it on θ²/2 from 1, slowly."""
+    theta = aggregate = 1.0
     for t, size in enumerate(steps, 1):
         alpha = 2 / (t + 2)
-        middle = alpha * theta + (1 - alpha) * aggregate
-        theta = project(theta - gradient(middle) / size)
+        theta -= (alpha * theta + (1 - alpha) * aggregate) / size
         aggregate = alpha * theta + (1 - alpha) * aggregate
     return aggregate
 
@@ -33,17 +30,8 @@ def test_the_printed_steps_diverge_where_ours_converge(rounds):
     options = {"rounds": rounds, "smoothness": 1.0, "deviation": 0.0}
     printed = printed_formulas.accelerated_step_sizes(problem(), **options)
     ours = accelerated_step_sizes(distance=1.0, **options)
-    assert abs(ac_sa(printed, lambda theta: theta, 1.0)) > 5
-    assert abs(ac_sa(ours, lambda theta: theta, 1.0)) < 1e-5
-    bounds = {
-        "smoothness": 1.0,
-        "deviation": 0.0,
-        "distance": 1.0,
-        "start_gap": 0.5,
-        "diameter": 2.0,
-    }
-    assert accelerated_bound(printed, **bounds) is None
-    assert 0.5 * ac_sa(ours, lambda theta: theta, 1.0) ** 2 <= accelerated_bound(ours, **bounds)
+    assert abs(ac_sa(printed)) > 5
+    assert abs(ac_sa(ours)) < 1e-5
 
 
 def problem(users=5000, dimension=7, lipschitz=1.5, diameter=2.5):
@@ -77,26 +65,3 @@ def test_the_printed_formulas_are_the_papers():
     )
     steps = p.accelerated_step_sizes(both[0], rounds=3, smoothness=2.0, deviation=0.5)
     assert steps[1] == pytest.approx((5**1.5 * 0.5 / diam + 2.0) / 3)
-
-
-def test_d_is_the_diameter_of_the_set_and_not_the_distance_from_its_centre():
-    ball = problem()
-    assert (ball.distance, ball.diameter) == (1.25, 2.5)
-    assert printed_formulas.descent_step_size(ball, rounds=4) == 2.5 / (1.5 * 2)
-
-
-@pytest.mark.parametrize("run", [shuffle_sgd, shuffle_gradient_descent])
-def test_the_mean_excess_is_below_the_bound_with_the_printed_choices(run):
-    printed, budget = problem(600, 3, 1.8, 2.0), PrivacyBudget(**BUDGET)
-    if run is shuffle_sgd:
-        size = printed_formulas.sgd_batch_size(printed, budget)
-        step = printed_formulas.sgd_step_size(printed, budget, batch_size=size, rounds=600 // size)
-        choices = {"batch_size": size, "step_size": step}
-    else:
-        choices = {
-            "smoothness": 1.0,
-            "rounds": 50,
-            "step_size": printed_formulas.descent_step_size(printed, rounds=50),
-        }
-    excesses, bound = mean_excesses(run, 12, **choices)
-    assert excesses.mean() - 4 * excesses.std() / math.sqrt(12) <= bound < 1.8 * 2

@@ -1,4 +1,7 @@
-"""The bounds, one file for each family of mechanisms, and their registry; a file that is put here is found."""
+"""The bounds, one file for each family of mechanisms, and their registry.
+
+A file that is put here is found.
+"""
 
 import importlib
 import pkgutil

@@ -1,14 +1,19 @@
-"""The registry of bounds: which function computes which ε of which mechanism, and what that ε means.
+"""What an ε is made of: rounds that ran, a bound on what they cost, δ, and between which data sets.
 
-A bound is a function registered for a mechanism; nothing here knows what it computes. A *baseline*
-is the same for another trust model with the same noise: what no shuffler would give, or a trusted
-server. It is no ε of the mechanism, so nothing accounts or calibrates by it.
+The rounds are mechanisms with their numbers of repetitions. A *bound* is a function that turns
+rounds, δ and an adjacency into a number (:class:`Answer`), registered for a mechanism together with
+what this number is worth (:class:`Bound`). :func:`ask` puts the two together: a
+:class:`~opacus_shuffle.core.guarantees.PrivacyBound`, which is the only form in which an ε leaves
+this package. Nothing here knows what a bound computes: that is in the other files of this folder.
+
+A *baseline* is a bound under another trust model with the same noise: what no shuffler would give,
+or a trusted server. It is no ε of the mechanism, so nothing accounts or calibrates by it.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> rounds = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
 >>> answer = compute_bound(rounds, delta=1 / 60_000)
->>> round(answer.epsilon, 7), answer.guarantee.name, answer.proof
-(0.0029256, 'PROVED', 'truncated clones')
+>>> round(answer.epsilon, 7), answer.guarantee.name, answer.covers, answer.trusted, answer.proof
+(0.0029256, 'PROVED', 'every data set', 'the shuffler', 'truncated clones')
 """
 
 from __future__ import annotations
@@ -17,8 +22,8 @@ import contextlib
 import dataclasses
 import itertools
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.core.guarantees import (
@@ -31,11 +36,10 @@ from opacus_shuffle.core.guarantees import (
     PrivacyBound,
 )
 from opacus_shuffle.core.validation import (
-    instance_of,
+    check_free,
     integer,
     one_of,
     open_unit_interval,
-    refuse_taken,
 )
 
 Rounds = Sequence[tuple[Mechanism, int]]
@@ -44,7 +48,10 @@ Rounds = Sequence[tuple[Mechanism, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The result of a bound function: fields of :class:`PrivacyBound`, None for what was registered with the bound."""
+    """The result of a bound function.
+
+    They are fields of :class:`PrivacyBound`, None for what was registered with the bound.
+    """
 
     epsilon: float
     lower: float | None = None
@@ -55,48 +62,32 @@ class Answer:
     adversary: str | None = None
 
 
-class BoundFunction(Protocol):
-    """ε of several rounds at δ; ``orders`` fixes the Rényi orders where the bound uses any."""
+BoundFunction = Callable[..., Answer]
+"""Called as ``function(rounds, delta=..., adjacency=Adjacency(...), orders=...)``.
 
-    def __call__(
-        self, rounds: Any, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
-    ) -> Answer:
-        """One ε with what is particular to the case."""
+ε of the rounds at δ.
 
+``orders`` are Rényi orders in place of an adaptive grid, None or not used by most bounds.
+"""
 
-class RoughFunction(Protocol):
-    """About the ε of several rounds at δ: no bound, only where to look for one."""
-
-    def __call__(self, rounds: Any, *, delta: float, adjacency: Adjacency) -> float:
-        """One number, at least 0."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Style:
-    """A bound's place in a report, from least trust to most, and its line in the picture."""
-
-    place: float
-    color: str = "#444444"
-    line: Any = "-"
-    marker: str = ""
-
-
-STYLES = {
-    "local": Style(0, "#000000", (0, (1, 1))),
-    "composition": Style(0.5, "#000000", (0, (4, 2))),
-    "certified": Style(1, "#0072B2", "-", "s"),
-    "published": Style(3, "#CC79A7", "-.", "^"),
-    "published_optimised": Style(3.5, "#CC79A7", ":"),
-    "pair": Style(4, "#D55E00", "-", "o"),
-    "secure_aggregation": Style(5, "#666666", (0, (5, 2, 1, 2))),
-    "central": Style(6, "#999999", ":"),
-}
-"""Of the names that several mechanisms share, in Okabe and Ito's palette; other bounds come last, until they are added here."""
+ORDER = (
+    "local",
+    "composition",
+    "certified",
+    "published",
+    "published_optimised",
+    "pair",
+    "secure_aggregation",
+    "central",
+)
+"""Bounds from the least trust to the most, as reports list them; those of other names come last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """One entry of the tables; ``guarantee``, ``covers``, ``trusted`` and ``adversary`` are :class:`PrivacyBound`'s.
+    """One entry of the tables: a bound function and what its ε is worth.
+
+    ``guarantee``, ``covers``, ``trusted`` and ``adversary`` are :class:`PrivacyBound`'s.
 
     Attributes:
         name: ``"certified"`` is what every mechanism should have, proved for every data set.
@@ -107,8 +98,8 @@ class Bound:
         zero_out_only: It has no value for replacement.
         uses_orders: It takes Rényi orders.
         cites: Where its proof is written down, for statements.
-        rough: About its ε in next to no time, where calibration starts; None if there is no such
-            thing.
+        rough: About its ε in next to no time, no bound, only where calibration starts to look for
+            one: called as ``function`` without ``orders``. None if there is no such thing.
     """
 
     name: str
@@ -123,15 +114,12 @@ class Bound:
     zero_out_only: bool = False
     uses_orders: bool = False
     cites: str = ""
-    rough: RoughFunction | None = None
-
-    def __post_init__(self) -> None:
-        instance_of("guarantee", self.guarantee, (Guarantee,))
+    rough: Callable[..., float] | None = None
 
     @property
-    def style(self) -> Style:
-        """Its place in a report and its line in the picture."""
-        return STYLES.get(self.name, Style(len(STYLES)))
+    def place(self) -> int:
+        """Its place in a report, from the least trust to the most."""
+        return ORDER.index(self.name) if self.name in ORDER else len(ORDER)
 
 
 _TABLE: dict[type[Mechanism], dict[str, Bound]] = {}
@@ -154,7 +142,7 @@ def register_bound(
         bound = Bound(name=name, function=function, **entry)
         for mechanism in kinds:
             held = _TABLE.get(mechanism, {}).get(name)
-            refuse_taken(f"bound {name!r} of {mechanism.name}", held and held.function, function)
+            check_free(f"bound {name!r} of {mechanism.name}", held and held.function, function)
         for mechanism in kinds:
             _TABLE.setdefault(mechanism, {})[name] = bound
         return function
@@ -212,7 +200,10 @@ def compute_bound(
 def compute_baseline(
     rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out"
 ) -> PrivacyBound:
-    """Returns what the same noise would give under another trust model (arguments as :func:`compute_bound`)."""
+    """Returns what the same noise would give under another trust model.
+
+    Arguments are those of :func:`compute_bound`.
+    """
     return ask(
         find_bound(kind_of(rounds), baseline, baseline=True),
         rounds,
@@ -226,43 +217,46 @@ def ladder(
     *,
     delta: float,
     adjacency: str = "zero_out",
-    orders: Iterable[float] | None = None,
+    orders: Sequence[float] | None = None,
+    entries: Sequence[Bound] | None = None,
 ) -> list[PrivacyBound]:
-    """Returns every bound and baseline that has a value for this adjacency, from the least trust to the most.
+    """Returns every bound and baseline that has a value for this adjacency.
+
+    They are sorted from the least trust to the most.
+
+    Args:
+        rounds: As :func:`compute_bound`.
+        delta: δ in (0, 1).
+        adjacency: Between which data sets.
+        orders: Rényi orders for the bounds that use any.
+        entries: The bounds to ask; by default all of the rounds' mechanism.
 
     Raises:
         ValueError: If Rényi orders are given, and none of them uses any.
-        InconsistentBound: If two of them contradict each other, so that one of them is false.
+        InconsistentBound: If a proved ε of the mechanism's own bounds is below a lower value of
+            them, or ``certified`` above ``local``: then one of the two is false.
     """
-    rows, kind = [], kind_of(rounds)
-    orders = orders if orders is None else tuple(orders)
-    if orders is not None and not any(entry.uses_orders for entry in entries_of(kind)):
+    entries = entries_of(kind_of(rounds)) if entries is None else entries
+    if orders is not None and not any(entry.uses_orders for entry in entries):
         raise ValueError(
-            f"no bound of {kind.name} uses Rényi orders, got orders={reprlib.repr(orders)}: leave "
-            "them out"
+            f"no bound of {rounds[0][0].name} uses Rényi orders, got "
+            f"orders={reprlib.repr(orders)}: leave them out"
         )
-    for entry in entries_of(kind):
+    rows = []
+    for entry in entries:
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
             rows.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
-    _check_contradictions(rows, own=bounds_of(kind))
-    return rows
-
-
-def _check_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str]) -> None:
-    """Raises if two rows of one ladder contradict each other: what holds for every data set holds for a pair (10.16).
-
-    Raises:
-        InconsistentBound: If a proved ε of the mechanism's ``own`` bounds is below a lower value of
-            them, or ``certified`` above ``local``, whose adversary sees the same reports
-            unshuffled.
-    """
+    own = {entry.name for entry in entries if not entry.baseline}
+    # What holds for every data set holds for a pair (10.16); the adversary of "local" sees the same
+    # reports unshuffled.
     for row, other in itertools.permutations(rows, 2):
         if (row.bound, other.bound) == ("certified", "local") and row.epsilon > other.epsilon:
             raise row.contradicted(f"'local' {other.epsilon!r}")
-        proved = row.guarantee is Guarantee.PROVED and {row.bound, other.bound} <= {*own}
+        proved = row.guarantee is Guarantee.PROVED and {row.bound, other.bound} <= own
         if proved and other.lower is not None and row.epsilon < other.lower:
             raise row.contradicted(f"{other.bound!r} at least {other.lower!r}")
+    return rows
 
 
 def kind_of(rounds: Rounds) -> type[Mechanism]:
@@ -297,7 +291,7 @@ def entries_of(mechanism: type[Mechanism]) -> list[Bound]:
             f"mechanism must be a class such as ShuffleGauss, got {mechanism!r}: pass the class, "
             "not its name"
         )
-    return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)
+    return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.place)
 
 
 def ask(
@@ -308,19 +302,22 @@ def ask(
     adjacency: str = "zero_out",
     orders: Iterable[float] | None = None,
 ) -> PrivacyBound:
-    """Computes a bound or baseline, and returns it with its meaning (arguments as :func:`compute_bound`)."""
+    """Computes a bound or baseline, and returns it with its meaning.
+
+    Arguments are those of :func:`compute_bound`.
+    """
     delta, adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
     if adjacency is not Adjacency.ZERO_OUT and entry.zero_out_only:
         raise NotCovered(
             f"bound={entry.name!r} is about adjacency='zero_out', got {adjacency.value!r}: use "
-            "bound='certified', which covers "
-            "both"
+            "bound='certified', which covers both"
         )
     if orders is not None and not entry.uses_orders:
         raise ValueError(
             f"bound={entry.name!r} uses no Rényi orders, got orders={reprlib.repr(orders)}: leave "
             "them out"
         )
+    total = sum(integer("number of rounds", count) for _, count in rounds)
     answer = entry.function(rounds, delta=delta, adjacency=adjacency, orders=orders)
     return PrivacyBound(
         mechanism=rounds[0][0].name,
@@ -330,7 +327,7 @@ def ask(
         adjacency=adjacency,
         guarantee=answer.guarantee or entry.guarantee,
         covers=answer.covers or entry.covers,
-        rounds=sum(integer("number of rounds", count) for _, count in rounds),
+        rounds=total,
         lower=answer.lower,
         trusted=entry.trusted,
         adversary=answer.adversary or entry.adversary,

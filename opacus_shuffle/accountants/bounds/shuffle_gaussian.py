@@ -1,4 +1,6 @@
-"""The bounds of Liew and Takahashi's shuffle Gaussian mechanisms (SG), for rounds that may differ in σ, γ or size.
+"""The bounds of Liew and Takahashi's shuffle Gaussian mechanisms (SG).
+
+Rounds may differ in σ, γ or size.
 
 ``docs/guarantees.rst`` says what they mean, ``docs/errata.rst`` why the pair of SG Theorems 1, 2
 and 3 is neither the worst one nor about replacement.
@@ -33,11 +35,11 @@ from opacus_shuffle.analysis import (
     composition,
     gaussian_clones,
     mean_ratio,
-    monotone_epsilon,
     shuffled_rounds,
     subsampling,
 )
 from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.shuffled_rounds import (
     ShuffledRound,
     sampled_gaussian_epsilon,
@@ -47,41 +49,46 @@ from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee,
 from opacus_shuffle.core.validation import renyi_orders
 
 FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn)
-PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
+PAIR = (
+    "one pair of data sets: all other records report zero, one record at the clipping norm becomes "
+    "zero"
+)
 PUBLISHED = f"the published formula, for {PAIR}; other pairs can be worse"
 FEW = 0.01
-"""The share of δ that ``secure_aggregation`` spends on rounds by coins that have very few reports."""
+"""The share of δ that ``secure_aggregation`` spends on rounds by coins that have very few reports.
+"""
 
 
-def printed_rdp(mechanism: Mechanism | ShuffledRound, orders: Vector) -> Vector:
-    """Returns the RDP by the paper's formulas, one round; Theorem 1, for a round of everyone, is exact already.
+def printed_rdp(kind: ShuffledRound, orders: Vector) -> Vector:
+    """Returns the RDP by the paper's formulas, one round.
+
+    Theorem 1, for a round of everyone, is exact already.
 
     Never below the pair's exact value: Theorem 3 as printed would be, for fewer than one expected
     report.
     """
-    fields = dataclasses.asdict(_shuffled(mechanism))
-    exact = mean_ratio.compute_rdp(orders=orders, **fields)
-    if mechanism.sampling is None:
+    exact = mean_ratio.compute_rdp(orders=orders, **dataclasses.asdict(kind))
+    if kind.sampling is None:
         return exact
-    return np.maximum(subsampling.compute_rdp(orders=orders, **fields), exact)
+    return np.maximum(subsampling.compute_rdp(orders=orders, **dataclasses.asdict(kind)), exact)
 
 
 def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
     """Returns the rounds as :mod:`opacus_shuffle.analysis` knows them."""
-    return [(_shuffled(mechanism), count) for mechanism, count in rounds]
-
-
-def _shuffled(mechanism: Mechanism | ShuffledRound) -> ShuffledRound:
-    return ShuffledRound(
-        **{
-            field.name: getattr(mechanism, field.name)
-            for field in dataclasses.fields(ShuffledRound)
-        }
-    )
+    names = [field.name for field in dataclasses.fields(ShuffledRound)]
+    return [
+        (ShuffledRound(**{name: getattr(mechanism, name) for name in names}), count)
+        for mechanism, count in rounds
+    ]
 
 
 def _rough_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
-    return gaussian_clones.rough_epsilon(shuffled(rounds), delta=delta, adjacency=adjacency.value)
+    return min(
+        gaussian_clones.rough_epsilon(
+            shuffled(rounds), delta=delta, adjacency=adjacency.value, clones=clones
+        )
+        for clones in gaussian_clones.KINDS
+    )
 
 
 def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
@@ -92,34 +99,19 @@ def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     FAMILY,
     "certified",
     rough=_rough_certified,
-    meaning="the reports are seen in random order; whatever the other records are (by Gaussian clones)",
+    meaning="the reports are seen in random order; whatever the other records are (by Gaussian "
+    "clones)",
     cites="docs/proofs, pages 1, 6, 9 and 10",
     guarantee=Guarantee.PROVED,
 )
 def _certified(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    ran = shuffled(rounds)
-
-    def best(share: float) -> float:
-        epsilon, _ = gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=adjacency.value)
-        if (
-            adjacency is Adjacency.REPLACE
-            or share < monotone_epsilon.FIRST
-            or not 0 < epsilon <= monotone_epsilon.SMALL
-        ):
-            return epsilon
-        # A report of zero is one that a record may be replaced by.
-        return min(
-            epsilon,
-            gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=Adjacency.REPLACE.value)[
-                0
-            ],
-        )
-
-    _, clones = gaussian_clones.smallest_epsilon(ran, delta=delta, adjacency=adjacency.value)
+    epsilon, clones = gaussian_clones.smallest_epsilon(
+        shuffled(rounds), delta=delta, adjacency=adjacency.value
+    )
     proof = "no gain from shuffling" if clones is None else f"{clones} clones"
-    return Answer(monotone_epsilon.monotone_epsilon(best, delta), proof=proof)
+    return Answer(epsilon, proof=proof)
 
 
 @register_bound(
@@ -136,7 +128,7 @@ def _published(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
     different = shuffled_rounds.coarsen(
-        shuffled_rounds.merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_KINDS
+        merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_KINDS
     )
 
     def composed(vector: Vector) -> Vector:
@@ -145,7 +137,10 @@ def _published(
     if orders is None:
         return Answer(composition.epsilon_from_rdp(composed, delta=delta)[0])
     orders = renyi_orders(orders, maximum=mean_ratio.MAX_ORDER)
-    chosen = f"{PUBLISHED}; over the {orders.size} Rényi orders from {orders.min():g} to {orders.max():g} that were asked for"
+    chosen = (
+        f"{PUBLISHED}; over the {orders.size} Rényi orders from {orders.min():g} to "
+        f"{orders.max():g} that were asked for"
+    )
     return Answer(
         composition.epsilon_from_rdp(composed, delta=delta, orders=orders)[0], meaning=chosen
     )
@@ -186,8 +181,8 @@ def _local(
 
 @_baseline(
     "secure_aggregation",
-    meaning="only the sum of a round's reports is seen, and who took part, which no bound of the shuffler's gives away: where "
-    "users are sampled, it may exceed them",
+    meaning="only the sum of a round's reports is seen, and who took part, which no bound of the "
+    "shuffler's gives away: where users are sampled, it may exceed them",
     legend="sums alone are seen",
     trusted="the aggregation",
     adversary="sees the sum of every round's reports, and who takes part",
@@ -195,35 +190,33 @@ def _local(
 def _secure_aggregation(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    """The sum of a round's reports carries the noise of all of them: of as many as there are but for a small share of δ."""
-    ran = shuffled_rounds.merge(shuffled(rounds))
+    """The sum of a round's reports carries the noise of all of them.
+
+    They are as many as there are but for a small share of δ.
+    """
+    ran = merge(shuffled(rounds))
     sampled = any(kind.sample_rate < 1 for kind, _ in ran)
-    by_coins = sampled and any(kind.sampling == "poisson" for kind, _ in ran)
+    by_coins = any(kind.sample_rate < 1 and kind.sampling == "poisson" for kind, _ in ran)
     few = FEW * delta if by_coins else 0.0
     share = few / sum(count for _, count in ran)
-    noised = [(_of_sum(kind, _fewest(kind, share)), count) for kind, count in ran]
+    noised = [(_of_sum(kind, fewest_reports(kind, share)), count) for kind, count in ran]
     epsilon = unshuffled_epsilon(noised, delta=delta - few, distance=adjacency.distance)
     if by_coins:  # a sum is no more than its reports
         epsilon = min(epsilon, unshuffled_epsilon(ran, delta=delta, distance=adjacency.distance))
     return Answer(epsilon, covers=f"{EVERY_DATA_SET}, sample seen" if sampled else None)
 
 
-def _fewest(kind: ShuffledRound, probability: float) -> float:
-    if kind.sampling == "poisson" and kind.sample_rate < 1:
-        return fewest_reports(kind.num_users, kind.sample_rate, probability)
-    return kind.num_users * kind.sample_rate
-
-
 @functools.lru_cache(maxsize=256)
-def fewest_reports(num_users: int, sample_rate: float, probability: float) -> int:
-    """Returns k such that a record is in a round by coins of fewer than k reports with at most this probability.
+def fewest_reports(kind: ShuffledRound, probability: float) -> float:
+    """Returns k: a record's round has fewer than k reports with at most this probability.
 
-    A record that takes part makes one report, the others a binomial number; rounded down.
+    A record that takes part makes one report; by coins the others make a binomial number, whose
+    tail is rounded down.
     """
-    others, tail = (
-        scipy.stats.binom(num_users - 1, sample_rate),
-        probability / sample_rate * (1 - 1e-6),
-    )
+    if kind.sampling != "poisson" or kind.sample_rate == 1:
+        return kind.num_users * kind.sample_rate
+    others = scipy.stats.binom(kind.num_users - 1, kind.sample_rate)
+    tail = probability / kind.sample_rate * (1 - 1e-6)
     fewer = max(0, int(others.ppf(min(tail, 0.5))))
     while fewer and others.cdf(fewer - 1) > tail:
         fewer -= 1
@@ -232,8 +225,8 @@ def fewest_reports(num_users: int, sample_rate: float, probability: float) -> in
 
 @_baseline(
     "central",
-    meaning="a trusted server picks the participants in secret and adds the noise of the expected number of reports to their "
-    "sum, however many take part",
+    meaning="a trusted server picks the participants in secret and adds the noise of the expected "
+    "number of reports to their sum, however many take part",
     legend="trusted server",
     trusted="the server",
     adversary="sees the noised sum of every round",

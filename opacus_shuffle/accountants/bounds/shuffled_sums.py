@@ -1,15 +1,17 @@
-"""The bounds of Cheu, Joseph, Mao and Peng's shuffled sums (SCO), all of them proved for every data set and both adjacencies.
+"""The bounds of Cheu, Joseph, Mao and Peng's shuffled sums (SCO).
 
-``certified``  The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`)
-composed exactly: the smallest of
-               everyone in every round, of seeing in which rounds a record takes part, and of secret
-               coins or samples of fixed size (:mod:`opacus_shuffle.analysis.sampled_sums`). One
-               pair's lower value stands beside it where it is known.
-``published``  The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the
-composition get 1/(T + 1).
-               A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the
-               protocol has the paper's constants, else the Gaussian mechanism that covers it.
-               Nothing is gained from sampling.
+All of them are proved for every data set and both adjacencies.
+
+``certified``
+    The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`) composed
+    exactly: the smallest of everyone in every round, of seeing in which rounds a record takes part,
+    and of secret coins or samples of fixed size (:mod:`opacus_shuffle.analysis.sampled_sums`). One
+    pair's lower value stands beside it where it is known.
+``published``
+    The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the composition
+    get 1/(T + 1). A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the
+    protocol has the paper's constants, else the Gaussian mechanism that covers it. Nothing is
+    gained from sampling.
 
 A record that becomes zero moves the sum half as far as one that becomes any other. With coins that
 is so in secret, too, and a round is DP-SGD's. A sample of fixed size has another record in its
@@ -19,7 +21,12 @@ place: such an ε holds for both adjacencies, and says so.
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledSums
 >>> for sampling in ("poisson", "fixed_size"):
 ...     sums = ShuffledSums.build(
-...         noise_multiplier=1.1, num_users=5000, sample_rate=0.1, dimension=1000, sampling=sampling)
+...         noise_multiplier=1.1,
+...         num_users=5000,
+...         sample_rate=0.1,
+...         dimension=1000,
+...         sampling=sampling,
+...     )
 ...     print(sampling, round(compute_bound([(sums, 100)], delta=1e-5).epsilon, 2))
 poisson 5.89
 fixed_size 20.02
@@ -75,8 +82,8 @@ def round_epsilon(mechanism: ShuffledSums, delta: float) -> float:
     if delta <= mechanism.lost:
         raise NotCovered(
             "bound='published' shares delta among the rounds, and each round's share "
-            f"({delta:.3g}) is below what its binomial "
-            f"tails take ({mechanism.lost:.3g}): use bound='certified', or a larger delta"
+            f"({delta:.3g}) is below what its binomial tails take ({mechanism.lost:.3g}): use "
+            "bound='certified', or a larger delta"
         )
     return gaussian.compute_epsilon(mu=mechanism.mu, delta=delta - mechanism.lost)
 
@@ -100,12 +107,11 @@ def _published(
         epsilon = advanced_composition.compose(
             [(round_epsilon(mechanism, share), count) for mechanism, count in rounds], slack=share
         )
-    printed = all(mechanism.calibration == "published" for mechanism, _ in rounds)
+    printed = all(mechanism.round_epsilon is not None for mechanism, _ in rounds)
     by = "SCO Theorem A.6" if printed else "the covering Gaussian mechanism"
     meaning = (
         f"every round's own epsilon by {by}, composed by advanced composition as in SCO Algorithm "
-        "5, replacement (so zeroing "
-        "too); takes nothing off for sampling"
+        "5, replacement (so zeroing too); takes nothing off for sampling"
     )
     return Answer(epsilon, meaning=meaning)
 
@@ -131,8 +137,7 @@ def _certified(
         if epsilon < seen < math.inf:
             meaning += (
                 f"; counts on {'every user' if proof == _COINS else 'the shuffler'} to draw and "
-                "hide who takes part in each "
-                f"round (if that is seen: {round_up(seen)})"
+                f"hide who takes part in each round (if that is seen: {round_up(seen)})"
             )
         if adjacency is Adjacency.ZERO_OUT and proof == _SAMPLES:
             meaning += "; the same epsilon holds if the record is replaced by any other"
@@ -145,7 +150,9 @@ def _certified(
 def _lower(
     rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency: Adjacency
 ) -> float | None:
-    """A value that no valid ε is below, by one pair of data sets; None for drop-outs, samples of several sizes, or odd grids.
+    """A value that no valid ε is below, by one pair of data sets.
+
+    It is None for drop-outs, samples of several sizes, or odd grids.
 
     By coins: one record at the end of a coordinate's grid becomes zero, which all others are. With
     samples of fixed size: it goes from one end to the other, where all others are. Of very many
@@ -182,7 +189,8 @@ def _lower(
 @register_bound(
     ShuffledSums,
     "central",
-    meaning="a trusted server draws the same samples and adds Gaussian noise of the same size to the sum",
+    meaning="a trusted server draws the same samples and adds Gaussian noise of the same size to "
+    "the sum",
     legend="trusted server",
     baseline=True,
     trusted="the server",
@@ -236,8 +244,7 @@ def gaussian_epsilons(
     if not epsilons or not math.isfinite(min(epsilons.values())):
         raise ValueError(
             f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in "
-            f"{sum(count for _, count in rounds)} steps, "
-            f"got {delta!r}: ask for a larger delta or fewer steps, or build the protocol with a "
-            "smaller delta"
+            f"{sum(count for _, count in rounds)} steps, got {delta!r}: ask for a larger delta or "
+            "fewer steps, or build the protocol with a smaller delta"
         )
     return epsilons

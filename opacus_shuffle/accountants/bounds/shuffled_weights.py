@@ -1,4 +1,6 @@
-"""The bounds of Yang, Ji and Xiang's weight shuffling (WS): DP-SGD with permuted weights, steps that may differ in σ or γ.
+"""The bounds of Yang, Ji and Xiang's weight shuffling (WS).
+
+They are of DP-SGD with permuted weights, in steps that may differ in σ or γ.
 
 No ε smaller than DP-SGD's holds for every data set: a gradient with equal entries looks the same
 after any permutation. And whoever sees the weights before and after a step can undo its
@@ -47,13 +49,11 @@ ALONE = (
 ALL = "sees all weights and noised gradients of every step"
 _ESTIMATE = (
     "WS Theorem 6 with WS Theorems 1 and 2: an approximation of a lower bound on delta, taken for "
-    "the truth; for an adversary "
-    "who sees each step's permuted gradient by itself"
+    "the truth; for an adversary who sees each step's permuted gradient by itself"
 )
 _PAIR = (
     "one pair of data sets: the other gradients sum to zero, one record's gradient is a single "
-    "coordinate as large as both "
-    "clippings let it"
+    "coordinate as large as both clippings let it"
 )
 _HALF, _BEST = (
     "half of delta for the steps",
@@ -62,7 +62,10 @@ _HALF, _BEST = (
 
 
 def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
-    """ε of one step before sampling by WS Theorem 6; parameters that stay count as the Gaussian mechanism they are."""
+    """ε of one step before sampling by WS Theorem 6.
+
+    Parameters that stay count as the Gaussian mechanism they are.
+    """
     if mechanism.layers == (1,):
         return gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=delta)
     permuted = fenton_wilkinson.compute_epsilon(
@@ -89,7 +92,8 @@ def _estimate(delta_split: float | None, rounds: Rounds, delta: float) -> Answer
     epsilon = advanced_composition.compute_epsilon(steps, delta=delta, delta_split=delta_split)
     if any(mechanism.layers != (1,) for mechanism, _ in rounds):
         return Answer(epsilon)
-    plain = f"nothing is permuted (dimension 1): DP-SGD by WS Theorems 1 and 2, {_BEST if delta_split is None else _HALF}"
+    split = _BEST if delta_split is None else _HALF
+    plain = f"nothing is permuted (dimension 1): DP-SGD by WS Theorems 1 and 2, {split}"
     return Answer(
         epsilon, guarantee=Guarantee.PROVED, covers=EVERY_DATA_SET, adversary=ALL, meaning=plain
     )
@@ -150,14 +154,18 @@ def _pair(
     lower, upper = pair_epsilon(steps, delta=delta)
     places = min(step.num_users for step, _ in steps)
     mixed = f"it may be in any of {places:,} places" if places > 1 else "it stays where it is"
-    meaning = f"the exact value, from above, for {_PAIR}, which becomes zero; {mixed}; for the same adversary as published"
+    meaning = (
+        f"the exact value, from above, for {_PAIR}, which becomes zero; {mixed}; for the same "
+        "adversary as published"
+    )
     return Answer(upper, lower, meaning=meaning)
 
 
 @register_bound(
     ShuffledWeights,
     "certified",
-    meaning="DP-SGD at the same noise (its privacy loss composed numerically); weight shuffling takes nothing off it",
+    meaning="DP-SGD at the same noise (its privacy loss composed numerically); weight shuffling "
+    "takes nothing off it",
     trusted=SERVER,
     adversary=ALL,
     cites="docs/proofs, page 6",
@@ -178,7 +186,8 @@ def _certified(
 @register_bound(
     ShuffledWeights,
     "composition",
-    meaning="DP-SGD at the same noise, composed by WS Theorems 1 and 2 as 'published' is: proved, and looser than 'certified'",
+    meaning="DP-SGD at the same noise, composed by WS Theorems 1 and 2 as 'published' is: proved, "
+    "and looser than 'certified'",
     legend="every data set, by advanced composition",
     baseline=True,
     trusted=SERVER,

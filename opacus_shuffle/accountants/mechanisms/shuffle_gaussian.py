@@ -1,4 +1,6 @@
-"""Liew and Takahashi's shuffle Gaussian mechanisms (SG): their Theorems 1, 2 and 3, which differ in how users are drawn.
+"""Liew and Takahashi's shuffle Gaussian mechanisms (SG).
+
+They are of its Theorems 1, 2 and 3, which differ in how users are drawn.
 
 A report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees the
 round's reports in random order (and how many there are): ``noise_multiplier`` is that local σ.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.mechanism import Mechanism, described
 from opacus_shuffle.analysis.mean_ratio import Sampling
 
 
@@ -25,24 +27,30 @@ class GaussianReports(Mechanism):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffleGauss(GaussianReports):
-    """All ``num_users`` users of the round report (SG Theorem 1); in training, the records of the batch."""
+    """All ``num_users`` users of the round report (SG Theorem 1).
+
+    In training they are the records of the batch.
+    """
 
     name: ClassVar[str] = "shuffle_gauss"
     sampling: ClassVar[Sampling] = None
+    num_users: int = described("n, the users of one round, all of whom report", "N")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sample_rate != 1.0:
             raise ValueError(
                 f"shuffle_gauss gains nothing from sampling, got sample_rate={self.sample_rate}: "
-                "pass num_users = reports "
-                "per round, or use subsampled_shuffle or shuffled_checkin"
+                "pass num_users = reports per round, or use subsampled_shuffle or shuffled_checkin"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubsampledShuffle(GaussianReports):
-    """Exactly m = round(γ·n) of the users report, a fresh uniform draw each round (SG Theorem 2); γ becomes m/n."""
+    """Exactly m = round(γ·n) of the users report, a fresh uniform draw each round (SG Theorem 2).
+
+    γ becomes m/n.
+    """
 
     name: ClassVar[str] = "subsampled_shuffle"
     sampling: ClassVar[Sampling] = "fixed_size"

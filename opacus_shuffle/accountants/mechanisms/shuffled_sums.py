@@ -1,4 +1,4 @@
-"""Cheu, Joseph, Mao and Peng's shuffle-private vector sums (SCO Algorithm 2) on secret samples of the users."""
+"""Cheu, Joseph, Mao and Peng's shuffled vector sums (SCO Algorithm 2) on secret samples."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ if TYPE_CHECKING:  # it needs PyTorch
     from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 TOLERANCE = 1e-6
-"""How far σ may be from what the bits give, relatively: another SciPy's tails differ by some 1e-9."""
+"""How far σ may be from what the bits give, relatively.
+
+Another SciPy's tails differ by some 1e-9.
+"""
 ROUND_DELTA = 1e-9
-"""Of this, binomial tails take a millionth in each round of a protocol that is built from a noise multiplier."""
+"""Of this, binomial tails take a millionth in each round of a protocol that is built from a noise
+multiplier.
+"""
 _BITS = ("granularity", "noise_trials", "bit_probability", "tail", "round_epsilon", "round_delta")
 
 
@@ -113,73 +118,50 @@ class ShuffledSums(Mechanism):
         one_of("sampling", self.sampling, ("poisson", "fixed_size"))
         if self.sampling == "fixed_size":
             self._round_the_sample()
-        self._set(
-            **{
-                name: integer(name, getattr(self, name), minimum=0)
-                for name in ("granularity", "noise_trials")
-            }
-        )
         if not self.granularity or not self.noise_trials:
             raise ValueError(
                 "shuffled_sums is described by its bits (granularity, noise_trials, ...), not by a "
-                "noise multiplier alone: let "
-                "ShuffledSums.build choose them, or read them off a ShuffleVectorSum with "
-                "ShuffledSums.of_protocol"
+                "noise multiplier alone: let ShuffledSums.build choose them, or read them off a "
+                "ShuffleVectorSum with ShuffledSums.of_protocol"
             )
         self._set(
-            **{
-                name: integer(name, getattr(self, name))
-                for name in ("dimension", "granularity", "noise_trials")
-            }
-        )
-        self._set(
-            **{
-                name: open_unit_interval(name, getattr(self, name))
-                for name in ("bit_probability", "tail")
-            }
+            dimension=integer("dimension", self.dimension),
+            granularity=integer("granularity", self.granularity),
+            noise_trials=integer("noise_trials", self.noise_trials, maximum=MOST_TRIALS),
+            bit_probability=open_unit_interval("bit_probability", self.bit_probability),
+            tail=open_unit_interval("tail", self.tail),
         )
         open_unit_interval("1 - bit_probability", 1 - self.bit_probability)
-        integer("noise_trials", self.noise_trials, maximum=MOST_TRIALS)
-        if (
-            sampling_rate("honest_fraction", self.honest_fraction) < 1
-            and self.sample_rate < 1
-            and self.sampling != "poisson"
-        ):
+        honest = sampling_rate("honest_fraction", self.honest_fraction)
+        if honest < 1 and self.sample_rate < 1 and self.sampling != "poisson":
             raise ValueError(
                 f"honest_fraction={self.honest_fraction} goes with sampling='poisson' or "
-                "sample_rate=1, got sampling="
-                f"{self.sampling!r} and sample_rate={self.sample_rate}: who of a sample is honest "
-                "is random, and dishonest "
-                "ones know who of them is in it; pass honest_fraction=1"
+                f"sample_rate=1, got sampling={self.sampling!r} and "
+                f"sample_rate={self.sample_rate}: who of a sample is honest is random, and "
+                "dishonest ones know who of them is in it; pass honest_fraction=1"
             )
         follows = 2 / gaussian_equivalent(self._sum, lost=self.tail)[0]
         if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
             raise ValueError(
                 "noise_multiplier must follow from the protocol's own bits (dimension, "
-                "granularity, noise_trials, "
-                f"bit_probability, tail), which give {follows!r}, got {self.noise_multiplier!r}: "
-                "let ShuffledSums.build or "
-                "ShuffledSums.of_protocol compute it; a protocol's noise is fixed, another noise "
-                "takes another protocol"
+                f"granularity, noise_trials, bit_probability, tail), which give {follows!r}, got "
+                f"{self.noise_multiplier!r}: let ShuffledSums.build or ShuffledSums.of_protocol "
+                "compute it; a protocol's noise is fixed, another noise takes another protocol"
             )
         if (self.round_epsilon is None) != (self.round_delta is None):
             raise ValueError("round_epsilon and round_delta go together: pass both, or neither")
-        if self.round_epsilon is not None and self.round_delta is not None:
-            self._check_published(
-                positive("round_epsilon", self.round_epsilon),
-                open_unit_interval("round_delta", self.round_delta),
-            )
+        if self.round_epsilon is not None:
+            self._check_published()
 
-    def _check_published(self, epsilon: float, delta: float) -> None:
+    def _check_published(self) -> None:
         """Refuses a published (ε, δ) that these bits were not made for."""
-        reports = self.reports
         plan = published_vector_plan(
-            num_users=reports,
+            num_users=self.reports,
             dimension=self.dimension,
-            max_norm=(self.granularity - 0.5)
-            / (2 * math.sqrt(reports)),  # any unit in which this is the printed grid
-            epsilon=epsilon,
-            delta=delta,
+            # in any unit in which this is the printed grid
+            max_norm=(self.granularity - 0.5) / (2 * math.sqrt(self.reports)),
+            epsilon=positive("round_epsilon", self.round_epsilon),
+            delta=open_unit_interval("round_delta", self.round_delta),
             honest_fraction=self.honest_fraction,
         )
         same = (plan.granularity, plan.noise.trials) == (self.granularity, self.noise_trials)
@@ -187,14 +169,16 @@ class ShuffledSums(Mechanism):
             plan.bit_probability, self.bit_probability, rel_tol=TOLERANCE
         ):
             raise ValueError(
-                f"round_epsilon={epsilon!r} and round_delta={delta!r} are not what SCO Theorem A.6 "
-                "made these bits for: leave "
-                "them out, or read them off the protocol with ShuffledSums.of_protocol"
+                f"round_epsilon={self.round_epsilon!r} and round_delta={self.round_delta!r} are "
+                "not what SCO Theorem A.6 made these bits for: leave them out, or read them off "
+                "the protocol with ShuffledSums.of_protocol"
             )
 
     @classmethod
     def build(cls, **fields: Any) -> Mechanism:
-        """Returns the mechanism with these fields; where the bits are left out, those of the protocol with this noise.
+        """Returns the mechanism with these fields.
+
+        Where the bits are left out, they are those of the protocol with this noise.
 
         A grid does not allow every noise: the multiplier is the one asked for or up to 5 % more.
         """
@@ -209,14 +193,15 @@ class ShuffledSums(Mechanism):
             )
         users = integer("num_users", fields["num_users"])
         rate = sampling_rate("sample_rate", fields.get("sample_rate", 1.0))
-        coins = (
-            one_of("sampling", fields.get("sampling", "poisson"), ("poisson", "fixed_size"))
-            == "poisson"
-        )
+        sampling = fields.get("sampling", "poisson")
+        coins = one_of("sampling", sampling, ("poisson", "fixed_size")) == "poisson"
+        reports = users
+        if not coins:
+            reports = integer("round(sample_rate * num_users)", round(rate * users))
         from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
         protocol = ShuffleVectorSum.with_noise_multiplier(
-            users if coins else integer("round(sample_rate * num_users)", round(rate * users)),
+            reports,
             fields["dimension"],
             1.0,
             fields["noise_multiplier"],
@@ -225,11 +210,8 @@ class ShuffledSums(Mechanism):
             zero_on_grid=coins,
             rate=rate if coins else 1.0,
         )
-        return (
-            cls.of_protocol(protocol, sample_rate=rate)
-            if coins
-            else cls.of_protocol(protocol, num_users=users)
-        )
+        who = {"sample_rate": rate} if coins else {"num_users": users}
+        return cls.of_protocol(protocol, **who)
 
     @classmethod
     def of_protocol(
@@ -284,14 +266,8 @@ class ShuffledSums(Mechanism):
         if getattr(optimizer, "aggregator", None) is None:
             raise ValueError(
                 f"this optimizer adds no shuffled sums' noise, got a {type(optimizer).__name__}: "
-                "train with "
-                "opacus_shuffle.PrivacyEngine(accountant='shuffled_sums')"
+                "train with opacus_shuffle.PrivacyEngine(accountant='shuffled_sums')"
             )
-
-    @property
-    def calibration(self) -> str:
-        """``"published"`` where the bits have SCO Theorem A.6's constants, else ``"tight"``."""
-        return "tight" if self.round_epsilon is None else "published"
 
     @property
     def noise(self) -> BinomialNoise:
@@ -314,7 +290,10 @@ class ShuffledSums(Mechanism):
         return self.num_users if self.sampling == "poisson" else round(self.expected_reports)
 
     def sampled_sum(self, mu: float) -> SampledSum:
-        """Returns the round as :mod:`opacus_shuffle.analysis.sampled_sums` accounts for it, at some μ under replacement."""
+        """Returns the round at some μ under replacement.
+
+        :mod:`opacus_shuffle.analysis.sampled_sums` accounts for it so.
+        """
         return SampledSum(
             mu=mu, sample_rate=self.sample_rate, lost=self.lost, sampling=str(self.sampling)
         )
@@ -328,7 +307,10 @@ class ShuffledSums(Mechanism):
 
     @property
     def count_bits_per_coordinate(self) -> int:
-        """⌈log₂(g + b + 1)⌉: the shuffler can make the bits of their count, which is all that a user's bits say."""
+        """⌈log₂(g + b + 1)⌉: the shuffler can make a user's bits of their count.
+
+        The count is all that the bits say.
+        """
         return self.bits_per_coordinate.bit_length()
 
     @property
@@ -343,12 +325,15 @@ class ShuffledSums(Mechanism):
 
     @property
     def noise_std(self) -> float:
-        """The binomial noise of one coordinate of the sum, honest reports' alone, over the clipping norm."""
+        """The honest reports' noise on one coordinate of the sum, over the clipping norm."""
         return 2 * math.sqrt(self.noise.variance) / self.granularity
 
     @property
     def noise_of_sum(self) -> float:
-        """Standard deviation of one coordinate of the sum over the clipping norm: noise bits, and rounding at its worst."""
+        """Standard deviation of one coordinate of the sum over the clipping norm.
+
+        It is that of the noise bits, and of rounding at its worst.
+        """
         honest = honest_users(self.reports, self.honest_fraction)
         variance = self.noise.variance * self.reports / honest + self.expected_reports / 4
         return 2 * math.sqrt(variance) / self.granularity

@@ -1,4 +1,7 @@
-"""Yang, Ji and Xiang's weight shuffling (WS): DP-SGD, one trusted server, whose weights are permuted at every step."""
+"""Yang, Ji and Xiang's weight shuffling (WS).
+
+It is DP-SGD at one trusted server, whose weights are permuted at every step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from opacus_shuffle.core.validation import integer, noise_level, positive, posit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledWeights(Mechanism):
-    """One step of WS Algorithm 1: the noised sum of a Poisson sample's gradients, and the weights, permuted.
+    """One step of WS Algorithm 1.
+
+    It releases the noised sum of a Poisson sample's gradients, and the weights, permuted.
 
     Attributes:
         noise_multiplier: σ of the **sum** in units of ``clip`` (DP-SGD's own multiplier), for the
@@ -80,8 +85,7 @@ class ShuffledWeights(Mechanism):
                 "unshuffled_noise_multiplier must be at least "
                 f"noise_multiplier={self.noise_multiplier}, got "
                 f"{self.unshuffled_noise_multiplier}: the certified epsilon counts on no less "
-                "noise in what stays "
-                "(WS Algorithm 1, line 16)"
+                "noise in what stays (WS Algorithm 1, line 16)"
             )
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
@@ -100,8 +104,8 @@ class ShuffledWeights(Mechanism):
         ):
             raise ValueError(
                 f"max_grad_norm is {optimizer.max_grad_norm}, but shuffled_fw accounts for "
-                f"clip={self.clip}: keep the norm, or "
-                "describe the run with it (engine.accountant.plan)"
+                f"clip={self.clip}: keep the norm, or describe the run with it "
+                "(engine.accountant.plan)"
             )
 
     @property
