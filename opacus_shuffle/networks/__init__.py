@@ -1,1 +1,1 @@
-"""Networks as users bring them: running them untouched, sample inputs, position ids, and whether clipping bounds records."""
+"""Networks as users bring them: running them untouched, on what, and whether they may train."""

@@ -1,4 +1,4 @@
-"""Puts networks, optimizers and other objects back as they were: after a look at them, or where a load is refused.
+"""Puts networks, optimizers and other objects back as they were, after a look or a refused load.
 
 >>> network = torch.nn.Linear(2, 1)
 >>> before = network.weight.detach().clone()
@@ -15,59 +15,152 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections import deque
+from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
-from opacus_shuffle.networks.running import ATTRIBUTES
+from opacus_shuffle.core.randomness import SecretGenerator
 
-Undo = Callable[[], list[str]]
-"""Puts something back, and returns the names of what had changed."""
-
-_ENTERED_WHOLE = (nn.Module, torch.optim.Optimizer)
-"""What is followed wherever it is met; of other objects only those that these hold themselves, which may be others'."""
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_TABLES = ("_modules", "_parameters", "_buffers")
+_UNNAMED = ("_modules", "_parameters", "_buffers")
 """Attributes of modules whose entries have the names that users know."""
+_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""What all modules have; hooks among them."""
+
+
+class Snapshot:
+    """What networks, optimizers and other objects hold at one moment, to be put back once or often.
+
+    Args:
+        *owners: Modules and optimizers with all that is inside of them, or other objects with their
+            attributes. Copies of tensors are kept on the CPU.
+    """
+
+    def __init__(self, *owners: Any) -> None:
+        self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._known: dict[int, Any] = {}  # held, so that no identity is given anew
+        for owner in owners:
+            self._remember(owner, "")
+
+    def restore(self) -> dict[str, bool]:
+        """Puts all back.
+
+        Returns:
+            The names of the parameters, buffers and attributes that had changed, with whether there
+            are tensors in them.
+        """
+        changed: dict[str, bool] = {}
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for place, container, held in self._containers:
+            now, before = _entries(container), _entries(held)
+            keys = [key for key in now | before if now.get(key, now) is not before.get(key, before)]
+            if keys:
+                container.clear()
+                getattr(container, "extend" if hasattr(container, "extend") else "update")(held)
+            for key in keys:
+                leaves = tree_leaves([now.get(key), before.get(key)])
+                name, kinds = _name_of(place, key), {type(leaf) for leaf in leaves}
+                # A name that is chosen at the first call, as of a kind of loss, is of no records.
+                if not kinds <= {str, NoneType}:
+                    tensors = any(issubclass(kind, torch.Tensor) for kind in kinds)
+                    changed[name] = tensors or changed.get(name, False)
+        for place, tensor, memory, content in self._tensors:
+            # Averages of weights are used by exchanging the memory of the parameters. The tensor
+            # itself is not written to: gradients under way take notice of its versions.
+            same = tensor.data_ptr() == memory.data_ptr()
+            if not same or not torch.equal(memory.to("cpu"), content):
+                tensor.data = memory
+                memory.copy_(content)
+                changed[place] = True
+        for parameter, gradient in self._gradients:  # which is no entry of its attributes
+            parameter.grad = gradient
+        return {name: tensors for name, tensors in changed.items() if "\0" not in name}
+
+    def _remember(self, value: Any, place: str, *, inside: bool = False) -> None:
+        """Notes what a value holds.
+
+        Args:
+            value: Anything that a network or an optimizer may hold.
+            place: The name of the value; with a zero in it if nobody asks whether it has changed.
+            inside: Whether an object that is neither module nor optimizer holds it: what it refers
+                to is not followed, as it may be others'.
+        """
+        if id(value) in self._known:
+            return
+        self._known[id(value)] = value
+        whole = isinstance(value, nn.Module | torch.optim.Optimizer)
+        pythons_own = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, nn.Parameter):  # to which Opacus adds attributes, and gradients
+                self._containers.append(("\0", vars(value), dict(vars(value))))
+                self._gradients.append((value, value.grad))
+                self._remember(value.grad, "\0")
+            if value.layout == torch.strided and value.device.type != "meta" and not is_lazy(value):
+                copied = value.data.to("cpu", copy=True)
+                self._tensors.append((place, value, value.data, copied))
+        elif isinstance(value, torch.Generator):
+            # A secret generator stays: its state, put back, would make its stream repeatable.
+            if not isinstance(value, SecretGenerator):
+                self._generators.append((value, value.get_state()))
+        elif isinstance(value, list | tuple | dict | set | deque):
+            for key, entry in _entries(value).items():
+                self._remember(entry, _name_of(place, key), inside=inside)
+            if not isinstance(value, tuple):
+                self._containers.append((place, value, value.copy()))
+        elif whole or (hasattr(value, "__dict__") and not inside and not pythons_own):
+            self._remember(vars(value), place, inside=not whole)
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+
+
+def _name_of(place: str, key: Any) -> str:
+    """Returns the name of an entry of a container or of an object's attribute."""
+    if not isinstance(key, str) or key in _UNNAMED:
+        return place
+    if key in _ATTRIBUTES:
+        return "\0"
+    return f"{place}.{key}" if place else key
 
 
 @contextlib.contextmanager
-def rolled_back(network: nn.Module) -> Iterator[list[str]]:
-    """A block after which a network is as it was: its tensors, modes, attributes and hooks, and all random states.
+def rolled_back(network: nn.Module, before: Snapshot | None = None) -> Iterator[dict[str, bool]]:
+    """A block after which a network is as it was: tensors, modes, attributes, hooks, random states.
 
     In the block it has no hooks of an earlier ``make_private``, which would note what is run there.
 
+    Args:
+        network: It is put back.
+        before: A snapshot of it as it is now, if there is one.
+
     Yields:
-        A list, filled at the end of the block: the names of the parameters, buffers and attributes
-        that it had changed.
+        What :meth:`Snapshot.restore` returns, filled at the end of the block.
     """
-    undo = list(_remember(network, {}, ""))
-    changed: list[str] = []
+    before, changed = before or Snapshot(network), dict[str, bool]()
     try:
-        _take_off_hooks(network)
+        for handle in vars(network).pop("autograd_grad_sample_hooks", ()):
+            handle.remove()
+        for module in network.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    home = str(getattr(hook, "__module__", ""))
+                    if home.startswith("opacus_shuffle.") and not home.endswith(".position_ids"):
+                        del hooks[key]
         with random_states_kept():
             yield changed
     finally:
-        for put_back in undo:
-            changed += put_back()
-
-
-def _take_off_hooks(network: nn.Module) -> None:
-    """Removes the hooks of Opacus and of this package, but for those of ``prepare_model``, which are the user's own."""
-    for handle in vars(network).pop("autograd_grad_sample_hooks", ()):
-        handle.remove()
-    for module in network.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(hooks.items()):
-                home = str(getattr(hook, "__module__", ""))
-                if home.startswith("opacus_shuffle.") and not home.endswith(".position_ids"):
-                    del hooks[key]
+        changed |= before.restore()
 
 
 @contextlib.contextmanager
@@ -75,24 +168,19 @@ def rolled_back_if_refused(*owners: Any) -> Iterator[None]:
     """Puts modules, optimizers and other objects back as they were if the block raises.
 
     Args:
-        *owners: A module or an optimizer with all that is inside of it, or any other object with
-            its attributes. None is skipped. Tensors are kept on the CPU meanwhile.
+        *owners: As of :class:`Snapshot`.
     """
-    known: dict[int, Any] = {}
-    undo: list[Callable[[], object]] = []
-    for owner in owners:
-        undo += _remember(owner, known, None)
+    before = Snapshot(*owners)
     try:
         yield
     except BaseException:
-        for put_back in undo:
-            put_back()
+        before.restore()
         raise
 
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Restores the global random states of Python, NumPy and PyTorch, on the CPU and on GPUs in use, at the end."""
+    """Restores the random states of Python, NumPy and PyTorch, on devices in use, at the end."""
     python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  (others use the global one)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     try:
@@ -101,112 +189,3 @@ def random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy_state)  # noqa: NPY002
-
-
-def _remember(
-    value: Any, known: dict[int, Any], place: str | None, *, inside_helper: bool = False
-) -> Iterator[Undo]:
-    """Yields what puts a value back, and what it contains.
-
-    Args:
-        value: Anything that a network or an optimizer may hold.
-        known: What has been met, by identity; held, so that no identity is given anew.
-        place: The name of the value; None if nobody asks whether it has changed, as with hooks.
-        inside_helper: Whether an object that is neither module nor optimizer holds it: what it
-            refers to is not followed.
-    """
-    if (
-        value is None
-        or isinstance(value, bool | int | float | str | type | ModuleType)
-        or id(value) in known
-    ):
-        return
-    known[id(value)] = value
-    if isinstance(value, torch.Tensor):
-        yield from _remember_tensor(value, place)
-    elif isinstance(value, random.Random):
-        yield _calling(value.setstate, value.getstate())
-    elif isinstance(value, np.random.Generator):
-        yield _calling(value.bit_generator.__setattr__, "state", value.bit_generator.state)
-    elif isinstance(value, np.random.RandomState | torch.Generator):
-        yield _calling(value.set_state, value.get_state())
-    elif type(value) in _CONTAINERS or isinstance(value, tuple):
-        entries = value.items() if isinstance(value, dict) else [(None, entry) for entry in value]
-        for key, entry in list(entries):
-            yield from _remember(entry, known, _name_of(place, key), inside_helper=inside_helper)
-        if not isinstance(value, tuple):
-            yield _refilling(value, value.copy(), place)
-    elif isinstance(value, _ENTERED_WHOLE):
-        yield from _remember(vars(value), known, place)
-    elif hasattr(value, "__dict__") and not inside_helper and not _is_python_s_own(value):
-        yield from _remember(vars(value), known, place, inside_helper=True)
-
-
-def _name_of(place: str | None, key: Any) -> str | None:
-    """Returns the name of an entry of a container or of an object's attribute."""
-    if place is None or key is None or key in _TABLES:
-        return place
-    if key in ATTRIBUTES:
-        return None
-    return f"{place}.{key}" if place else str(key)
-
-
-def _remember_tensor(tensor: torch.Tensor, place: str | None) -> Iterator[Undo]:
-    """Yields what gives a tensor its memory and numbers back, and a parameter the attributes that Opacus adds."""
-    if isinstance(tensor, nn.Parameter):
-        yield _refilling(vars(tensor), dict(vars(tensor)), None)
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
-        return
-    memory = tensor.data
-    content = memory.to("cpu", copy=True)
-
-    def put_back() -> list[str]:
-        if (
-            type(memory) is torch.Tensor
-        ):  # of other kinds, as of sharded tensors, neither question has a plain answer
-            # Averages of weights are used by exchanging the memory of the parameters.
-            if exchanged := tensor.data_ptr() != memory.data_ptr():
-                tensor.data = memory
-            if torch.equal(
-                memory.to("cpu"), content
-            ):  # expanded tensors, for one, cannot be written to
-                return [place] if exchanged and place else []
-        memory.copy_(
-            content
-        )  # not the tensor itself, of whose versions gradients under way take notice
-        return [place] if place else []
-
-    yield put_back
-
-
-def _refilling(container: Any, held: Any, place: str | None) -> Undo:
-    """Returns what makes a container hold again what it held."""
-
-    def refill() -> list[str]:
-        changed: list[str | None] = []
-        if isinstance(held, dict):
-            keys = [
-                key
-                for key in container.keys() | held.keys()
-                if container.get(key, held) is not held.get(key, held)
-            ]
-            changed = [_name_of(place, key) for key in keys]
-        elif list(map(id, container)) != list(map(id, held)):
-            changed = [place]
-        container.clear()
-        container.extend(held) if isinstance(container, list | deque) else container.update(held)
-        return [name for name in changed if name]
-
-    return refill
-
-
-def _calling(function: Callable[..., object], *arguments: Any) -> Undo:
-    def call() -> list[str]:
-        function(*arguments)
-        return []
-
-    return call
-
-
-def _is_python_s_own(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in sys.stdlib_module_names

@@ -1,13 +1,15 @@
-"""Handling a network as it is found: out of its wrappers, and its results apart from its caches."""
+"""Handling a network as users bring it: without its wrappers, its results without its caches."""
 
 from __future__ import annotations
 
+import gc
+import random
 import re
-from collections import deque
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,24 +17,7 @@ from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
 
 Result = TypeVar("Result")
 _WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
-ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What all modules have; hooks among them."""
-CACHES = ("past_key_values", "cache_params")
-"""Results of Hugging Face models that only save work for the next call."""
-CLOSED = (
-    torch.Tensor,
-    nn.Module,
-    ModuleType,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type,
-    torch.dtype,
-    torch.device,
-)
+_CLOSED = (nn.Module, ModuleType, FunctionType, type, str, bytes)
 """What is not looked into for tensors."""
 
 
@@ -54,7 +39,7 @@ def plain_name(name: str) -> str:
 
 
 def without_graph(run: Callable[[], Result]) -> Result:
-    """Returns what a run gives that notes nothing for gradients; if it takes gradients itself, it runs again, and may note."""
+    """Returns what a run gives without noting anything for gradients, if it takes none itself."""
     try:
         with torch.no_grad():
             return run()
@@ -66,41 +51,29 @@ def without_graph(run: Callable[[], Result]) -> Result:
 
 
 def seed_draws(seed: int) -> None:
-    """Seeds PyTorch's draws where there are any: ``torch.manual_seed`` would also seed GPUs that are yet to be used."""
+    """Seeds the global random states of Python, NumPy, and PyTorch on the devices in use."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (networks may draw from the global one)
+    # torch.manual_seed would also seed GPUs that are yet to be used.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 
 def results(outputs: Any) -> list[torch.Tensor]:
-    """Returns the tensors in what a network returned, wherever they are, but for caches of past keys and values."""
-    found: list[torch.Tensor] = []
-    seen: dict[int, Any] = {}
+    """Returns the tensors in what a network returned, wherever they are, in no promised order."""
+    tensors: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}  # held, so that no identity is given anew
     waiting = [outputs]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        if each is None or isinstance(each, CLOSED) or id(each) in seen:
+        value = waiting.pop()
+        # Caches of past keys and values only save work for the next call.
+        cache = type(value).__module__ == "transformers.cache_utils"
+        if id(value) in seen or cache or isinstance(value, _CLOSED):
             continue
-        if any(kind.__module__ == "transformers.cache_utils" for kind in type(each).__mro__):
-            continue
-        seen[id(each)] = each
-        if isinstance(each, Mapping):
-            waiting += [value for name, value in each.items() if name not in CACHES]
-        elif isinstance(each, list | tuple | set | frozenset | deque):
-            waiting += list(each)
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
         else:
-            slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
-            names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
-            waiting += [
-                getattr(each, name, None)
-                for name in [*getattr(each, "__dict__", ()), *names]
-                if name not in CACHES
-            ]
-    return found[::-1]
-
-
-def has_records(value: Any, records: int, axis: int) -> bool:
-    """Returns whether a value is a tensor with ``records`` rows along an axis."""
-    return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
+            waiting += gc.get_referents(value)  # what a container or another object holds
+    return tensors

@@ -1,169 +1,755 @@
-"""Layers that see records in another order, or not all of their gradients, are refused by name; the others train."""
+"""Networks that mix records are refused by name; their harmless neighbours train.
+
+The tables hold networks; every one of them is looked at in every mode of computing gradients.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
+
 import pytest
 import torch
-from helpers.records_together import IN_PLACE, MISPLACED, Between
-from helpers.toy import make_toy, run_epoch
-from opacus.layers import DPGRU, DPLSTM
+from helpers.toy import make_toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.grad_sample import GradSampleModule
+from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.networks.check import per_sample_check
 
-
-def private(module, accountant="subsampled_shuffle", mode="hooks", **changes):
-    toy = (
-        make_toy()
-        | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
-        | changes
-    )
-    engine = PrivacyEngine(accountant=accountant)
-    made = engine.make_private(**toy, noise_multiplier=1.0, grad_sample_mode=mode)
-    return engine, (made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
+TIME = 4
+"""Of sequences, and of a number of records that the check tries."""
+SEED = 0
+UNSEEN = "layers were not looked at with several numbers of records"
 
 
-@pytest.mark.parametrize("way", MISPLACED)
-@pytest.mark.parametrize(
-    ("accountant", "mode"),
-    [("subsampled_shuffle", "hooks"), ("rdp", "functorch"), ("rdp", "ghost")],
-)
-def test_a_layer_that_sees_records_in_another_order_is_refused(way, accountant, mode):
-    torch.manual_seed(0)
-    network = Between(MISPLACED[way])
-    with pytest.raises(
-        ValueError,
-        match=r"records in another order than the batch's to .*middle \(Linear\), .* collate_fn",
-    ):
-        private(network, accountant, mode)
-    assert not hasattr(network, "autograd_grad_sample_hooks")
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(SEED)
 
 
-@pytest.mark.parametrize("way", IN_PLACE)
-def test_layers_that_see_every_record_at_its_place_are_trained(way):
-    torch.manual_seed(0)
-    network = Between(IN_PLACE[way])
-    before = [each.detach().clone() for each in network.parameters()]
-    engine, made = private(network)
-    run_epoch(*made)
-    assert len(engine.accountant) == 4
-    assert not any(map(torch.equal, before, network.parameters()))
+class Net(nn.Module):
+    """A network of named parts, and how they are called."""
 
-
-@pytest.mark.parametrize("way", ["gradients cut off", "gradients of length one"])
-def test_gradients_that_do_not_shrink_with_the_loss_are_refused_with_ghost_clipping(way):
-    with pytest.raises(
-        ValueError,
-        match=r"changes gradients on their way to .*middle \(Linear\).*'ghost' clips by: use 'hooks'",
-    ):
-        private(Between(IN_PLACE[way]), "subsampled_shuffle", "ghost")
-
-
-class Sentences(nn.Module):
-    """Packs sequences, of different lengths from so many records on."""
-
-    def __init__(self, kind, *, differ_from=0, is_sorted=False):
+    def __init__(self, run, **parts):
         super().__init__()
-        self.cell, self.head = kind(2, 4, batch_first=True), nn.Linear(4, 3)
-        self.differ_from, self.is_sorted = differ_from, is_sorted
+        self.run = run
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *arguments):
+        return self.run(self, *arguments)
+
+
+def inside(function):
+    """A network with one function of the hidden batch."""
+    parts = {"first": nn.Linear(5, 6), "last": nn.Linear(6, 3)}
+    return Net(lambda net, x: net.last(function(net.first(x))), **parts)
+
+
+def between(way):
+    """Three layers, of which one sees what a function makes of the batch."""
+    parts = {"first": nn.Linear(5, 6), "middle": nn.Linear(6, 6), "last": nn.Linear(6, 3)}
+    return Net(lambda net, x: net.last(way(net.middle, torch.tanh(net.first(x)))), **parts)
+
+
+def loss(function):
+    """A network that returns what a function makes of its outputs and of labels."""
+    parts = {"first": nn.Linear(5, 6), "last": nn.Linear(6, 3)}
+    return Net(lambda net, x, y: function(net.last(torch.tanh(net.first(x))), y), **parts)
+
+
+def time_first(layer, head):
+    return Net(lambda net, x: net.head(net.layer(x.transpose(0, 1)).sum(0)), layer=layer, head=head)
+
+
+def one(run, layer):
+    """A network of one layer, ``a``."""
+    return Net(lambda net, x: run(net.a, x), a=layer)
+
+
+def zeros(layer):
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
+
+
+def frozen(network, part):
+    network.get_submodule(part).requires_grad_(False)
+    return network
+
+
+def hooked(hidden, hook):
+    hidden.register_hook(hook)
+    return hidden
+
+
+def in_order(layer, hidden, order):
+    return layer(hidden[order])[order.argsort()]
+
+
+def where(layer, hidden, mask):
+    return hidden.index_put((mask.nonzero()[:, 0],), layer(hidden[mask]))
+
+
+def nearest(x):
+    return x[(torch.cdist(x, x) + 1e9 * torch.eye(len(x))).argmin(1)]
+
+
+def contrastive(h, y):
+    near = F.normalize(h, dim=1)
+    return F.cross_entropy(near @ near.T / 0.1, torch.arange(len(h)))
+
+
+class Scale(nn.Module):
+    """A layer whose gradients per record Opacus gets from a function of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2))
 
     def forward(self, x):
-        lengths = (
-            1 + torch.arange(len(x)) % 3 if len(x) >= self.differ_from else torch.full((len(x),), 3)
-        )
-        if self.is_sorted:
-            lengths = lengths.sort(descending=True).values
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.is_sorted)
-        state = self.cell(packed)[1]
-        return self.head((state[0] if isinstance(state, tuple) else state)[-1])
+        return x * self.factor
+
+
+class WrongScale(Scale):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _samplers(monkeypatch):
+    """Of records, and, wrongly, of time steps."""
+    per_record = {
+        Scale: lambda layer, inputs, gradients: {layer.factor: (inputs[0] * gradients).sum(1)},
+        WrongScale: lambda layer, inputs, gradients: {layer.factor: (inputs[0] * gradients).sum(0)},
+    }
+    for kind, sampler in per_record.items():
+        monkeypatch.setitem(GradSampleModule.GRAD_SAMPLERS, kind, sampler)
+
+
+ITSELF = r"module mixes records in the module itself \(Net\): one record's output changes"
+MIXING = {
+    "centred": lambda x: x - x.mean(0),
+    "scaled": lambda x: x / (1 + x.std(0, unbiased=False)),
+    "batch norm by hand": lambda x: F.batch_norm(x, None, None, training=True),
+    "cumulative": lambda x: x.cumsum(0),
+    "reversed": lambda x: x.flip(0),
+    "attention over the batch": lambda x: torch.softmax(x @ x.T, 0) @ x,
+    "mixed up at random": lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))],
+    "maximum": lambda x: x / x.abs().amax(),
+    "ranks": lambda x: x + x.argsort(0).argsort(0),
+    "beside the first": lambda x: x - x[0],
+    "beside the last, without gradients": lambda x: x - x[-1:].detach(),
+    "the nearest": lambda x: x + nearest(x.detach()),
+    "the next": lambda x: x + x.roll(1, 0).detach(),
+    "written to in place": lambda x: x.sub_(x.mean(0)),
+    "in a power of the batch": lambda x: x * x.detach().norm(),
+}
+ELSEWHERE = r"records in another order than the batch's to .*middle \(Linear\).* collate_fn"
+MISPLACED = {
+    "flipped": lambda layer, hidden: layer(hidden.flip(0)).flip(0),
+    "sorted": lambda layer, hidden: in_order(layer, hidden, hidden[:, 0].argsort()),
+    "at random": lambda layer, hidden: in_order(layer, hidden, torch.randperm(len(hidden))),
+    "gradients scaled by the largest": lambda layer, hidden: hooked(
+        layer(hidden), lambda gradient: gradient / gradient.abs().max()
+    ),
+    "some once more": lambda layer, hidden: where(layer, layer(hidden), hidden[:, 0] > 0),
+}
+APART = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "layer norm": lambda x: x - x.mean(1, keepdim=True),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "noise": lambda x: x + torch.randn_like(x),
+    "written to in place": lambda x: x.clamp_(min=0),
+    "not finite": lambda x: x / 0.0,
+}
+IN_PLACE = {
+    "all": lambda layer, hidden: layer(hidden),
+    "twice": lambda layer, hidden: layer(torch.tanh(layer(hidden))),
+    "the first ones once more": lambda layer, hidden: where(
+        layer, layer(hidden), torch.arange(len(hidden)) < len(hidden) // 2
+    ),
+}
+BENT = {
+    "gradients cut off": lambda gradient: gradient.clamp(-1e-3, 1e-3),
+    "gradients of length one": F.normalize,
+}
+NO_SUM = "^module returns a loss of the batch that is not a sum or mean of one number per record: "
+NO_SUMS = {
+    "contrastive": contrastive,
+    "a root of the mean": lambda h, y: F.mse_loss(h, torch.zeros_like(h)).sqrt(),
+    "perplexity": lambda h, y: F.cross_entropy(h, y).exp(),
+    "balance of a batch": lambda h, y: (
+        F.cross_entropy(h, y) + 1e-2 * torch.softmax(h, 1).mean(0).square().sum()
+    ),
+    "weights of classes": lambda h, y: F.cross_entropy(h, y, weight=torch.tensor([1.0, 5.0, 0.2])),
+    "centred": lambda h, y: (h - h.mean(0)).square().mean(),
+    "decorrelated": lambda h, y: (h.T @ h - torch.eye(3)).square().sum(),
+    "the largest": lambda h, y: F.cross_entropy(h, y, reduction="none").logsumexp(0),
+    "beside a sum": lambda h, y: (F.cross_entropy(h, y), h.var(0).sum()),
+    "in a dictionary": lambda h, y: {"loss": h.std()},
+}
+SUMS = {
+    "mean": F.cross_entropy,
+    "sum": lambda h, y: F.cross_entropy(h, y, reduction="sum"),
+    "smoothed": lambda h, y: F.cross_entropy(h, y, label_smoothing=0.1),
+    "with a penalty of outputs": lambda h, y: F.cross_entropy(h, y) + 0.1 * h.square().mean(),
+    "dropout": lambda h, y: F.cross_entropy(F.dropout(h, 0.5), y),
+    "a statistic beside it": lambda h, y: (F.cross_entropy(h, y), h.detach().std()),
+    "beside rows": lambda h, y: (h, h.std()),
+    "tokens end to end": lambda h, y: h.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1),
+    "some not counted": lambda h, y: F.cross_entropy(
+        h, torch.where(torch.arange(len(y)) == 2, -100, y)
+    ),
+    "large": lambda h, y: 1e6 + F.cross_entropy(h, y),
+    "not finite": lambda h, y: F.cross_entropy(h, y) * torch.inf,
+}
+OTHER_ROWS = {
+    "time first": (lambda: time_first(nn.Linear(2, 3), nn.Linear(3, 3)), "4 rows .* layer .Linear"),
+    "nested": (
+        lambda: time_first(nn.Sequential(nn.Tanh(), nn.Linear(2, 3)), nn.Linear(3, 3)),
+        r"4 rows for 5 records to layer.1 \(Linear\)",
+    ),
+    "before weights of zero": (
+        lambda: time_first(nn.Linear(2, 3), zeros(nn.Linear(3, 3))),
+        r"4 rows for 5 records to layer \(Linear\)",
+    ),
+    "end to end": (
+        lambda: one(lambda a, x: a(x.flatten(0, 1)).view(len(x), TIME, 3).mean(1), nn.Linear(2, 3)),
+        r"20 rows for 5 records to a \(Linear\)",
+    ),
+    "convolution over records": (
+        lambda: one(lambda a, x: a(x.permute(1, 2, 0)).mean(0).T, nn.Conv1d(2, 3, 1)),
+        r"4 rows for 5 records to a \(Conv1d\)",
+    ),
+    "head of a recurrent layer": (
+        lambda: Net(
+            lambda net, x: net.b(net.a(x.transpose(0, 1))[0]).mean(0),
+            a=DPLSTM(2, 3),
+            b=nn.Linear(3, 3),
+        ),
+        r"4 rows for 5 records to b \(Linear\)",
+    ),
+    "attention": (
+        lambda: one(
+            lambda a, x: a(*[x.transpose(0, 1)] * 3)[0].mean(0), DPMultiheadAttention(2, 1)
+        ),
+        r"4 rows for 5 records to a.qlinear \(Linear\), a.klinear \(Linear\), a.vlinear",
+    ),
+    "norm": (
+        lambda: time_first(nn.LayerNorm(2), nn.Linear(2, 3)),
+        r"4 rows for 5 records to layer \(LayerNorm\)",
+    ),
+    "beside the outputs": (
+        lambda: Net(
+            lambda net, x: (net.a(x).mean(1), net.b(x.transpose(0, 1)).mean()),
+            a=nn.Linear(2, 3),
+            b=nn.Linear(2, 1),
+        ),
+        r"4 rows for 5 records to b \(Linear\)",
+    ),
+    "in a loss": (
+        lambda: one(lambda a, x: a(x.transpose(0, 1)).square().mean(), nn.Linear(2, 3)),
+        r"4 rows for 5 records to a \(Linear\)",
+    ),
+    "function of one's own": (
+        lambda: time_first(Scale(), nn.Linear(2, 3)),
+        r"4 rows for 5 records to layer \(Scale\)",
+    ),
+}
+ROWS_ELSEWHERE = {
+    "both ways": (
+        lambda: one(lambda a, x: a(x).mean(1) + a(x.transpose(0, 1)).mean(0), nn.Linear(2, 3)),
+        r"records in another order than the batch's to a \(Linear\)",
+    ),
+    "both ways in a loss": (
+        lambda: one(
+            lambda a, x: (a(x).mean(1) + a(x.transpose(0, 1)).mean(0)).square().mean(),
+            nn.Linear(2, 3),
+        ),
+        r"not a sum or mean of one number per record.*let every layer see \[batch",
+    ),
+    "for four records alone": (
+        lambda: one(lambda a, x: a(x.view(4, TIME, 2).transpose(0, 1)).mean(0), nn.Linear(2, 3)),
+        r"records in another order than the batch's to a \(Linear\)",
+    ),
+    "wrong function of one's own": (
+        lambda: Net(lambda net, x: net.b(net.a(x)).mean(1), a=WrongScale(), b=nn.Linear(2, 3)),
+        r"to a \(WrongScale\), or scales",
+    ),
+    "into weights of zero": (
+        lambda: Net(
+            lambda net, x: net.b(x.mean(1)) + net.a((x - x.mean(0)).mean(1)),
+            a=zeros(nn.Linear(2, 3)),
+            b=nn.Linear(2, 3),
+        ),
+        r"records in another order than the batch's to a \(Linear\)",
+    ),
+}
+OWN_ROWS = {
+    "batch first": lambda: one(lambda a, x: a(x).mean(1), nn.Linear(2, 3)),
+    "time first, frozen": lambda: frozen(time_first(nn.Linear(2, 3), nn.Linear(3, 3)), "layer"),
+    "recurrent": lambda: one(lambda a, x: a(x)[0].mean(1), DPGRU(2, 3, batch_first=True)),
+    "recurrent states": lambda: one(
+        lambda a, x: a(x), DPLSTM(2, 3, num_layers=TIME, batch_first=True)
+    ),
+    "recurrent, time first": lambda: one(lambda a, x: a(x.transpose(0, 1))[0].mean(0), DPGRU(2, 3)),
+    "attention": lambda: one(
+        lambda a, x: a(x, x, x)[0].mean(1), DPMultiheadAttention(2, 1, batch_first=True)
+    ),
+    "convolution": lambda: one(
+        lambda a, x: a(x.transpose(1, 2)).relu_().mean(2), nn.Conv1d(2, 3, 2)
+    ),
+    "positions": lambda: Net(
+        lambda net, x: net.a(x + net.at(torch.arange(TIME).expand(len(x), -1))).mean(1),
+        a=nn.Linear(2, 3),
+        at=nn.Embedding(TIME, 2),
+    ),
+    "for four records alone": lambda: one(
+        lambda a, x: a(x.view(4, TIME, 2)).mean(1), nn.Linear(2, 3)
+    ),
+    "outputs with time first": lambda: one(lambda a, x: a(x).transpose(0, 1), nn.Linear(2, 3)),
+    "a loss beside it": lambda: Net(
+        lambda net, x: (net.a(x).mean(1), net.b(x).mean()), a=nn.Linear(2, 3), b=nn.Linear(2, 1)
+    ),
+    "a loss": lambda: one(lambda a, x: a(x).square().mean(), nn.Linear(2, 3)),
+    "function of one's own": lambda: Net(
+        lambda net, x: net.b(net.a(x)).mean(1), a=Scale(), b=nn.Linear(2, 3)
+    ),
+}
+
+
+def numbers(*shape):
+    """Twelve records of normal numbers."""
+    return (torch.randn(12, *shape),), {}
+
+
+def labelled():
+    return (torch.randn(6, 5), torch.tensor([2, 1, 0, 2, 1, 0])), {}
+
+
+def problem(network, call, mode="hooks", **options):
+    check = per_sample_check(network, call, mode=mode, **options)
+    assert check.seen, check.failure
+    assert not network._forward_hooks
+    assert not any("grad_sample" in vars(parameter) for parameter in network.parameters())
+    return check.problem
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+@pytest.mark.parametrize("way", MIXING)
+def test_records_that_mix_are_refused_in_every_mode(way, mode):
+    assert re.match(ITSELF, problem(inside(MIXING[way]), numbers(5), mode))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("way", MISPLACED)
+def test_a_layer_that_sees_records_in_another_order_is_refused(way, mode):
+    assert re.search(ELSEWHERE, problem(between(MISPLACED[way]), numbers(5), mode))
+
+
+def test_gradients_alone_that_mix_are_refused():
+    for mixed in (lambda x: x.mean(0), lambda x: x[0]):
+        network = inside(lambda x, mixed=mixed: x + mixed(x) - mixed(x).detach())
+        assert re.search(r"first \(Linear\), or scales one's", problem(network, numbers(5)))
+
+
+@pytest.mark.parametrize("way", [*OTHER_ROWS, *ROWS_ELSEWHERE])
+def test_layers_with_other_rows_than_records_are_refused_however_many_there_are(way):
+    make, why = {**OTHER_ROWS, **ROWS_ELSEWHERE}[way]
+    assert re.search(why, problem(make(), numbers(TIME, 2)))
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_losses_that_are_no_sum_over_records_are_refused(name):
+    assert re.match(NO_SUM, problem(loss(NO_SUMS[name]), labelled()))
+
+
+def test_what_a_loss_of_the_batch_counts_is_not_changed():
+    """A mean over the counted ones is divided by how many other records have."""
+    network = loss(lambda h, mask: (h.sum(1) * mask).sum() / mask.sum())
+    assert not problem(network, ((torch.randn(6, 5), torch.tensor([1, 1, 0, 1, 0, 0])), {}))
+
+
+class Around(nn.Module):
+    """Has a parameter of its own, so that Opacus runs it on each record by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.inner = nn.Parameter(torch.ones(3)), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.factor * self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_what_is_inside_a_layer_that_is_run_on_each_record_may_see_other_rows():
+    network = one(lambda a, x: a(x).mean(1), Around())
+    assert not problem(network, numbers(TIME, 2))
+
+
+HARMLESS = {
+    **{f"{way}, inside": (lambda way=way: inside(APART[way]), numbers(5)) for way in APART},
+    **{f"{way}, between": (lambda way=way: between(IN_PLACE[way]), numbers(5)) for way in IN_PLACE},
+    **{f"{way}, rows": (OWN_ROWS[way], numbers(TIME, 2)) for way in OWN_ROWS},
+    **{f"{name}, loss": (lambda name=name: loss(SUMS[name]), labelled()) for name in SUMS},
+}
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("way", HARMLESS)
+def test_records_that_stay_apart_are_not_refused(way, mode):
+    make, call = HARMLESS[way]
+    why = problem(make(), call, mode)
+    if mode == "ghost" and re.search("in place|twice|once more|convolution", way):
+        assert "cannot be trained with grad_sample_mode='ghost'" in why  # Opacus raises
+    else:
+        assert not why
+
+
+@pytest.mark.parametrize("way", ["batch first", "positions", "convolution"])
+def test_records_that_stay_apart_are_not_refused_with_expanded_weights(way):
+    assert not problem(OWN_ROWS[way](), numbers(TIME, 2), "ew")
+
+
+@pytest.mark.parametrize("way", BENT)
+def test_gradients_that_do_not_shrink_with_the_loss_are_refused_with_ghost_clipping_alone(way):
+    network = between(lambda layer, hidden: hooked(layer(hidden), BENT[way]))
+    assert re.search(
+        r"to first \(Linear\), middle \(Linear\).*'ghost' clips by: use 'hooks'",
+        problem(network, numbers(5), "ghost"),
+    )
+    assert not problem(network, numbers(5))
+
+
+def tied(*, use=True):
+    def run(net, x):
+        hidden = torch.tanh(net.first(x))
+        return net.last(F.linear(hidden, net.first.weight) if use else hidden)
+
+    return Net(run, first=nn.Linear(5, 5), last=nn.Linear(5, 3))
+
+
+def checkpointed():
+    layers = nn.Linear(5, 4), nn.Linear(4, 3)
+    return Net(
+        lambda net, x: checkpoint(lambda x: net.b(net.a(x).tanh()), x, use_reentrant=False),
+        **dict(zip("ab", layers, strict=True)),
+    )
+
+
+def test_weights_used_beside_their_layer_are_refused_with_ghost_clipping_alone():
+    assert "uses first.weight beside the layer" in problem(tied(), numbers(5), "ghost")
+    assert not problem(tied(), numbers(5))
+    assert not problem(frozen(tied(), "first"), numbers(5), "ghost")
+    assert not problem(tied(use=False), numbers(5), "ghost")
+    assert "torch.utils.checkpoint" in problem(checkpointed(), numbers(5), "ghost")
+
+
+@pytest.mark.parametrize("time", range(1, 13))
+def test_a_layer_that_sees_time_first_is_refused_however_long_sequences_are(time):
+    network = time_first(nn.Linear(1, 1), nn.Linear(1, 2))
+    assert re.search(
+        rf"shows {time} rows? for \d+ records to layer", problem(network, numbers(time, 1))
+    )
+    assert not problem(OWN_ROWS["outputs with time first"](), numbers(time, 2))
+
+
+@pytest.mark.parametrize("time", range(2, 9))
+def test_where_records_are_on_the_second_axis_layers_are_to_see_time_first(time):
+    call = (torch.randn(time, 9, 2),), {}
+    network = one(lambda a, x: a(x).sum(0), nn.Linear(2, 3))
+    assert not problem(network, call, axis=1)
+    assert not problem(one(lambda a, x: a(x)[0].sum(0), DPGRU(2, 3)), call, axis=1)
+    mixing = one(lambda a, x: a(x - x.mean(1, keepdim=True)).sum(0), nn.Linear(2, 3))
+    assert re.match(ITSELF, problem(mixing, call, axis=1))
+    batch_first = one(lambda a, x: a(x.transpose(0, 1)).sum(1), nn.Linear(2, 3))
+    assert f"shows {time} rows for" in problem(batch_first, call, axis=1)
+
+
+class Functional(nn.Module):
+    """Uses a parameter in a function, which sees rows in this order."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.weight, self.order = nn.Parameter(torch.randn(2, 5)), order
+
+    def forward(self, x):
+        return self.order(F.linear(self.order(x), self.weight)).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("order", "shape", "allowed"),
+    [
+        (lambda x: x, (5,), True),
+        (lambda x: x.flip(0), (5,), False),
+        (lambda x: x.transpose(0, 1), (8, 5), False),
+    ],
+    ids=["as they are", "flipped", "time first"],
+)
+def test_expanded_weights_take_the_rows_that_a_function_sees(order, shape, allowed):
+    """Opacus's hooks find each record's own gradient there."""
+    why = problem(Functional(order), numbers(*shape), "ew")
+    assert not why if allowed else re.search(r"grad_sample_mode='ew'.*use 'hooks'", why)
+    assert not problem(Functional(order), numbers(*shape))
+
+
+def test_expanded_weights_in_a_function_are_refused_where_a_loss_of_the_batch_is_returned():
+    """The gradients of rows in another order add up to the right one, and nothing else is seen."""
+    network = nn.Sequential(Functional(lambda x: x), Net(lambda _, x: x.square().mean()))
+    assert re.search(r"uses 0.weight beside.*'ew'.*use 'hooks'", problem(network, numbers(5), "ew"))
+    assert not problem(network, numbers(5))
+
+
+def test_the_innermost_module_is_named():
+    mixing = nn.Sequential(nn.Tanh(), Net(lambda _, x: x - x.mean(0)))
+    network = nn.Sequential(nn.Linear(5, 4), mixing, nn.Linear(4, 3))
+    assert problem(network, numbers(5)).startswith("module mixes records in 1.1 (Net): ")
+
+
+def in_groups(x, size):
+    groups = x.view(len(x) // size, size, -1)
+    return (groups - groups.mean(1, keepdim=True)).view(x.shape)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 12])
+def test_records_that_mix_in_groups_are_refused_though_most_numbers_of_them_do_not_run(size):
+    network = inside(lambda x: in_groups(x, size))
+    assert re.match(ITSELF, problem(network, numbers(5), more=[12]))
+
+
+def test_a_network_that_does_not_run_is_said_to_be_unseen():
+    check = per_sample_check(loss(lambda h, y: h @ h), labelled())
+    assert not check.seen
+    assert "shapes cannot be multiplied" in str(check.failure)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=3, max_size=3), st.integers(0, 10_000))
+def test_no_sum_over_records_is_refused_whatever_its_terms_and_numbers_are(factors, seed):
+    torch.manual_seed(seed)
+    terms = [torch.Tensor.sin, torch.Tensor.exp, torch.Tensor.square]
+
+    def total(h, y):
+        pairs = zip(factors, terms, strict=True)
+        return sum(factor * term(h).sum() for factor, term in pairs) + h.sum() * 0
+
+    assert not problem(loss(total), labelled())
+
+
+def counted():
+    """Has everything that could change: a buffer, an attribute, dropout."""
+
+    def run(net, x):
+        net.seen += len(x)
+        net.last = x
+        return net.body(x)
+
+    network = Net(run, body=nn.Sequential(nn.Linear(5, 6), nn.Dropout(), nn.Linear(6, 3)))
+    network.register_buffer("seen", torch.zeros(()))
+    network.last = None
+    return network
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ew", "ghost"])
+@pytest.mark.parametrize("used", [True, False])
+def test_looking_leaves_no_trace(mode, used):
+    """Least of all raw gradients of the records that it looks at."""
+    network = counted()
+    if used:
+        network.body(torch.randn(2, 5)).sum().backward()
+    before = copy.deepcopy(network.state_dict())
+    gradients = [copy.deepcopy(parameter.grad) for parameter in network.parameters()]
+    state = torch.get_rng_state()
+    assert not problem(network, ((torch.ones(6, 5),), {}), mode)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert network.last is None
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient) if used else parameter.grad is None
+
+
+# Of make_private
+
+
+def private(network, accountant="subsampled_shuffle", mode="hooks", engine=None, **options):
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    toy = make_toy() | {"module": network, "optimizer": torch.optim.SGD(trained, lr=0.1), **options}
+    made = (engine or PrivacyEngine(accountant=accountant)).make_private(
+        noise_multiplier=1.0, grad_sample_mode=mode, **toy
+    )
+    return made
+
+
+def assert_trains(network, mode="hooks", criterion=nn.functional.cross_entropy, **options):
+    """Accounts an epoch step by step, and moves all trained parameters and no other."""
+    engine = PrivacyEngine(accountant="subsampled_shuffle")
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    model, optimizer, *ghost, loader = private(network, mode=mode, engine=engine, **options)
+    for x, y in loader:
+        optimizer.zero_grad()
+        (ghost[0] if ghost else criterion)(model(x), y).backward()
+        optimizer.step()
+    assert len(engine.accountant) == len(loader)
+    for parameter, start in zip(network.parameters(), before, strict=True):
+        assert torch.equal(parameter, start) != parameter.requires_grad
+        assert parameter.isfinite().all()
+
+
+def sequences(*shape, batch=4, **options):
+    data = TensorDataset(torch.randn(8, *shape), torch.randint(3, (8,)))
+    return DataLoader(data, batch_size=batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("accountant", "mode"),
+    [
+        *((name, "hooks") for name in ("shuffle_gauss", "shuffled_sums", "rdp")),
+        *(("subsampled_shuffle", mode) for mode in ("hooks", "functorch", "ew", "ghost")),
+    ],
+)
+def test_make_private_refuses_with_every_mechanism_and_leaves_the_network_alone(accountant, mode):
+    """Of two records of two time steps each, one moved the sum by 1.5 times the clipping norm."""
+    network = time_first(nn.Linear(1, 1), nn.Linear(1, 2))
+    with pytest.raises(ValueError, match=r"2 rows .* layer .*\[batch, ...\] \(by batch_first=True"):
+        private(network, accountant, mode, data_loader=sequences(2, 1, batch=2))
+    with pytest.raises(ValueError, match=ITSELF):
+        private(mixing := inside(MIXING["centred"]), accountant, mode)
+    assert not hasattr(network, "autograd_grad_sample_hooks")
+    assert not hasattr(mixing, "autograd_grad_sample_hooks")
+
+
+def test_what_was_not_refused_is_trained():
+    for way in ("dropout", "layer norm"):
+        assert_trains(inside(APART[way]))
+    for way in ("twice", "the first ones once more"):
+        assert_trains(between(IN_PLACE[way]))
+    assert_trains(frozen(tied(), "first"), "ghost")
+    for way in ("time first, frozen", "recurrent, time first", "positions"):
+        assert_trains(OWN_ROWS[way](), data_loader=sequences(TIME, 2))
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+def test_where_the_loader_s_records_do_not_fit_the_first_batch_is_looked_at(accountant, wrap):
+    """Its gradients are Opacus's afterwards."""
+    options = {"data_loader": sequences(2 * TIME), "wrap_model": wrap}
+    options |= {"poisson_sampling": False} if accountant == "rdp" else {}
+    network = OWN_ROWS["a loss"]()
+    plain = copy.deepcopy(network)
+    model, _, loader = private(network, accountant, **options)
+    x = next(iter(loader))[0].view(-1, TIME, 2)
+    (model if wrap else network)(x).backward()
+    rows = [torch.autograd.grad(plain(row[None]), plain.a.weight)[0] for row in x]
+    torch.testing.assert_close(network.a.weight.grad_sample, torch.stack(rows))
+    network = OTHER_ROWS["in a loss"][0]()
+    model, _, loader = private(network, accountant, **options)
+    x = next(iter(loader))[0].view(-1, TIME, 2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"4 rows for 5 records to a \(Linear\)"):
+            (model if wrap else network)(x)
+
+
+def padded(rows):
+    return pad_sequence([x for x, _ in rows], batch_first=True), torch.tensor([y for _, y in rows])
+
+
+def test_sequences_as_long_as_their_number_in_the_data_tell_time_from_records():
+    """The longest of the first n has n steps."""
+    data = [(torch.randn(length, 1), length % 2) for length in range(1, 13)]
+    loader = DataLoader(data, batch_size=4, collate_fn=padded)
+    with pytest.raises(ValueError, match="6 rows for 5 records"):
+        private(time_first(nn.Linear(1, 1), nn.Linear(1, 2)), data_loader=loader)
+    assert_trains(
+        Net(lambda net, x: net.b(net.a(x).sum(1)), a=nn.Linear(1, 1), b=nn.Linear(1, 2)),
+        data_loader=loader,
+    )
+
+
+def test_packed_sequences_are_trained_with_a_warning_that_nobody_has_seen_their_rows():
+    network = one(lambda a, x: a(x)[1][-1], DPGRU(2, 3, batch_first=True))
+    loader = sequences(TIME, 2, collate_fn=lambda rows: pack_sequence([x for x, _ in rows]))
+    model, optimizer, loader = private(network, data_loader=loader)
+    with pytest.warns(UserWarning, match=UNSEEN):
+        outputs = model(next(iter(loader)))
+    outputs.square().sum().backward()
+    optimizer.step()
+
+
+def sentences(kind, *, differ_from=0, is_sorted=False):
+    """Packs sequences, of different lengths from so many records on."""
+
+    def run(net, x):
+        lengths = 1 + torch.arange(len(x)) % 3 if len(x) >= differ_from else torch.full([len(x)], 3)
+        lengths = lengths.sort(descending=True).values if is_sorted else lengths
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=is_sorted)
+        state = net.cell(packed)[1]
+        return net.head((state[0] if isinstance(state, tuple) else state)[-1])
+
+    return Net(run, cell=kind(2, 4, batch_first=True), head=nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("kind", [DPLSTM, DPGRU])
-def test_sequences_that_are_sorted_within_the_network_are_refused_and_sorted_ones_trained(kind):
-    data = DataLoader(TensorDataset(torch.randn(24, 3, 2), torch.randint(3, (24,))), batch_size=8)
-    with pytest.raises(ValueError, match=r"in another order than the batch's to cell \("):
-        private(Sentences(kind), data_loader=data)
-    engine, made = private(Sentences(kind, differ_from=8), data_loader=data)
+def test_sequences_sorted_within_the_network_are_refused_and_sorted_ones_trained(kind):
+    options = {"data_loader": sequences(3, 2, batch=8)}
+    with pytest.raises(ValueError, match=r"in another order than the batch's to cell"):
+        private(sentences(kind), **options)
+    model, _, loader = private(sentences(kind, differ_from=8), **options)
     with pytest.raises(ValueError, match=r"enforce_sorted=False.*enforce_sorted=True"):
-        run_epoch(*made)
-    assert len(engine.accountant) == 0
-    engine, made = private(Sentences(kind, is_sorted=True), data_loader=data)
-    run_epoch(*made)
-    assert len(engine.accountant) == 3
+        model(next(iter(loader))[0])
+    assert_trains(sentences(kind, is_sorted=True), **options)
 
 
-class Tied(nn.Module):
-    def __init__(self, tie):
-        super().__init__()
-        self.first, self.last, self.tie = nn.Linear(5, 5), nn.Linear(5, 3), tie
+def text():
+    def run(net, x):
+        return net.head(F.dropout(net.norm(net.cell(net.words(x))[0]))).softmax(-1).mean(1)
 
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        return self.last(F.linear(hidden, self.first.weight) if self.tie else hidden)
-
-
-def assert_trains(module, mode, **changes):
-    """An epoch is accounted step by step, and moves every parameter that is to be trained, and no other."""
-    engine, made = private(module, mode=mode, **changes)
-    before = [each.detach().clone() for each in module.parameters()]
-    run_epoch(*made)
-    assert len(engine.accountant) == 4
-    for each, start in zip(module.parameters(), before, strict=True):
-        assert torch.equal(each, start) != each.requires_grad
-        assert each.isfinite().all()
-
-
-def test_a_weight_used_beside_its_layer_is_refused_with_ghost_clipping_alone():
-    with pytest.raises(ValueError, match=r"module uses first.weight beside the layer"):
-        private(Tied(tie=True), mode="ghost")
-    assert_trains(Tied(tie=True), "hooks")
-    network = Tied(tie=True)
-    network.first.weight.requires_grad_(False)
-    assert_trains(network, "ghost")
-
-
-def test_layers_that_see_all_are_trained():
-    assert_trains(Tied(tie=False), "ghost")
-
-
-class Text(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.cell, self.head = (
-            nn.Embedding(9, 4, padding_idx=0),
-            DPLSTM(4, 6, batch_first=True),
-            nn.Linear(6, 3),
-        )
-        self.norm, self.drop = nn.LayerNorm(6), nn.Dropout()
-
-    def forward(self, x):
-        return self.head(self.drop(self.norm(self.cell(self.words(x))[0]))).softmax(-1).mean(1)
+    parts = {"cell": DPLSTM(4, 6, batch_first=True), "norm": nn.LayerNorm(6)}
+    return Net(run, words=nn.Embedding(9, 4, padding_idx=0), **parts, head=nn.Linear(6, 3))
 
 
 def test_padded_texts_are_trained():
-    data = DataLoader(
-        TensorDataset(torch.randint(0, 3, (24, 6)), torch.randint(3, (24,))), batch_size=6
-    )
-    assert_trains(Text(), "ghost", data_loader=data)
+    data = TensorDataset(torch.randint(0, 3, (12, 6)), torch.randint(3, (12,)))
+    assert_trains(text(), "ghost", data_loader=DataLoader(data, batch_size=6))
 
 
-@pytest.mark.parametrize("mixes", [True, False])
-def test_outputs_are_compared_where_opacus_s_hooks_fail(mixes):
-    """They take no layer whose output is written to, and then nobody sees rows."""
+def places():
+    def run(net, x):
+        return net.head((net.words(x) + net.places(torch.arange(x.shape[1])[None])).mean(1))
 
-    class WrittenTo(Between):
-        def forward(self, x):
-            hidden = self.first(x)
-            hidden += 1
-            return self.last(hidden - hidden.mean(0) if mixes else hidden)
+    parts = {"words": nn.Embedding(9, 4), "places": nn.Embedding(5, 4), "head": nn.Linear(4, 2)}
+    return Net(run, **parts)
 
-    seen = per_sample_check(WrittenTo(None), lambda records: ((torch.randn(records, 5),), {}))
-    assert not seen.seen
-    assert "inplace" in str(seen.failure)
-    assert (
-        seen.problem.startswith("module mixes records in the module itself (WrittenTo): ") == mixes
-    )
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_position_ids_of_one_row_are_refused_with_their_remedy_if_they_are_trained(mode):
+    data = TensorDataset(torch.randint(9, (24, 5)), torch.randint(2, (24,)))
+    options = {"data_loader": DataLoader(data, batch_size=6)}
+    with pytest.raises(
+        ValueError, match=r"whatever the batch is, places, .*prepare_model\(model\)"
+    ):
+        private(places(), mode=mode, **options)
+    private(frozen(places(), "places"), mode=mode, **options)
+    network = places()
+    held = [*network.words.parameters(), *network.head.parameters()]
+    private(network, optimizer=torch.optim.SGD(held, lr=0.1), **options)
+
+
+def test_attention_that_mixes_the_batch_is_refused():
+    network = one(lambda a, x: a(x, x, x)[0], DPMultiheadAttention(4, 2, batch_first=True))
+    with pytest.raises(ValueError, match="DPMultiheadAttention with batch_first=True at a"):
+        private(network, data_loader=sequences(3, 4))
+
+
+def test_networks_that_may_train_are_told_nothing():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{UNSEEN}|.*buffer")
+        for way in OWN_ROWS:
+            private(OWN_ROWS[way](), data_loader=sequences(TIME, 2))
