@@ -1,4 +1,4 @@
-"""Permutations of weights that leave a network's function alone: finding them, drawing them, moving weights by them.
+"""Permutations of weights that leave a network's function alone: found, drawn and applied.
 
     * ``find`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells
       how).
@@ -20,14 +20,11 @@
 from __future__ import annotations
 
 from opacus_shuffle.permutation.find import find_permutations
-from opacus_shuffle.permutation.finding.handlers import ModuleAxes, register_permutation
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 __all__ = [
-    "ModuleAxes",
     "PermutationPlan",
     "PermutationSpec",
     "find_permutations",
-    "register_permutation",
 ]

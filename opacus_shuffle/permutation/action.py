@@ -1,4 +1,4 @@
-"""Moving a network by a group of permutations: which tensors move, by which factors, and with what belongs to them."""
+"""Moving a network by a group of permutations: which tensors move, and what goes with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.networks.running import plain_name
 from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
 from opacus_shuffle.permutation.moving.gather import gather_
-from opacus_shuffle.permutation.moving.layout import Block, Blocks, IndexVectors, plan_movement
-from opacus_shuffle.permutation.moving.moves import Move
+from opacus_shuffle.permutation.moving.layout import Block, Blocks, index_vector, plan_movement
+from opacus_shuffle.permutation.moving.torch_moves import Move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GroupAction(PermutationGroup):
         plan: PermutationPlan,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Moves the network's parameters, buffers and gradients, and the optimizer's state, in place.
+        """Moves parameters, buffers and gradients, and the optimizer's state, in place.
 
         Args:
             module: The network, or a wrapper of it (Opacus's, ``DistributedDataParallel``,
@@ -65,60 +65,53 @@ class GroupAction(PermutationGroup):
         """
         instance_of("module", module, (nn.Module,))
         present: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        present.update(module.named_buffers(remove_duplicate=False))
+        present |= module.named_buffers(remove_duplicate=False)
         if any(name not in present for name in self.blocks):
             present = {plain_name(name): tensor for name, tensor in present.items()}
-        found = {}
         for name, shape in self.shapes.items():
-            if name not in present or tuple(present[name].shape) != shape:
-                have = (
-                    f"has shape {tuple(present[name].shape)}"
-                    if name in present
-                    else "does not exist"
-                )
+            tensor = present.get(name)
+            if tensor is None or tuple(tensor.shape) != shape:
+                have = "does not exist" if tensor is None else f"has shape {tuple(tensor.shape)}"
                 raise ValueError(
                     f"module does not fit the PermutationSpec: {name} should have shape {shape}, "
                     f"but {have}"
                 )
-            found[name] = present[name]
             for alias in self.aliases.get(name, ()):
-                if present.get(alias) is not found[name]:
+                if present.get(alias) is not tensor:
                     raise ValueError(
                         f"module does not fit the PermutationSpec: {alias} should be the same "
                         f"tensor as {name}"
                     )
-        return found
+        return {name: present[name] for name in self.shapes}
 
     def followers(
         self, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
     ) -> dict[str, list[torch.Tensor]]:
-        """Returns per name the tensor itself, its gradient, and the optimizer's state of the same shape.
+        """Returns by name the tensor, its gradient, and the optimizer's state of the same shape.
 
         Raises:
             ValueError: If one of them cannot follow a permutation.
         """
-        found = {}
+        followers = {}
         for name, tensor in tensors.items():
-            found[name] = [tensor]
+            followers[name] = [tensor]
             if tensor.grad is not None:
                 if tensor.grad.layout != torch.strided:
                     raise ValueError(
                         f"the gradient of {name} is sparse, which cannot follow a permutation: use "
                         "dense gradients"
                     )
-                found[name].append(tensor.grad)
-            for key, value in (
-                optimizer.state.get(tensor, {}) if optimizer is not None else {}
-            ).items():
-                is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor and (value.dim() == 0 or value.shape == tensor.shape):
-                    found[name] += [value] if value.dim() else []
-                elif is_tensor or isinstance(value, list | tuple | dict):
-                    form = (
-                        f"of shape {tuple(value.shape)}"
-                        if is_tensor
-                        else f"as a {type(value).__name__}"
-                    )
+                followers[name].append(tensor.grad)
+            state = {} if optimizer is None else optimizer.state.get(tensor, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    form = f"of shape {tuple(value.shape)}"
+                    fits = value.dim() == 0 or value.shape == tensor.shape
+                    followers[name] += [value] if value.dim() else []
+                else:
+                    form = f"as a {type(value).__name__}"
+                    fits = not isinstance(value, list | tuple | dict)
+                if not fits:
                     raise ValueError(
                         f"optimizer {type(optimizer).__name__} keeps {key!r} {form} for {name} of "
                         f"shape {tuple(tensor.shape)}, "
@@ -126,75 +119,75 @@ class GroupAction(PermutationGroup):
                         "such as SGD, Adam, AdamW or "
                         "RMSprop"
                     )
-        return found
+        return followers
 
     def move(self, tensors: Mapping[str, Iterable[torch.Tensor]], plan: PermutationPlan) -> None:
         """Moves tensors of the shapes of the named ones, all in as few launches as possible."""
         self.check_plan(plan)
-        movements, layouts = self._movements
-        wanted = {
-            number: layouts[number]
-            for name in tensors
-            for number in movements[name][1:]
-            if number is not None
-        }
-        indices = IndexVectors(wanted, self.factors, plan.tables)
+        named = [(name, tensor) for name, group in tensors.items() for tensor in group]
+        wanted = {layout for name in tensors for layout in self._movements[name][1:] if layout}
+        indices = {layout: index_vector(layout, self.factors, plan.tables) for layout in wanted}
+        on_device: dict[torch.device, dict[Blocks, torch.Tensor]] = {torch.device("cpu"): indices}
+        for device in {tensor.device for _, tensor in named} - on_device.keys():
+            # One copy for all of them, out of pinned memory, so that the host does not wait.
+            together = torch.cat([torch.empty(0, dtype=torch.int64), *indices.values()]).to(
+                torch.int32
+            )
+            together = together.pin_memory() if device.type == "cuda" else together
+            moved = together.to(device, non_blocking=True)
+            parts = torch.split(moved, list(map(len, indices.values())))
+            on_device[device] = dict(zip(indices, parts, strict=True))
         moves = []
-        for name, group in tensors.items():
-            sizes, rows, columns = movements[name]
-            for tensor in group:
-                here = indices.on(tensor.device)
-                moves.append(Move(tensor, *sizes, here[rows], here[columns]))
+        for name, tensor in named:
+            sizes, rows, columns = self._movements[name]
+            here = on_device[tensor.device]
+            moves.append(Move(tensor, *sizes, here.get(rows), here.get(columns)))
         gather_(moves)
 
     @cached_property
-    def _movements(
-        self,
-    ) -> tuple[dict[str, tuple[tuple[int, int, int], int | None, int | None]], list[Blocks]]:
-        """Per tensor its sizes for one pass and the numbers of its rows' and columns' layouts; and these layouts, each once."""
+    def _movements(self) -> dict[str, tuple[tuple[int, int, int], Blocks, Blocks]]:
+        """Per tensor its sizes for one pass, and how its rows and columns are laid out."""
         movements = {}
-        layouts: dict[Blocks, int] = {}
-
-        def number(blocks: Blocks) -> int | None:
-            anywhere = tuple(
-                each if isinstance(each, int) else dataclasses.replace(each, start=0, stop=1)
-                for each in blocks
-            )
-            return layouts.setdefault(anywhere, len(layouts)) if anywhere else None
-
         for name, blocks in self.blocks.items():
-            sizes, rows, columns = plan_movement(self.shapes[name], blocks)
-            movements[name] = (sizes, number(rows), number(columns))
-        return movements, list(layouts)
+            sizes, *layouts = plan_movement(self.shapes[name], blocks)
+            rows, columns = (
+                tuple(
+                    axes if isinstance(axes, int) else dataclasses.replace(axes, start=0, stop=1)
+                    for axes in layout
+                )
+                for layout in layouts
+            )
+            movements[name] = (sizes, rows, columns)
+        return movements
 
     @cached_property
     def perm_to_axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Per free factor the (tensor, axis) pairs that it moves."""
-        found: dict[str, list[tuple[str, int]]] = {
-            factor.name: [] for factor in self.factors if factor.free
+        return {
+            factor.name: tuple(
+                (name, axis)
+                for name, axes in self.axes_to_perm.items()
+                for axis, movers in enumerate(axes)
+                if factor.name in movers
+            )
+            for factor in self.factors
+            if factor.free
         }
-        for name, axes in self.axes_to_perm.items():
-            for axis, names in enumerate(axes):
-                for each in names:
-                    found[each].append((name, axis))
-        return {name: tuple(axes) for name, axes in found.items()}
 
     @cached_property
     def axes_to_perm(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Per tensor and axis the free factors that move it."""
-        found = {}
+        movers = {}
         for name, blocks in self.blocks.items():
             shape = self.shapes[name]
             axes: list[dict[str, None]] = [{} for _ in shape]
             for block in blocks:
-                steps = [
-                    math.prod(shape[axis + 1 : block.stop])
-                    for axis in range(block.start, block.stop)
-                ]
-                for term in block.terms:
-                    for number, stride in term.grid:
-                        if self.factors[number].free:
-                            axis = next(i for i, step in enumerate(steps) if stride >= step)
-                            axes[block.start + axis][self.factors[number].name] = None
-            found[name] = tuple(tuple(each) for each in axes)
-        return found
+                steps = [math.prod(shape[axis + 1 : block.stop]) for axis in range(block.stop)]
+                for number, stride in (entry for term in block.terms for entry in term.grid):
+                    if self.factors[number].free:
+                        axis = next(
+                            axis for axis in range(block.start, block.stop) if stride >= steps[axis]
+                        )
+                        axes[axis][self.factors[number].name] = None
+            movers[name] = tuple(map(tuple, axes))
+        return movers

@@ -1,11 +1,23 @@
-"""Finding the permutations that leave a network's function alone, by tracing it: ``find_permutations``."""
+"""Finding permutations that leave a network's function alone, by tracing it.
+
+Which axes move is decided in four steps, of which this file has the first:
+
+1. The network runs on the sample, on other sizes of it, and once more for each line at which a
+   value decides what it does (:func:`_trace_all_ways`). ``finding/trace.py`` tells every operation
+   to ``finding/traced_run.py``, where a rule (``finding/rules*.py``) says which axes are the same,
+   and which stay (``finding/axes.py``).
+2. What is left free may be permuted: ``finding/nesting.py`` says inside of what.
+3. ``spec.py`` describes it.
+4. ``float64_check.py`` makes sure that the function stays.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import dis
+import traceback
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,23 +27,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.validation import instance_of, one_of
 from opacus_shuffle.networks.rollback import rolled_back
-from opacus_shuffle.networks.running import unwrap, without_graph
+from opacus_shuffle.networks.running import results, unwrap, without_graph
 from opacus_shuffle.networks.sample_input import Call, call_of, normalise
-from opacus_shuffle.permutation.finding.control_flow import ControlFlow, was_raised
-from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
-from opacus_shuffle.permutation.finding.labels import fix_all
+from opacus_shuffle.permutation.finding.axes import fix_all
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
-from opacus_shuffle.permutation.finding.packings import Packing
 from opacus_shuffle.permutation.finding.trace import Tracer
-from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Learned, TracedRun
 from opacus_shuffle.permutation.float64_check import check_calls
-from opacus_shuffle.permutation.network import require_apart, require_ready
+from opacus_shuffle.permutation.network import check_apart, check_ready
 from opacus_shuffle.permutation.spec import PermutationSpec
 
-ROUNDS = 8  # of learning what is packed and what is written to; three did for all networks met
-MOST_WAYS = 100  # through a network
-SHORT = 8  # a length that shows what a network does on shorter inputs
-MOST_CAUSES = 5  # in an error
+SHORT = 8
+"""A length that shows what a network does on shorter inputs."""
+
+MOST_CAUSES = 5
+"""In an error."""
 
 
 def find_permutations(
@@ -41,14 +51,14 @@ def find_permutations(
     groups: str = "residual",
     more_samples: Sequence[Any] = (),
 ) -> PermutationSpec:
-    """Finds which axes of the parameters may be permuted together without changing the network's function.
+    """Finds which axes of parameters may be permuted together without changing the function.
 
-    The network runs on the sample, in training and in evaluation mode, under a tracer that follows
-    every axis through every operation; an operation that it does not know keeps whatever it touches
-    in place. It runs again on more records, shorter and longer ones, and once for each line at
-    which a value decides what it does next, with another answer there. What is never reached stays,
-    with all that it may share. The network is left as it was; what its ``forward`` writes to
-    globals and classes is not taken back.
+    The network runs under a tracer that follows every axis through every operation, in training
+    mode on the sample and in evaluation mode on other sizes of it; an operation that the tracer
+    does not know keeps whatever it touches in place. The network runs again for each line at which
+    a value decides what it does next, with another answer there. What is never reached stays, with
+    all that it may share. The network is left as it was; what its ``forward`` writes to globals and
+    classes is not taken back.
 
     Args:
         module: The network, or Opacus's, a distributed or a compiled wrapper of it.
@@ -80,78 +90,52 @@ def find_permutations(
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
-    require_ready(network)
+    check_ready(network)
     instance_of("more_samples", more_samples, (list, tuple))
     more = [
-        normalise(sample, f"more_samples[{place}]") for place, sample in enumerate(more_samples)
+        normalise(sample, f"more_samples[{number}]") for number, sample in enumerate(more_samples)
     ]
     with progress("finding permutations"):
-        return find_on_calls(
-            network, [call_of(network, sample_input), *more], groups, every_way=bool(more)
-        )
+        return find_on_calls(network, [call_of(network, sample_input), *more], groups)
 
 
-def find_on_calls(
-    network: nn.Module, calls: Sequence[Call], groups: str, *, every_way: bool = False
-) -> PermutationSpec:
-    """Finds permutations on these arguments, and checks them on the shortest that will do and on all but the first.
+def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> PermutationSpec:
+    """Finds permutations on these arguments, and checks them numerically.
+
+    The check runs on the shortest arguments that will do, and on all given ones but the first.
 
     Args:
         network: The network, without wrappers.
-        calls: Arguments; the first is the sample, of which other sizes are made.
+        calls: Arguments; the first is the sample, of which other sizes are made. If there are more,
+            the user answers for it that they take every way that inputs can.
         groups: As of :func:`find_permutations`.
-        every_way: Whether the user answers for it that the arguments take every way that inputs
-            can.
     """
-    with _young_garbage_only():
-        packings: dict[tuple[str, int], set[Packing]] = {}
-        written: set[str] = set()
-        for attempt in range(ROUNDS):
-            run = TracedRun(network, packings, None if attempt == ROUNDS - 1 else written)
-            explorer = _Explorer(network, run)
-            for place, call in enumerate(calls):
-                explorer.trace_sample(
-                    call, f"more_samples[{place - 1}]" if place else "sample_input"
-                )
-            if not _learn(run, packings, written):
-                explorer.explore(calls[0], every_way=every_way)
-                if not _learn(run, packings, written):
-                    break
-        spec = build_spec(run, groups, explorer.decisions)
-        if not spec.blocks:
-            raise _nothing_found(run, spec, network, groups)
-        require_apart(
-            {**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks
-        )
-        if all(parameter.device.type != "meta" for parameter in network.parameters()):
-            check_calls(spec, network, [explorer.shortest or calls[0], *calls[1:]])
+    enter_phase("tracing")
+    with rolled_back(network):
+        ways = _trace_all_ways(network, calls)
+    spec = build_spec(ways.run, groups, dict(sorted(ways.followed.items())))
+    if not spec.blocks:
+        raise _nothing_found(ways.run, spec, network, groups)
+    check_apart(dict(network.named_parameters()) | dict(network.named_buffers()), spec.blocks)
+    if all(parameter.device.type != "meta" for parameter in network.parameters()):
+        check_calls(spec, network, [ways.shortest, *calls[1:]])
     return spec
 
 
-@contextlib.contextmanager
-def _young_garbage_only() -> Iterator[None]:
-    """Has Python's collector pass over what there is already, all of which it would look through after every pass."""
-    frozen = gc.get_freeze_count()  # somebody's, who would not want it thawed
-    if not frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
+def _trace_all_ways(network: nn.Module, calls: Sequence[Call]) -> _Ways:
+    """Traces a network on all ways that it takes, from the start when that shows something new."""
+    learned = Learned()
+    while True:
+        ways = _Ways(network, TracedRun(network, learned), calls[0])
+        with contextlib.suppress(_StartAgainError):
+            ways.trace_samples(calls)
+            ways.trace_other_sizes()
+            ways.trace_other_answers(refuses=len(calls) == 1)
+            return ways
 
 
-def _learn(
-    run: TracedRun, packings: dict[tuple[str, int], set[Packing]], written: set[str]
-) -> bool:
-    """Adds what a run has learnt of packed axes and of constants that are written to; returns whether some is new."""
-    new = not run.newly_written <= written
-    written |= run.newly_written
-    for place, met in run.new_packings.items():
-        known = packings.setdefault(place, set())
-        new |= not met <= known
-        known |= met
-    return new
+class _StartAgainError(Exception):
+    """Raised where a run has learnt what it had to know from its start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,152 +147,186 @@ class _Way:
     otherwise: frozenset[str] = frozenset()
     always: bool = False
 
-    def inputs(self) -> list[torch.Tensor]:
-        return [leaf for leaf in tree_leaves(self.call) if isinstance(leaf, torch.Tensor)]
 
-
-class _Explorer:
-    """Traces a network on the ways that it can be seen to take.
+class _Ways:
+    """The ways through a network, traced into one run.
 
     Attributes:
-        shortest: The shortest arguments that it ran on in both modes, for what can be found out on
-            any.
+        run: What is known of the network's axes.
+        shortest: The smallest arguments that it ran on in both modes.
+        followed: The lines at which values decide, with the number of ways followed there.
     """
 
-    def __init__(self, network: nn.Module, run: TracedRun) -> None:
-        self._network, self._run = network, run
-        self._first: dict[str, _Way] = {}  # per line at which values decide, a run that has met it
-        self._asks: dict[str, bool] = {}  # per line, whether it is answered by yes or no
-        self._ways: dict[str, int] = {}
-        self.shortest: Call | None = None
+    def __init__(self, network: nn.Module, run: TracedRun, sample: Call) -> None:
+        self.run = run
+        self.shortest = sample
+        self.followed: dict[str, int] = {}
+        self._network, self._sample = network, sample
+        self._shapes: list[torch.Size] = []  # of the results on the sample
+        self._last: dict[str, _Way] = {}  # per line at which values decide, a run that has met it
+        self._yes_or_no: dict[str, bool] = {}  # per line, whether it only asks for that
 
-    @property
-    def decisions(self) -> Mapping[str, int]:
-        """The lines at which values decide, with the number of ways that were followed there."""
-        return dict(sorted(self._ways.items()))
+    def trace_samples(self, calls: Sequence[Call]) -> None:
+        """Traces the network on arguments that must run in both modes."""
+        for number, call in enumerate(calls):
+            for training in (True, False):
+                error = self._try(_Way(call, training))
+                if error is not None:
+                    name = f"more_samples[{number - 1}]" if number else "sample_input"
+                    mode = "training" if training else "evaluation"
+                    raise ValueError(
+                        f"{name} does not run through {type(self._network).__name__} in {mode} "
+                        f"mode: {type(error).__name__}: {error}"
+                    ) from error
 
-    def trace_sample(self, call: Call, name: str) -> None:
-        """Traces the network on arguments that must run in both modes; an error calls them by their ``name``."""
-        for training in (True, False):
-            try:
-                self._trace(_Way(call, training))
-            except HandlerError:
-                raise
-            except Exception as error:
-                mode = "training" if training else "evaluation"
-                raise ValueError(
-                    f"{name} does not run through {type(self._network).__name__} in {mode} mode: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-    def explore(self, sample: Call, *, every_way: bool) -> None:
-        """Traces runs on other sizes of the sample, and runs in which values decide otherwise."""
-        entire = self._run.atoms()
-        for place, alternatives in enumerate(_other_sizes(sample)):
-            for call in alternatives:
-                if self._try(_Way(call, training=False)) is None:
-                    if place == 0 and self._try(_Way(call, training=True)) is None:
-                        self.shortest = call
-                    break
+    def trace_other_sizes(self) -> None:
+        """Traces shorter inputs with one more record, and one longer record, in evaluation mode."""
+        whole = self.run.atoms()
+        shorter, longer = _other_sizes(self._sample)
+        for alternatives in (longer, shorter):
+            call = next((call for call in alternatives if self._runs(call, training=False)), None)
+            if call is not None:
+                self._trace(_Way(call, training=False))
+                if _entries(call) < _entries(self.shortest) and self._runs(call, training=True):
+                    self.shortest = call
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all(
-            (atom for atom in entire if atom.kind != "atom"),
+            (atom for atom in whole if atom.kind != "atom"),
             cause="cut at a place that depends on the input's size",
         )
+
+    def trace_other_answers(self, *, refuses: bool) -> None:
+        """Traces runs in which values decide otherwise, and may refuse where that breaks."""
         tried: set[str] = set()
-        while waiting := [line for line in self._first if line not in tried][
-            : MOST_WAYS - len(tried)
-        ]:
-            for line in waiting:  # other answers may lead to other lines
-                tried.add(line)
-                first = self._first[line]
-                other = dataclasses.replace(first, otherwise=first.otherwise | {line})
-                error = self._try(other)
+        # Other answers may lead to other lines.
+        while waiting := [line for line in self._last if line not in tried]:
+            for line in waiting:
+                met = self._last[line]
+                way = dataclasses.replace(met, otherwise=met.otherwise | {line})
+                error = self._try(way)
                 # What a mask chose may be empty against the answer, as in ``if mask.any():
                 # x[mask].max()``.
-                if error is None or self._try(dataclasses.replace(other, always=True)) is None:
-                    self._ways[line] += 1
-                elif self._asks[line] and not every_way and not was_raised(error):
-                    raise _not_followed(self._network, line, error)
-        if (
-            self._run.unreached() and self._first
-        ):  # a loop over experts may have gone past some every time
-            self._try(_Way(sample, training=False, always=True))
+                if error is None or self._try(dataclasses.replace(way, always=True)) is None:
+                    self.followed[line] += 1
+                elif self._yes_or_no[line] and refuses and not _was_raised(error):
+                    raise ValueError(
+                        f"module {type(self._network).__name__} decides by values at {line}, and "
+                        f"breaks where they decide otherwise than on the sample "
+                        f"({type(error).__name__}: {error}), so nobody knows what it does on other "
+                        "inputs: pass more_samples to find_permutations, such that every way is "
+                        "taken"
+                    )
+            tried |= set(waiting)
+        # A loop over experts may have gone past some every time.
+        if self.run.unreached() and self._last:
+            self._try(_Way(self._sample, training=False, always=True))
+
+    def _runs(self, call: Call, *, training: bool) -> bool:
+        """Returns whether the network runs on arguments, with results for each record as before."""
+        self._network.train(training)
+        args, kwargs = call
+        try:
+            outputs = results(without_graph(lambda: self._network(*args, **kwargs)))
+        except Exception:
+            return False
+        before, now = _records(self._sample), _records(call)
+        return len(outputs) == len(self._shapes) and all(
+            tensor.dim() == len(shape) and (shape[:1] != before or tensor.shape[:1] == now)
+            for tensor, shape in zip(outputs, self._shapes, strict=True)
+        )
 
     def _try(self, way: _Way) -> Exception | None:
-        """Traces a run that may be impossible; returns why, and then has labelled nothing."""
+        """Traces a run that may be impossible; returns why it broke.
+
+        What it noted before holds anyway, but for what it reached: more may happen to that.
+        """
+        used = set(self.run.used)
         try:
-            with rolled_back(self._network):
-                self._network.train(way.training)
-                answers = ControlFlow(
-                    [*way.inputs(), *self._network.parameters()], way.otherwise, always=way.always
-                )
-                without_graph(lambda: self._run_in(answers, way))
+            self._trace(way)
+        except _StartAgainError:
+            raise
         except Exception as error:
+            self.run.used = used
+            # What the broken frames still hold would look like activations that are kept.
+            traceback.clear_frames(error.__traceback__)
             return error
-        self._trace(way)
         return None
 
-    def _run_in(self, mode: ControlFlow, way: _Way) -> None:
-        args, kwargs = way.call
-        with mode:
-            self._network(*args, **kwargs)
-
     def _trace(self, way: _Way) -> None:
-        enter_phase("tracing")
+        """Traces a run."""
         args, kwargs = way.call
+        tensors = [leaf for leaf in tree_leaves(way.call) if isinstance(leaf, torch.Tensor)]
 
-        def run() -> Tracer:
-            tracer = Tracer(
-                self._network, self._run, way.inputs(), way.otherwise, always=way.always
-            )
-            with declared_axes(self._network, tracer):
-                tracer.trace(lambda: self._network(*args, **kwargs))
+        def follow() -> Tracer:
+            tracer = Tracer(self._network, self.run, tensors, way.otherwise, always=way.always)
+            tracer.trace(lambda: self._network(*args, **kwargs))
             return tracer
 
-        with rolled_back(self._network):
-            self._network.train(way.training)
-            tracer = without_graph(run)
-        for line, asks in tracer.decisions.items():
-            self._first.setdefault(line, way)
-            self._ways.setdefault(line, 1)
-            self._asks[line] = self._asks.get(line, True) and asks
+        self._network.train(way.training)
+        tracer = without_graph(follow)
+        self._shapes = self._shapes or tracer.shapes
+        for line, yes_or_no in tracer.decisions.items():
+            if not way.otherwise:
+                self._last[line] = way
+            self._last.setdefault(line, way)
+            self.followed.setdefault(line, 1)
+            self._yes_or_no[line] = self._yes_or_no.get(line, True) and yes_or_no
+        if self.run.outdated:
+            raise _StartAgainError
 
 
-def _other_sizes(call: Call) -> Iterator[list[Call]]:
-    """Yields inputs with one more record, and shorter, then with one record, and longer.
+def _was_raised(error: BaseException) -> bool:
+    """Returns whether the network's own code refused, with ``raise`` or ``assert``."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _records(call: Call) -> torch.Size:
+    """Returns the number of records, as the beginning of a shape."""
+    leaves = (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return next((leaf.shape[:1] for leaf in leaves), torch.Size())
+
+
+def _entries(call: Call) -> int:
+    """Returns how many entries the tensors among arguments have."""
+    return sum(leaf.numel() for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
+
+
+def _other_sizes(sample: Call) -> tuple[list[Call], list[Call]]:
+    """Returns shorter inputs with one more record, and longer ones of one record.
 
     Each is a list of alternatives, of which those come first that change most: images change along
     all dimensions from the third on, texts along their second one.
     """
-    first = next(
-        (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
-    )
-    if first is None or not first.numel():
-        return
+    leaves = (leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    first = next(leaves, torch.empty(0))
+    if not first.numel():
+        return [], []
     records, *lengths = first.shape
     dims = list(range(1, first.dim()))
-    ways = [dims[1:], dims[:1]] if len(dims) > 2 else [[dim] for dim in dims]
-    half = [
-        max(min(size, 2), size // 2) for size in lengths
-    ]  # along a length of 1 nothing is carried on
-    for count, changes in (
-        (records + 1, [[min(size, SHORT) for size in half], half]),
-        (1, [[2 * n for n in lengths]]),
-    ):
-        batch = _resized(call, [0], {records: count})
-        yield [
-            *(
-                _resized(batch, range(1, 9), {lengths[d - 1]: new[d - 1] for d in way})
-                for new in changes
-                for way in ways
-            ),
-            batch,
-        ]
+    together = [dims[1:], dims[:1]] if len(dims) > 2 else [[dim] for dim in dims]
+    # Along a length of 1 nothing is carried on.
+    halves = {size: max(min(size, 2), size // 2) for size in lengths}
+    more = _resized(sample, [0], {records: records + 1})
+    shorter = [
+        _resized(more, range(1, 9), {lengths[dim - 1]: sizes[lengths[dim - 1]] for dim in changed})
+        for sizes in ({size: min(size, SHORT) for size in lengths}, halves)
+        for changed in together
+    ]
+    one = _resized(sample, [0], {records: 1})
+    longer = [
+        _resized(one, range(1, 9), {lengths[dim - 1]: 2 * lengths[dim - 1] for dim in changed})
+        for changed in together
+    ]
+    return [*shorter, more], longer
 
 
 def _resized(call: Call, dims: Collection[int], sizes: Mapping[int, int]) -> Call:
-    """Returns the call with all its tensors cut or repeated along those of these dimensions that have one of these sizes."""
+    """Returns the call with its tensors cut or repeated where these dimensions have these sizes."""
 
     def change(leaf: torch.Tensor) -> torch.Tensor:
         for dim in dims:
@@ -319,36 +337,19 @@ def _resized(call: Call, dims: Collection[int], sizes: Mapping[int, int]) -> Cal
     return tree_map_only(torch.Tensor, change, call)
 
 
-def _not_followed(network: nn.Module, line: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"module {type(network).__name__} decides by values at {line}, and breaks where they "
-        "decide otherwise than on the "
-        f"sample ({type(error).__name__}: {error}), so nobody knows what it does on other inputs: "
-        "pass more_samples to "
-        "find_permutations, such that every way is taken"
-    )
-
-
 def _nothing_found(
     run: TracedRun, spec: PermutationSpec, network: nn.Module, groups: str
 ) -> ValueError:
     """Returns an error that says what was looked at, and why none of it may be permuted."""
-    looked_at = (
-        ", ".join(
-            f"{name} {tuple(tensor.shape)}" for name, tensor in list(run.tensors.items())[:20]
-        )
-        or "nothing"
-    )
-    stay = "; ".join(
-        f"{name}: {cause}" for name, cause in list(spec.causes.items())[:MOST_CAUSES] if cause
-    )
-    because = f"What fixed them: {stay}." if stay else "It has no hidden axis."
+    shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in run.tensors.items()]
+    stay = [f"{name}: {cause}" for name, cause in spec.causes.items() if cause][:MOST_CAUSES]
+    because = f"What fixed them: {'; '.join(stay)}." if stay else "It has no hidden axis."
     if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
         because += f" Operations without a rule keep what they touch in place: {unknown}."
     if spec.unreached:
         because += f" {spec.describe_unreached()}"
     return ValueError(
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. "
-        f"Looked at: {looked_at}. "
-        + f"{because} Leave shuffle_weights out, or declare axes that tracing cannot see by register_permutation."
+        f"Looked at: {', '.join(shapes[:20]) or 'nothing'}. {because} Leave shuffle_weights "
+        "out, or write the network with PyTorch's own operations."
     )

@@ -1,4 +1,4 @@
-"""Checking numerically that permuted weights compute the same function: outputs and gradients, in double precision.
+"""Checking in double precision that permuted weights have the same outputs and gradients.
 
 The check runs on a copy of the weights, which is perturbed first: a norm with scale 1 and shift 0,
 or a bias that is still zero, would hide that it was forgotten.
@@ -6,74 +6,75 @@ or a bias that is still zero, would hide that it was forgotten.
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.networks.rollback import rolled_back
 from opacus_shuffle.networks.running import results, seed_draws, without_graph
-from opacus_shuffle.networks.sample_input import Call, run_quietly
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
-from opacus_shuffle.permutation.network import plain_attention
+from opacus_shuffle.permutation.network import plain_operations, tensors_in
 
 MASK = 1e8
-"""Entries beyond this are masks (-1e9, the lowest number of a type) and say nothing about the usual size of outputs."""
+"""Entries beyond this are masks (-1e9), and say nothing about the usual size of outputs."""
 
 TOLERANCE = 1e-9
-"""Relative to an output, or to the median one if it is smaller. Summing in another order in double precision stays some 1e5
-times below in the deepest networks met, and the smallest breakage met (a forgotten bias of the
-queries) was 1e6 times above.
+"""Relative to the largest entry.
+
+Summing in another order in double precision stays some 1e5 times below in the deepest networks met,
+and the smallest breakage met (a forgotten bias of the queries) was 1e6 times above.
 """
 
 FLAT = 1e-4
-"""Gradients this much below the largest one of the network are compared with that: some are zero but for rounding, as those
-of a bias of keys, which the softmax forgets.
+"""Tensors whose entries are this much below those of the largest one are compared with that.
+
+Some are zero but for rounding, as the gradients of a bias of keys, which the softmax forgets.
 """
 
-MISSED = 1 / 8
-"""How often two copies of a permutation of n things may go unnoticed: a draw takes both alike once in n! times, and a draw of
-one cycle over all once in (n-1)! times.
-"""
-
-NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
-    (
-        *(
-            "rand",
-            "randn",
-            "rand_like",
-            "randn_like",
-            "normal",
-            "normal_",
-            "uniform_",
-            "exponential_",
-            "cauchy_",
-        ),
-        *("geometric_", "log_normal_", "poisson", "binomial", "_standard_gamma"),
-    ),
+CONSTANT_DRAWS = dict.fromkeys(
+    [
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "normal",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "cauchy_",
+        "geometric_",
+        "log_normal_",
+        "poisson",
+        "binomial",
+        "_standard_gamma",
+    ],
     0.5,
-)
-"""What draws of noise are replaced by: it treats entries alike, so what it does to the function is a matter of distribution."""
+) | {"bernoulli": 1.0, "bernoulli_": 1.0}
+"""What draws of noise are replaced by: it treats entries alike, so only its distribution counts."""
 
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
+WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+}
 
 Tensors = dict[str, torch.Tensor]
-Outcome = tuple[list[torch.Tensor], Tensors]
-"""Outputs, and gradients by the parameters' names."""
 
 
 def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) -> None:
-    """Refuses a group with a permutation that changes what the network computes on these arguments, by name.
+    """Refuses by name a group with a permutation that changes what the network computes.
 
-    The first is tried in both modes, with gradients, the others in evaluation mode without; each
-    with as many permutations as tell two copies of one apart.
+    One that leaves nothing in place is tried in training mode on the first arguments, with
+    gradients; and another one in evaluation mode, on all of them. The arguments must have run
+    before: what Python keeps for a size must not be made in double precision first.
 
     Raises:
         ValueError: If outputs or gradients change, or the network cannot be checked; with the group
@@ -82,37 +83,42 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
     enter_phase("checking")
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
-    anything = False
-    for number, call in enumerate(calls):
-        with contextlib.suppress(
-            Exception
-        ):  # what Python keeps for a size must not be made in double precision first
-            run_quietly(network, *call)
-        check = _Check(action, network, call, generator, gradients=number == 0)
-        for plan in _plans(action, generator):
-            if (worst := check.change(plan)) > TOLERANCE:
-                check.blame(plan, worst)
-        anything |= any(
-            bool(output.any()) for outputs, _ in check.before.values() for output in outputs
-        )
-    if not anything:
-        raise ValueError(
-            f"{type(network).__name__} gives only zeros on the sample input: give another, so it "
-            "can be checked"
-        )
-
-
-def _plans(action: GroupAction, generator: torch.Generator) -> Iterator[PermutationPlan]:
-    """Yields a permutation that leaves nothing in place, and then others."""
-    yield _without_fixed_points(action.sample(generator))
-    smallest = min((factor.size for factor in action.factors if factor.free), default=2)
-    left = -math.log(MISSED) - math.lgamma(smallest)
-    for _ in range(math.ceil(left / math.lgamma(smallest + 1))):
-        yield action.sample(generator)
+    plans = [_without_fixed_points(action.sample(generator)), action.sample(generator)]
+    buffers = True
+    try:
+        worst = _change(action, network, calls, plans, buffers=buffers)
+    except Exception:
+        # Some buffers are masks, indices or probabilities, and mean nothing perturbed.
+        buffers = False
+        worst = _change(action, network, calls, plans, buffers=buffers)
+    if worst <= TOLERANCE:
+        return
+    kind, still = type(network).__name__, action.identity().tables
+    for number, factor in enumerate(action.factors):
+        alone = [
+            PermutationPlan((*still[:number], plan.tables[number], *still[number + 1 :]))
+            for plan in plans
+        ]
+        change = _change(action, network, calls, alone, buffers=buffers) if factor.free else 0.0
+        if not change <= TOLERANCE:
+            members = dict.fromkeys(name for name, _ in action.perm_to_axes[factor.name])
+            raise ValueError(
+                f"this PermutationSpec changes what {kind} computes: permuting {factor.name!r} "
+                f"moves {', '.join(members)} and the outputs or gradients by {change:.1e} of their "
+                "size. Something that belongs to it is missing or must stay in place. If it was "
+                "found and not made by hand, tracing has lost these where their values leave "
+                "PyTorch, or in a backward of its own: write that module with PyTorch's own "
+                "operations, or leave shuffle_weights out"
+            )
+    raise ValueError(
+        f"this PermutationSpec changes what {kind} computes by {worst:.1e} of the outputs' "
+        "size, though none of its "
+        "permutations does alone: use find_permutations"
+    )
 
 
 def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
-    """Makes each permutation one cycle over all it moves: a uniform draw often leaves two things in place."""
+    """Makes each permutation one cycle over all it moves: a draw often leaves things in place."""
     cycles = [
         table if table is None else torch.empty_like(table).scatter_(-1, table, table.roll(1, -1))
         for table in plan.tables
@@ -120,324 +126,200 @@ def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
     return PermutationPlan(tuple(cycles))
 
 
-class _Check:
-    """Compares what a network computes on one input with permuted weights with what it does with these weights.
+def _change(
+    action: GroupAction,
+    network: nn.Module,
+    calls: Sequence[Call],
+    plans: Sequence[PermutationPlan],
+    *,
+    buffers: bool,
+) -> float:
+    """Returns the relative change of outputs and gradients when a perturbed copy is moved.
 
-    Attributes:
-        before: Outputs and gradients with the perturbed weights, by mode of the network.
+    Args:
+        action: The permutations.
+        network: It is not changed.
+        calls: Arguments to run it on.
+        plans: What moves the copy before it runs in training mode, on the first arguments; and what
+            moves it after that, before it runs in evaluation mode.
+        buffers: Whether buffers are perturbed, too.
     """
-
-    def __init__(
-        self,
-        action: GroupAction,
-        network: nn.Module,
-        call: Call,
-        generator: torch.Generator,
-        *,
-        gradients: bool,
-    ) -> None:
-        self._action, self._network, self._call, self._generator = action, network, call, generator
-        self._gradients = gradients
-        self._rounding: dict[bool, tuple[list[float], dict[str, float]]] = {}
-        try:
-            self._weights = _perturbed_copy(network, generator, buffers=True)
-            self.before = {False: self._run(self._weights, training=False)}
-        except (
-            Exception
-        ):  # some buffers are masks, indices or probabilities, and mean nothing perturbed
-            self._weights = _perturbed_copy(network, generator, buffers=False)
-            self.before = {False: self._run_or_refuse(training=False)}
-        if gradients:
-            trained = self._run_or_refuse(training=True)
-            if not _same(self.before[False], trained):  # or this mode computes what the other did
-                self.before[True] = trained
-
-    def change(self, plan: PermutationPlan) -> float:
-        """Returns how far outputs and gradients get, relative to their size, beyond what rounding explains."""
-        if (worst := self._distance(plan)) <= TOLERANCE:
-            return worst
-        for training, (outputs, gradients) in self.before.items() if not self._rounding else ():
-            nearly = self._run(
-                _each_once(self._weights, self._rounded_otherwise), training=training
-            )
-            self._rounding[training] = (
-                [_rounding(*pair) for pair in zip(outputs, nearly[0], strict=True)],
-                {
-                    name: _rounding(gradient, nearly[1][name])
-                    for name, gradient in gradients.items()
-                },
-            )
-        return self._distance(plan)
-
-    def blame(self, plan: PermutationPlan, worst: float) -> NoReturn:
-        """Refuses the group for a permutation that changes the function, naming the factor that does so alone."""
-        name = type(self._network).__name__
-        still = self._action.identity()
-        for number, factor in enumerate(self._action.factors):
-            if factor.free:
-                tables = list(still.tables)
-                tables[number] = plan.tables[number]
-                if (alone := self.change(PermutationPlan(tuple(tables)))) > TOLERANCE:
-                    members = ", ".join(
-                        dict.fromkeys(name for name, _ in self._action.perm_to_axes[factor.name])
-                    )
-                    raise ValueError(
-                        f"this PermutationSpec changes what {name} computes: permuting "
-                        f"{factor.name!r} moves {members} and "
-                        f"the outputs or gradients by {alone:.1e} of their size. Something that "
-                        "belongs to it is missing or "
-                        "must stay in place. If it was found and not made by hand, tracing has "
-                        "lost these where their values "
-                        "leave PyTorch, or in a backward of its own: declare that module's axes "
-                        "(see register_permutation)"
-                    )
+    weights = _perturbed_copy(network, buffers=buffers)
+    moving = [name for name in action.blocks if name in weights]
+    modes = [(calls[:1], True), (calls, False)]
+    with rolled_back(network):
+        before = [_run(network, weights, *mode) for mode in modes]
+    if not any(bool(tensor.any()) for outputs, _ in before for tensor in outputs):
         raise ValueError(
-            f"this PermutationSpec changes what {name} computes by {worst:.1e} of the outputs' "
-            "size, though none of its "
-            "permutations does alone: use find_permutations"
+            f"{type(network).__name__} gives only zeros on the sample input: give another, so "
+            "it can be checked"
         )
+    worst = 0.0
+    with rolled_back(network):  # one that counts its calls counts alike with all weights
+        for mode, plan, (outputs, slopes) in zip(modes, plans, before, strict=True):
+            action.move({name: [weights[name]] for name in moving}, plan)
+            action.move({name: [slopes[name]] for name in moving if name in slopes}, plan)
+            moved_outputs, moved_slopes = _run(network, weights, *mode)
+            worst = max(
+                worst,
+                _difference(outputs, moved_outputs),
+                _difference(list(slopes.values()), list(moved_slopes.values())),
+            )
+    return worst
 
-    def _distance(self, plan: PermutationPlan) -> float:
-        moved = _each_once(self._weights, torch.clone)
-        self._action.move({name: [moved[name]] for name in self._action.blocks}, plan)
-        worst = 0.0
-        for training, (outputs, gradients) in self.before.items():
-            expected = {name: gradient.clone() for name, gradient in gradients.items()}
-            self._action.move(
-                {name: [expected[name]] for name in self._action.blocks if name in expected}, plan
-            )
-            got, slopes = self._run(moved, training=training)
-            if len(got) != len(outputs) or slopes.keys() != expected.keys():
-                return math.inf
-            steepest = max(
-                (float(slope.abs().max()) for slope in expected.values() if slope.numel()),
-                default=0.0,
-            )
-            margins = self._rounding.get(
-                training, ([0.0] * len(outputs), dict.fromkeys(expected, 0.0))
-            )
-            worst = max([worst, *map(_difference, outputs, got, margins[0])])
-            for name, slope in expected.items():
-                worst = max(
-                    worst, _difference(slope, slopes[name], margins[1][name], FLAT * steepest)
-                )
-        return worst
 
-    def _run_or_refuse(self, *, training: bool) -> Outcome:
+def _run(
+    network: nn.Module, weights: Tensors, calls: Sequence[Call], training: bool
+) -> tuple[list[torch.Tensor], Tensors]:
+    """Returns what the network computes with these weights, and in training mode its gradients."""
+    # A pass may write to buffers.
+    own = _each_once(weights, lambda tensor: tensor if tensor.requires_grad else tensor.clone())
+    kind, default = type(network).__name__, torch.get_default_dtype()
+
+    def run(arguments: Call) -> list[torch.Tensor]:
+        seed_draws(0)
+        args, kwargs = tree_map(_widened, arguments)
+        return results(torch.func.functional_call(network, own, args, kwargs))
+
+    outputs: list[torch.Tensor] = []
+    with plain_operations(network):
+        network.train(training)
+        torch.set_default_dtype(torch.float64)
         try:
-            return self._run(self._weights, training=training)
-        except ValueError:
-            raise
+            for arguments in calls:
+                with _InDouble():  # type: ignore[no-untyped-call]
+                    outputs += (
+                        run(arguments)
+                        if training
+                        else without_graph(functools.partial(run, arguments))
+                    )
         except Exception as error:
             raise ValueError(
-                f"{type(self._network).__name__} does not run in double precision, so nothing can "
-                "be checked: "
+                f"{kind} does not run in double precision, so nothing can be checked: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-    def _run(self, weights: Mapping[str, torch.Tensor], *, training: bool) -> Outcome:
-        """Returns what the network computes with these weights, and gradients of its outputs."""
-        network, (args, kwargs) = self._network, tree_map(_widened, self._call)
-        trained = {
-            name for name, parameter in network.named_parameters() if parameter.requires_grad
-        }
-        # cuDNN draws dropout inside of a recurrent layer.
-        fused = not any(isinstance(part, nn.RNNBase) for part in network.modules())
-
-        def run() -> Outcome:
-            seed_draws(0)
-            network.train(training)
-            _leave_out_hooks_of_training(network)
-            own = _each_once(weights, torch.clone)  # which a forward pass may write to
-            with torch.no_grad():
-                leaves = _each_once(
-                    {name: own[name] for name in trained}, lambda tensor: tensor.requires_grad_()
-                )
-            outputs = results(torch.func.functional_call(network, own, args, kwargs))
-            slopes = _gradients(outputs, leaves) if torch.is_grad_enabled() else {}
-            return [_as_real(output.detach()) for output in outputs], slopes
-
-        in_double = _InDouble()  # type: ignore[no-untyped-call]
-        with (
-            rolled_back(network),
-            plain_attention(),
-            torch.backends.cudnn.flags(enabled=fused),
-            in_double,
-        ):
-            outcome = run() if self._gradients else without_graph(run)
-        if not any(output.numel() for output in outcome[0]):
-            raise ValueError(
-                f"{type(network).__name__} returns no tensor on the sample input, so nothing can "
-                "be checked"
-            )
-        if any(bool(torch.isnan(output).any()) for output in outcome[0]):
-            raise ValueError(
-                f"{type(network).__name__} gives undefined outputs on the sample input: give "
-                "another"
-            )
-        return outcome
-
-    def _rounded_otherwise(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with other last digits."""
-        if tensor.layout != torch.strided or tensor.dtype != torch.float64:
-            return tensor
-        return tensor * (
-            1 + 1e-14 * torch.randn(tensor.shape, generator=self._generator).to(tensor)
-        )
-
-
-def _leave_out_hooks_of_training(network: nn.Module) -> None:
-    """Removes hooks of Opacus's and of ours, which would take the check for a pass of training."""
-    for part in network.modules():
-        for hooks in (part._forward_pre_hooks, part._forward_hooks, part._backward_hooks):
-            for number, hook in list(hooks.items()):
-                if str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("opacus"):
-                    del hooks[number]
+        finally:
+            torch.set_default_dtype(default)
+    if not any(output.numel() for output in outputs):
+        raise ValueError(f"{kind} returns no tensor on the sample input, so nothing can be checked")
+    if any(bool(torch.isnan(output).any()) for output in outputs):
+        raise ValueError(f"{kind} gives undefined outputs on the sample input: give another")
+    # Tied tensors by their first name, as the specification has them.
+    first_names = {tensor: name for name, tensor in reversed(own.items())}
+    leaves = {
+        name: tensor for tensor, name in first_names.items() if training and tensor.requires_grad
+    }
+    slopes = _gradients(outputs, leaves)
+    # Numbers that can be subtracted, which whole numbers and yes or no cannot always.
+    numbers = [output.detach() * torch.ones((), dtype=torch.float64) for output in outputs]
+    return numbers, slopes
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a network that rounds inside (norms, rotary embeddings) in double precision, and its draws of noise constant."""
+    """Keeps a network that rounds inside in double precision, and its draws of noise constant."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        made_of_floats = name in ("zeros", "ones", "empty") or (
-            name == "full" and isinstance(args[1], float)
-        )
-        if (
-            kwargs.get("dtype") or (torch.get_default_dtype() if made_of_floats else None)
-        ) in NARROW:
-            kwargs["dtype"] = torch.float64
-        if not func._schema.is_mutable:
+        if kwargs.get("dtype") in WIDER:
+            kwargs["dtype"] = WIDER[kwargs["dtype"]]
+        narrow = any(tensor.dtype in WIDER for tensor in tensors_in(args, kwargs))
+        if narrow and not func._schema.is_mutable:
             args, kwargs = tree_map(_widened, args), tree_map(_widened, kwargs)
         if name in ("native_dropout", "_fused_dropout"):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name.startswith("rrelu_with_noise"):
-            args = (*args[:4], False)
-        if name == "_grouped_mm" and len(args) > 2 and args[0].dim() == 2 and args[1].dim() == 3:
+        if name == "_grouped_mm":
             return _grouped_product(*args[:3])
         result = func(*args, **kwargs)
-        if name in NOISE:
-            for tensor in tree_leaves(result):
-                tensor.fill_(NOISE[name])
+        if name in CONSTANT_DRAWS:
+            for tensor in tensors_in(result):
+                tensor.fill_(CONSTANT_DRAWS[name])
         return result
 
 
 def _grouped_product(
     rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Multiplies the rows up to each offset by a matrix of their own, which PyTorch does in low precision only."""
-    result = rows.new_zeros(len(rows), matrices.shape[-1])
-    start = 0
-    for stop, matrix in zip(offsets.tolist(), matrices, strict=True):
-        result[start:stop] = rows[start:stop] @ matrix
-        start = stop
-    return result
+    """Multiplies the rows up to each offset by their own matrix, in any precision."""
+    stops = offsets.tolist()
+    parts = [
+        rows[start:stop] @ matrix
+        for start, stop, matrix in zip([0, *stops], stops, matrices, strict=False)
+    ]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - stops[-1], matrices.shape[-1])])
 
 
 def _gradients(outputs: Sequence[torch.Tensor], leaves: Tensors) -> Tensors:
-    """Returns the gradients of a sum of all outputs, in which no two entries weigh the same; zeros where there are none."""
+    """Returns the gradients of a sum of all outputs, in which no two entries weigh the same."""
     tops = [output for output in outputs if output.requires_grad and not output.is_complex()]
     if not tops or not leaves:
         return {}
     weights = [torch.linspace(1, 2, output.numel()).to(output).view_as(output) for output in tops]
     try:
-        found = torch.autograd.grad(tops, list(leaves.values()), weights, allow_unused=True)
+        slopes = torch.autograd.grad(
+            tops, list(leaves.values()), weights, allow_unused=True, materialize_grads=True
+        )
     except RuntimeError:  # something in it has no derivative
         return {}
-    zeros = [
-        torch.zeros_like(leaf) if slope is None else slope
-        for leaf, slope in zip(leaves.values(), found, strict=True)
-    ]
-    return {name: _as_real(slope.to_dense()) for name, slope in zip(leaves, zeros, strict=True)}
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+    # Autograd gives two leaves that were added the same tensor, which would then be moved twice.
+    return {name: slope.to_dense().clone() for name, slope in zip(leaves, slopes, strict=True)}
 
 
 def _each_once(
     tensors: Mapping[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Tensors:
     """Returns the tensors changed, tied ones still tied."""
-    changed: dict[int, torch.Tensor] = {}
-    for tensor in tensors.values():
-        if id(tensor) not in changed:
-            changed[id(tensor)] = change(tensor)
+    changed = {id(tensor): change(tensor) for tensor in dict.fromkeys(tensors.values())}
     return {name: changed[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _widened(value: Any) -> Any:
-    """Returns a floating-point tensor in double precision, and anything else as it is."""
-    if isinstance(value, torch.Tensor) and value.dtype in NARROW:
-        return value.double()
-    return (
-        value.to(torch.complex128)
-        if isinstance(value, torch.Tensor) and value.dtype == torch.complex64
-        else value
-    )
+    """Returns a tensor of floating-point numbers in double precision, else the value as it is."""
+    narrow = isinstance(value, torch.Tensor) and value.dtype in WIDER
+    return value.to(WIDER[value.dtype]) if narrow else value
 
 
-def _perturbed_copy(network: nn.Module, generator: torch.Generator, *, buffers: bool) -> Tensors:
-    """Copies parameters and buffers in double precision, moved away from values that hide mistakes."""
+def _perturbed_copy(network: nn.Module, *, buffers: bool) -> Tensors:
+    """Copies parameters and buffers in double precision, away from values that hide mistakes."""
+    generator = torch.Generator().manual_seed(20_230_102)
+    # After 65,537 entries, a prime number, the noise repeats itself: drawing all takes long.
+    draws = torch.randn(65_537, generator=generator, dtype=torch.float64)
 
     def perturbed(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided:
-            return tensor
-        copy: torch.Tensor = _widened(tensor.detach()).clone(memory_format=torch.contiguous_format)
-        if not copy.is_floating_point():
-            return copy
-        noise = torch.randn(copy.shape, generator=generator).to(copy)
-        if isinstance(tensor, nn.Parameter):
-            spread = (
-                0.2
-                if copy.dim() < 2
-                else 0.5 * max(float(copy.std()) if copy.numel() > 1 else 0.0, 1e-2)
-            )
-            return copy.add_(noise, alpha=spread)
-        if buffers and bool(torch.isfinite(copy).all()):  # a variance stays positive
-            return torch.where(copy == 0, 0.1 * noise, copy * torch.exp(0.2 * noise))
-        return copy
+        copy = tensor.detach().to(WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+        if copy.is_floating_point() and copy.layout == torch.strided:
+            start = int(torch.randint(len(draws), (), generator=generator))
+            noise = draws.roll(start).repeat(copy.numel() // len(draws) + 1)[: copy.numel()]
+            noise = noise.view(copy.shape).to(copy.device)
+            if isinstance(tensor, nn.Parameter):
+                spread = max(float(copy.std(correction=0)), 1e-2)
+                copy.add_(noise, alpha=0.5 * spread if copy.dim() > 1 else 0.2)
+            elif buffers and bool(torch.isfinite(copy).all()):  # a variance stays positive
+                copy = torch.where(copy == 0, 0.1 * noise, copy * torch.exp(0.2 * noise))
+        return copy.requires_grad_(tensor.requires_grad)
 
     tensors = dict(network.named_parameters(remove_duplicate=False))
     return _each_once(tensors | dict(network.named_buffers(remove_duplicate=False)), perturbed)
 
 
-def _same(one: Outcome, other: Outcome) -> bool:
-    """Returns whether outputs and gradients are equal, bit by bit."""
-    ones, others = [*one[0], *one[1].values()], [*other[0], *other[1].values()]
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
-
-
-def _difference(one: torch.Tensor, two: torch.Tensor, rounding: float, least: float = 0.0) -> float:
-    """Returns the largest change of an entry, relative to it or to what is usual in its tensor; infinite if no number.
-
-    Less than ``rounding`` is no change, and what is usual is not smaller than ``least``.
-    """
-    if (
-        one.shape == two.shape
-        and one.numel()
-        and (gap := float((one - two).abs().max())) <= TOLERANCE * least
-    ):
-        return (
-            gap / least if least else 0.0
-        )  # whatever is usual, it is no change; what is takes long to find
-    if one.shape != two.shape or not torch.equal(torch.isfinite(one), torch.isfinite(two)):
+def _difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Returns the largest change of an entry, relative to the largest one of its tensor."""
+    if [one.shape for one in ones] != [other.shape for other in others]:
         return float("inf")
-    finite = torch.isfinite(one)
-    if not torch.equal(one[~finite], two[~finite]):
-        return float("inf")
-    before, after = one[finite].abs(), (one - two)[finite].abs()
-    usual = before[(before > 0) & (before < MASK)]
-    if not len(before) or not bool(after.any()):
-        return 0.0
-    scale = max(float(usual.median()), least) if len(usual) else 1.0
-    return float(((after - rounding).clamp(min=0) / before.clamp(min=scale)).max())
+    sizes = [_largest(one) for one in ones]
+    worst = 0.0
+    for one, other, size in zip(ones, others, sizes, strict=True):
+        changes = (one - other).abs().nan_to_num(nan=torch.inf)
+        stays = (one == other) | (one.isnan() & other.isnan())
+        changes = changes.masked_fill(stays, 0.0)  # infinities cannot be subtracted
+        change = float(changes.max()) if one.numel() else 0.0
+        worst = max(worst, change / (max(size, FLAT * max(sizes)) or 1.0))
+    return worst
 
 
-def _rounding(one: torch.Tensor, two: torch.Tensor) -> float:
-    """Returns how far results are apart whose weights differ in what rounding may change, with a margin of 1000."""
-    if one.shape != two.shape:
+def _largest(tensor: torch.Tensor) -> float:
+    """Returns the size of the largest entry that is no mask."""
+    if not tensor.numel():
         return 0.0
-    both = torch.isfinite(one) & torch.isfinite(two) & (one.abs() < MASK)
-    return 1e3 * float((one - two)[both].abs().max()) if bool(both.any()) else 0.0
+    sizes = tensor.abs()
+    return float(torch.where(sizes < MASK, sizes, 0.0).max())

@@ -1,4 +1,4 @@
-"""Groups of permutations: drawing one, undoing it, doing one after another, and counting them.
+"""Groups of permutations: drawing one, undoing it, and counting them.
 
 A group is made of factors, each a set of coordinates that is permuted. A factor may lie inside of
 others: the channels of a normalisation group, the dimensions of a head. It then has a permutation
@@ -31,14 +31,11 @@ class PermutationPlan:
     tables: tuple[torch.Tensor | None, ...]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PermutationPlan):
-            return NotImplemented
-        if len(self.tables) != len(other.tables):
+        if not isinstance(other, PermutationPlan) or len(self.tables) != len(other.tables):
             return False
         pairs = zip(self.tables, other.tables, strict=True)
         return all(
-            (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
-            for a, b in pairs
+            a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs
         )
 
 
@@ -69,20 +66,19 @@ class PermutationGroup:
             # Sorting 64-bit keys: exactly uniform but for ties, which have a chance below
             # size²·count/2⁶⁵.
             keys = stream.words(sum(counts) * size).reshape(-1, size)
-            order = torch.from_numpy(
-                np.argsort(keys, axis=1)
-            )  # the same as PyTorch's, in a fifth of the time
+            # NumPy's order is PyTorch's, in a fifth of the time.
+            order = torch.from_numpy(np.argsort(keys, axis=1))
             for number, rows in zip(numbers, torch.split(order, counts), strict=True):
                 tables[number] = rows.reshape(*self._outer_shape(number), size)
         return self._plan(tables)
 
     def identity(self) -> PermutationPlan:
         """Returns the permutation that moves nothing."""
-        free = [(number, factor.size) for number, factor in enumerate(self.factors) if factor.free]
         return self._plan(
             {
-                number: torch.arange(size).repeat(*self._outer_shape(number), 1)
-                for number, size in free
+                number: torch.arange(factor.size).repeat(*self._outer_shape(number), 1)
+                for number, factor in enumerate(self.factors)
+                if factor.free
             }
         )
 
@@ -90,21 +86,10 @@ class PermutationGroup:
         """Returns the permutation that undoes ``plan``."""
         tables = {}
         for number, table in self.free_tables(plan):
+            new = torch.arange(table.shape[-1]).expand_as(table)
             tables[number] = torch.empty_like(table)
-            tables[number][self.old_coordinates(number, plan)] = torch.arange(
-                table.shape[-1]
-            ).expand_as(table)
+            tables[number][self.old_coordinates(number, plan)] = new
         return self._plan(tables)
-
-    def compose(self, first: PermutationPlan, second: PermutationPlan) -> PermutationPlan:
-        """Returns the permutation that does what ``first`` and then ``second`` do."""
-        before = dict(self.free_tables(first))
-        return self._plan(
-            {
-                number: before[number][self.old_coordinates(number, second)]
-                for number, _ in self.free_tables(second)
-            }
-        )
 
     def log2_size(self) -> float:
         """Returns the binary logarithm of the number of permutations in the group."""
@@ -117,7 +102,7 @@ class PermutationGroup:
         return self.copies(number) * math.lgamma(self.factors[number].size + 1) / math.log(2)
 
     def copies(self, number: int) -> int:
-        """Returns how many permutations of a factor there are side by side, one for each coordinate that it is inside of."""
+        """Returns how many permutations of a factor there are, one per place it is inside of."""
         return math.prod(self._outer_shape(number))
 
     def check_plan(self, plan: PermutationPlan) -> None:
@@ -126,13 +111,13 @@ class PermutationGroup:
         Raises:
             ValueError: The plan has other tables than this group's.
         """
-        fits = isinstance(plan, PermutationPlan) and len(plan.tables) == len(self.factors)
-        for number, (factor, table) in enumerate(
-            zip(self.factors, plan.tables, strict=True) if fits else ()
-        ):
-            expected = (*self._outer_shape(number), factor.size) if factor.free else None
-            fits &= (None if table is None else tuple(table.shape)) == expected
-        if not fits:
+        shapes = [
+            (*self._outer_shape(number), factor.size) if factor.free else None
+            for number, factor in enumerate(self.factors)
+        ]
+        if not isinstance(plan, PermutationPlan) or shapes != [
+            None if table is None else tuple(table.shape) for table in plan.tables
+        ]:
             raise ValueError("plan is not from this PermutationSpec: draw it with spec.sample()")
 
     def free_tables(self, plan: PermutationPlan) -> list[tuple[int, torch.Tensor]]:
@@ -141,24 +126,19 @@ class PermutationGroup:
         return [(number, table) for number, table in enumerate(plan.tables) if table is not None]
 
     def old_coordinates(self, number: int, plan: PermutationPlan) -> tuple[torch.Tensor, ...]:
-        """Returns where each entry of a factor's table comes from: old coordinates of the factors outside, and its own."""
+        """Returns where a factor's entries come from: old coordinates of outer factors, and own."""
         inside = self.factors[number].inside
-        found = []
+        sizes = [self.factors[outer].size for outer in inside]
+        coordinates = []
         for place, outer in enumerate(inside):
-            table, carried = (
-                plan.tables[outer],
-                [inside.index(each) for each in self.factors[outer].inside],
-            )
+            table = plan.tables[outer]
+            carried = [inside.index(further) for further in self.factors[outer].inside]
             if table is None:
-                table, carried = torch.arange(self.factors[outer].size), []
-            found.append(
-                on_grid(
-                    table, [*carried, place], [self.factors[each].size for each in inside] + [1]
-                )
-            )
+                table, carried = torch.arange(sizes[place]), []
+            coordinates.append(on_grid(table, [*carried, place], [*sizes, 1]))
         own = plan.tables[number]
         assert own is not None
-        return (*found, own)
+        return (*coordinates, own)
 
     def _plan(self, tables: dict[int, torch.Tensor]) -> PermutationPlan:
         return PermutationPlan(tuple(tables.get(number) for number in range(len(self.factors))))

@@ -1,63 +1,44 @@
-"""What the finder needs of a network: plain attention, seeds of all draws, its tensors and where their memory lies."""
+"""What the finder needs of a network: plain attention, tensors that move, and their memory."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 
 @contextlib.contextmanager
-def plain_attention() -> Iterator[None]:
-    """Has attention computed as the plain operations that it consists of, without fused kernels."""
+def plain_operations(network: nn.Module) -> Iterator[None]:
+    """Has attention and recurrent layers computed without fused kernels."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH), _PlainAttention():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # Nobody can look into a fused recurrent layer, and cuDNN draws dropout inside of it.
+        if any(isinstance(part, nn.RNNBase) for part in network.modules()):
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
 
 
-class _PlainAttention(TorchFunctionMode):
-    """Computes each attention plainly, also where a network asks for fused kernels."""
-
-    FUSED = (
-        torch.nn.functional.scaled_dot_product_attention,
-        torch.nn.functional.multi_head_attention_forward,
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.FUSED:
-            return func(*args, **(kwargs or {}))
-        with sdpa_kernel(SDPBackend.MATH):
-            return func(*args, **(kwargs or {}))
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """Returns the tensors in the arguments or results of an operation: lists at most, for which a general tree takes long."""
-    found: list[torch.Tensor] = []
-    _collect((values,), found)
-    return found
-
-
-def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
-    for each in values:
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, _SEQUENCES):
-            _collect(each, found)
-        elif isinstance(each, dict):
-            _collect(each.values(), found)
-
-
-_SEQUENCES = (list, tuple)
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Returns the tensors among arguments or results; PyTorch's own way takes longer."""
+    result: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            result.append(value)
+        elif isinstance(value, list | tuple):
+            result += tensors_in(*value)
+        elif isinstance(value, dict):
+            result += tensors_in(*value.values())
+    return result
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -69,18 +50,10 @@ def storage(tensor: torch.Tensor) -> int:
         return 0
 
 
-def recomputed_weights(network: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the weights that ``torch.nn.utils`` computes before every pass, and leaves behind as attributes."""
-    for module in network.modules():
-        names = [name.rpartition("_") for name, _ in module.named_parameters(recurse=False)]
-        values = [getattr(module, name, None) for name, _, kind in names if kind in ("g", "orig")]
-        yield from (value for value in values if isinstance(value, torch.Tensor))
-
-
-def movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def movable_tensors(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
-    yield from module.named_parameters(remove_duplicate=False)
-    for place, part in module.named_modules(remove_duplicate=False):
+    yield from network.named_parameters(remove_duplicate=False)
+    for place, part in network.named_modules(remove_duplicate=False):
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             kept = name not in getattr(part, "_non_persistent_buffers_set", ())
             numbers = (
@@ -90,44 +63,35 @@ def movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{place}.{name}" if place else name, buffer
 
 
-def require_ready(network: nn.Module) -> None:
-    """Refuses by name parameters that do not exist yet, or share memory so that they cannot be moved one by one."""
+def check_ready(network: nn.Module) -> None:
+    """Refuses by name parameters that do not exist yet, or that share memory."""
     parameters = dict(network.named_parameters())
     tensors = parameters | dict(network.named_buffers())
     for name, tensor in tensors.items():
         if is_lazy(tensor):
             raise ValueError(f"module: {name} is not initialised yet: run the network once before")
-    require_apart(tensors, set(parameters))
+    check_apart(tensors, parameters)
 
 
-def require_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
+def check_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
     """Refuses by name tensors that would move and share memory with others, or with themselves."""
     spans: list[tuple[int, int, str]] = []
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        if (
-            id(tensor) in seen
-            or not tensor.numel()
-            or tensor.device.type == "meta"
-            or tensor.layout != torch.strided
-        ):
+    for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values():
+        if not tensor.numel() or tensor.device.type == "meta" or tensor.layout != torch.strided:
             continue
-        seen.add(id(tensor))
-        axes = list(zip(tensor.shape, tensor.stride(), strict=True))
-        if name in moving and any(stride == 0 and size > 1 for size, stride in axes):
+        reach = [
+            (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        ]
+        if name in moving and math.prod(tensor.shape) > 1 + sum(reach):
             raise ValueError(
                 f"module: {name} is an expanded tensor, whose entries share memory: clone it"
             )
-        span = sum((size - 1) * abs(stride) for size, stride in axes)
-        spans.append(
-            (tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size(), name)
-        )
+        start = tensor.data_ptr()
+        spans.append((start, start + (1 + sum(reach)) * tensor.element_size(), name))
     spans.sort()
     for place, (_, stop, one) in enumerate(spans):
         for start, _, other in spans[place + 1 :]:
-            if start >= stop:
-                break
-            if one in moving or other in moving:
+            if start < stop and (one in moving or other in moving):
                 raise ValueError(
                     f"module: {one} and {other} share memory without being the same tensor: untie "
                     "them"

@@ -15,8 +15,8 @@ from helpers.zoo import (
     distance,
     draw,
     entry,
-    found,
     same,
+    spec_of,
     tiered,
 )
 from opacus import GradSampleModule
@@ -24,7 +24,7 @@ from opacus import GradSampleModule
 
 @pytest.mark.parametrize("name", tiered(ZOO))
 def test_axes_without_a_name_stay_and_named_ones_move(name):
-    module, spec = entry(name)[0], found(name)
+    module, spec = entry(name)[0], spec_of(name)
     names = spec.axes_to_perm
     ever: Counter[tuple[str, int]] = Counter()
     for seed in range(30):
@@ -41,7 +41,7 @@ def test_axes_without_a_name_stay_and_named_ones_move(name):
 
 @pytest.mark.parametrize("name", [*VARIED, "batch_norm", "nano_gpt"])
 def test_a_specification_serves_every_instance_of_the_architecture(name):
-    spec = found(name)
+    spec = spec_of(name)
     module, sample = build(ZOO[name], seed=9)
     shuffled = copy.deepcopy(module)
     spec.apply_(shuffled, draw(spec, 0))
@@ -50,19 +50,11 @@ def test_a_specification_serves_every_instance_of_the_architecture(name):
 
 
 def test_memory_layout_does_not_matter():
-    (module, sample), spec = entry("conv_net"), found("conv_net")
+    (module, sample), spec = entry("conv_net"), spec_of("conv_net")
     shuffled = copy.deepcopy(module).to(memory_format=torch.channels_last)
     spec.apply_(shuffled, draw(spec, 0))
     with torch.no_grad():
         assert distance(run(module, sample), run(shuffled, sample)) <= DOUBLE
-
-
-def test_tensors_stay_the_same_objects_in_the_same_memory():
-    module, spec = entry("timm_vit")[0], found("timm_vit")
-    module = copy.deepcopy(module)
-    before = [(id(p), p.data_ptr()) for p in module.parameters()]
-    spec.apply_(module, draw(spec, 0))
-    assert [(id(p), p.data_ptr()) for p in module.parameters()] == before
 
 
 OPTIMIZERS = {
@@ -80,8 +72,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["resnet", "mixture_of_experts", "timm_vit"])
 def test_training_a_shuffled_network_and_undoing_it_is_training(name, optimizer):
-    """Rounding reaches weights times lr/eps, 10 at most: five steps of some 10 units each stay far below 1e-12."""
-    (module, sample), spec = entry(name), found(name)
+    """Rounding reaches weights times lr/eps, at most 10: five steps stay far below 1e-12."""
+    (module, sample), spec = entry(name), spec_of(name)
 
     def train(plan=None):
         network = copy.deepcopy(module)
@@ -110,7 +102,7 @@ def test_training_a_shuffled_network_and_undoing_it_is_training(name, optimizer)
 
 
 def test_state_that_cannot_follow_is_refused_before_anything_moves():
-    (module, sample), spec = entry("mlp"), found("mlp")
+    (module, sample), spec = entry("mlp"), spec_of("mlp")
     module = copy.deepcopy(module)
     optimizer = torch.optim.Adafactor(module.parameters())
     gradients(module, sample)
@@ -122,7 +114,7 @@ def test_state_that_cannot_follow_is_refused_before_anything_moves():
 
 
 def test_names_of_wrappers_are_seen_through():
-    (module, sample), spec = entry("resnet"), found("resnet")
+    (module, sample), spec = entry("resnet"), spec_of("resnet")
     wrapped = GradSampleModule(copy.deepcopy(module))
     spec.apply_(wrapped, draw(spec, 0))
     with torch.no_grad():
@@ -133,4 +125,4 @@ def test_names_of_wrappers_are_seen_through():
 @pytest.mark.parametrize("other", ["mlp_without_biases", "conv_net"])
 def test_networks_that_do_not_fit_are_refused_by_parameter(other):
     with pytest.raises(ValueError, match=r"0\.weight"):
-        found("mlp").apply_(copy.deepcopy(entry(other)[0]), draw(found("mlp"), 0))
+        spec_of("mlp").apply_(copy.deepcopy(entry(other)[0]), draw(spec_of("mlp"), 0))

@@ -1,4 +1,4 @@
-"""What finds, describes and applies permutations answers whatever one of its arguments is, or names it."""
+"""What finds, describes and applies permutations answers, or names the bad argument."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from helpers.bad_calls import require_named_refusals
 from torch import nn
 
 from opacus_shuffle import (
-    PermutationSpec,
     ShuffleGradSampleModule,
     WeightShuffling,
     find_permutations,
     prepare_model,
 )
-from opacus_shuffle.permutation import ModuleAxes, register_permutation
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SAMPLE = torch.zeros(2, 5)
@@ -40,28 +38,8 @@ def test_bad_arguments_of_specifications_are_named():
         spec.check, {"module": module, "sample_input": SAMPLE}, sample_input=double
     )
     require_named_refusals(spec.shuffle_ratio, {"module": module})
-    for method in (spec.moved_fraction, spec.smallest_orbit, spec.largest_orbit):
+    for method in (spec.moved_fraction, spec.smallest_orbit):
         require_named_refusals(method, {"name": "0.weight"}, name=None)  # other tensors do not move
-    data = spec.to_dict()
-    require_named_refusals(PermutationSpec.from_dict, {"data": data})
-    for part in data:
-        said = {part: None if part == "level" else ("data is no",)}  # a level may have any name
-        require_named_refusals(
-            lambda **given: PermutationSpec.from_dict({**data, **given}), {part: data[part]}, **said
-        )
-
-
-def test_bad_arguments_of_axes_declared_by_hand_are_named():
-    require_named_refusals(register_permutation, {"kind": nn.Bilinear})
-    require_named_refusals(register_permutation(nn.Bilinear), {"handler": lambda module: None})
-    axes = {
-        "parameters": {"w": "a _"},
-        "inputs": "...",
-        "outputs": "...",
-        "sizes": {"a": 3},
-        "fixed": ("a",),
-    }
-    require_named_refusals(ModuleAxes, axes, inputs=None, outputs=None)
 
 
 def test_bad_arguments_of_weight_shuffling_are_named():

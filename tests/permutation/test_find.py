@@ -1,4 +1,4 @@
-"""What find_permutations finds keeps the function; it depends on shapes alone, refuses by name and leaves nothing behind."""
+"""What find_permutations finds keeps the function, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from helpers.zoo import (
     distance,
     entry,
     every_network_and_level,
-    found,
-    found_if_any,
     marked,
     some_networks,
+    spec_if_any,
+    spec_of,
     tiered,
 )
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus import GradSampleModule
 from torch import nn
@@ -38,13 +38,13 @@ from torch import nn
 from opacus_shuffle.permutation import find_permutations
 
 # Functions stay as they are
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @every_network_and_level
 def test_shuffling_again_and_again_changes_no_output(name, level):
     module, sample = entry(name)
-    shuffled, spec = copy.deepcopy(module), found(name, level)
+    shuffled, spec = copy.deepcopy(module), spec_of(name, level)
     tolerance = SINGLE if name in ROUNDS_TO_SINGLE else DOUBLE
     moved = False
     for seed in range(2):
@@ -59,24 +59,10 @@ def test_shuffling_again_and_again_changes_no_output(name, level):
     assert moved
 
 
-@some_networks
-def test_in_single_precision_outputs_stay_within_its_rounding(name):
-    module, sample = entry(name)
-    spec = found(name)
-    plain, shuffled, sample = (
-        copy.deepcopy(module).float(),
-        copy.deepcopy(module).float(),
-        cast(sample, torch.float32),
-    )
-    spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(5)))
-    with torch.no_grad():
-        assert distance(run(plain, sample), run(shuffled, sample)) <= SINGLE
-
-
 @every_network_and_level
 def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name, level):
     module, sample = entry(name)
-    shuffled, spec = copy.deepcopy(module), found(name, level)
+    shuffled, spec = copy.deepcopy(module), spec_of(name, level)
     gradients(shuffled, sample)
     spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(7)))
     moved = {
@@ -99,7 +85,7 @@ def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name, leve
 )
 def test_in_training_mode_outputs_stay_too(name):
     module, sample = entry(name)
-    module, spec = copy.deepcopy(module).train(), found(name)
+    module, spec = copy.deepcopy(module).train(), spec_of(name)
     shuffled = copy.deepcopy(module)
     spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(2)))
     assert distance(run(module, sample), run(shuffled, sample)) <= DOUBLE
@@ -112,13 +98,9 @@ def test_in_training_mode_outputs_stay_too(name):
 def test_random_networks_keep_their_outputs(examples):
     @settings(deadline=None, max_examples=examples)
     @given(seed=st.integers(0, 2**32))
-    @example(seed=414).via("entries chosen by position, added back")
-    @example(seed=1026).via("units of two groups, each paired with each")
-    @example(seed=1107).via("pooling, subtracted")
-    @example(seed=1458).via("products of pieces, seen otherwise")
     def keep_their_outputs(seed):
         module, sample = build(lambda: random_network(seed), seed=seed)
-        if (spec := found_if_any(module, sample)) is None:
+        if (spec := spec_if_any(module, sample)) is None:
             return
         with torch.no_grad():
             expected = run(module, sample)
@@ -131,7 +113,7 @@ def test_random_networks_keep_their_outputs(examples):
 
 
 # How large the group is
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,12 +126,12 @@ def test_random_networks_keep_their_outputs(examples):
     ],
 )
 def test_the_group_is_the_one_worked_out_by_hand(name, level, bits):
-    assert found(name, level).log2_size() == pytest.approx(bits, rel=1e-12)
+    assert spec_of(name, level).log2_size() == pytest.approx(bits, rel=1e-12)
 
 
 @some_networks
 def test_each_level_contains_the_one_before(name):
-    paper, heads, residual = (found(name, level) for level in LEVELS)
+    paper, heads, residual = (spec_of(name, level) for level in LEVELS)
     assert 0 < paper.log2_size() <= heads.log2_size() <= residual.log2_size()
     assert set(paper.blocks) <= set(heads.blocks) <= set(residual.blocks)
 
@@ -157,7 +139,7 @@ def test_each_level_contains_the_one_before(name):
 @pytest.mark.parametrize("name", [marked(name, level="residual") for name in by_hand.ELEMENTS])
 def test_elements_made_by_hand_change_no_output_and_move_what_is_found(name):
     module, sample = entry(name)
-    spec, tied = found(name), copy.deepcopy(module)
+    spec, tied = spec_of(name), copy.deepcopy(module)
     ever = {
         key: torch.zeros(parameter.shape, dtype=torch.bool)
         for key, parameter in module.named_parameters()
@@ -180,13 +162,13 @@ def test_elements_made_by_hand_change_no_output_and_move_what_is_found(name):
 
 
 # What it depends on, and what is left behind
-# ----------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", tiered(name for name in ZOO if name not in HUGGING_FACE))
 def test_only_shapes_of_the_input_matter(name):
     module, sample = entry(name)
-    assert find_permutations(module, another(sample, seed=4)) == found(name)
+    assert find_permutations(module, another(sample, seed=4)) == spec_of(name)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +181,7 @@ def test_only_shapes_of_the_input_matter(name):
 def test_the_size_of_the_batch_does_not_matter(name, size):
     module, sample = entry(name)
     batch = torch.cat([sample, sample])[:size]
-    assert find_permutations(module, batch) == found(name)
+    assert find_permutations(module, batch) == spec_of(name)
 
 
 def test_inputs_may_be_a_tensor_a_tuple_or_keywords():
@@ -214,7 +196,7 @@ def test_inputs_may_be_a_tensor_a_tuple_or_keywords():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_type_of_numbers_does_not_matter(dtype):
     module, sample = entry("timm_vit")
-    assert find_permutations(copy.deepcopy(module).to(dtype), cast(sample, dtype)) == found(
+    assert find_permutations(copy.deepcopy(module).to(dtype), cast(sample, dtype)) == spec_of(
         "timm_vit"
     )
 
@@ -223,7 +205,7 @@ def test_a_wrapped_network_has_the_same_permutations():
     module, sample = entry("timm_vit")
     wrapped = GradSampleModule(copy.deepcopy(module), strict=False)
     spec = find_permutations(wrapped, sample)
-    assert spec == found("timm_vit")
+    assert spec == spec_of("timm_vit")
     spec.apply_(wrapped, spec.sample())
     with torch.no_grad():
         assert distance(run(module, sample), run(wrapped, sample)) <= DOUBLE
@@ -249,8 +231,8 @@ def test_the_network_and_all_random_states_are_left_as_they_were(name):
     def state():
         grads = {key: parameter.grad for key, parameter in module.named_parameters()}
         hooks = [
-            [len(getattr(each, kind)) for kind in vars(each) if kind.endswith("_hooks")]
-            for each in module.modules()
+            [len(getattr(part, kind)) for kind in vars(part) if kind.endswith("_hooks")]
+            for part in module.modules()
         ]
         return {
             "values": {
@@ -261,7 +243,7 @@ def test_the_network_and_all_random_states_are_left_as_they_were(name):
                 key: grad if grad is None else (id(grad), grad.clone())
                 for key, grad in grads.items()
             },
-            "flags": [(each.training, list(vars(each))) for each in module.modules()],
+            "flags": [(part.training, list(vars(part))) for part in module.modules()],
             "needs": [parameter.requires_grad for parameter in module.parameters()],
             "hooks": hooks,
             "random": (torch.get_rng_state(), repr(np.random.get_state()), random.getstate()),  # noqa: NPY002
@@ -287,7 +269,7 @@ def test_the_network_and_all_random_states_are_left_as_they_were(name):
 
 
 # Refusals
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("opacus_shuffle_tests::leaky_cumsum", mutates_args=())

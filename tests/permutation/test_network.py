@@ -1,10 +1,9 @@
-"""Networks as they are found: results and caches, shared memory, odd parts, weights that are computed."""
+"""Networks as they are: results and caches, shared memory, odd parts, computed weights."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -50,24 +49,6 @@ def test_harmless_results_are_no_reason_to_refuse(give):
     )  # nobody reads the other head, which may move
 
 
-def test_a_result_in_an_inherited_slot_stays_in_place():
-    class Slotted:
-        __slots__ = "hidden"
-
-    class Result(Slotted):
-        __slots__ = ("value",)
-
-    def give(one, two):
-        result = Result()
-        result.hidden, result.value = one, two
-        return result
-
-    assert not any(
-        ("one.weight", 0) in axes
-        for axes in find_permutations(Heads(give), X).perm_to_axes.values()
-    )
-
-
 def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
@@ -79,27 +60,6 @@ def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
         for flag in (True, False)
     ]
     assert sizes[0] == sizes[1]
-
-
-def test_what_a_module_keeps_for_the_loss_stays_in_place():
-    class Keeping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 2)
-
-        def forward(self, x):
-            self.hidden = self.inner(x)
-            return self.outer(self.hidden.relu())
-
-    with pytest.raises(ValueError, match="no axis that may be permuted"):
-        find_permutations(Keeping(), X)
-
-
-@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_weights_computed_into_attributes_move(wrap):
-    with pytest.warns(FutureWarning) if wrap is nn.utils.weight_norm else nullcontext():
-        network = nn.Sequential(wrap(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2))
-    assert round(2 ** find_permutations(network, X).log2_size()) == 720
 
 
 class Scaled(nn.Module):

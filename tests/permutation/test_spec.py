@@ -1,56 +1,21 @@
-"""What a PermutationSpec says about itself: JSON, fractions that move, tables."""
+"""What a PermutationSpec says about itself: fractions that move, tables."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 from helpers.model_zoo import entry_moves
 from helpers.zoo import (
-    LEVELS,
     VARIED,
-    draw,
     entry,
-    found,
-    marked,
     some_networks,
+    spec_of,
 )
-
-from opacus_shuffle.permutation import PermutationSpec
-
-
-@pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        marked(name, level, level=level)
-        for name in [*VARIED, "lstm", "nano_gpt"]
-        for level in LEVELS
-    ],
-)
-def test_json_keeps_everything(name, level):
-    module, spec = entry(name)[0], found(name, level)
-    again = PermutationSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
-    assert again == spec
-    assert (again.log2_size(), again.shuffle_ratio(module)) == (
-        spec.log2_size(),
-        spec.shuffle_ratio(module),
-    )
-    assert again.perm_to_axes == spec.perm_to_axes
-    assert draw(again, 1) == draw(spec, 1)
-
-
-@pytest.mark.parametrize(
-    "data", [{}, [], None, {"factors": 3}, {"factors": [], "blocks": {"w": [{}]}}]
-)
-def test_other_data_are_no_specification(data):
-    with pytest.raises(ValueError, match="PermutationSpec"):
-        PermutationSpec.from_dict(data)
 
 
 @pytest.mark.parametrize("name", VARIED)
 def test_the_two_tables_say_the_same_and_the_description_names_every_group(name):
-    spec = found(name)
+    spec = spec_of(name)
     forth = {(group, key, axis) for group, axes in spec.perm_to_axes.items() for key, axis in axes}
     back = {
         (group, key, axis)
@@ -64,7 +29,7 @@ def test_the_two_tables_say_the_same_and_the_description_names_every_group(name)
 
 @some_networks
 def test_what_counts_as_movable_moves_and_nothing_else(name):
-    module, spec = entry(name)[0], found(name)
+    module, spec = entry(name)[0], spec_of(name)
     ever = {
         key: torch.zeros(parameter.shape, dtype=torch.bool)
         for key, parameter in module.named_parameters()

@@ -1,1 +1,1 @@
-"""Finding which axes of which parameters may move together: labels of axes, rules of operations, and a tracer."""
+"""Finding which axes of which parameters may move together: axes, rules, and a tracer."""

@@ -1,45 +1,45 @@
-"""What is known of the tensors of one run of a network: which coordinates of which are the same, and what they came from.
+"""What is known of the tensors of a network while it runs: which axes of which are the same.
 
 :mod:`~opacus_shuffle.permutation.finding.trace` tells it every operation, and the rules of the
-operations say here what they do to the labels. An operation without a rule *fixes* every axis that
-it touches: nothing is permuted on a guess.
+operations say here what they do to axes. An operation without a rule *fixes* every axis that it
+touches: nothing is permuted on a guess.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from opacus_shuffle.permutation.finding.labels import (
-    CAUSE,
+from opacus_shuffle.permutation.finding.axes import (
+    Axes,
     Axis,
-    Dimensions,
     Factors,
     IncompatibleError,
     atoms,
+    concatenation,
+    constant_axes,
+    current_cause,
     factors,
     fix_all,
-    fixed_dimensions,
+    fixed_axes,
     free_factors,
-    only,
     product,
     size_of,
     summands,
-    unify_dimensions,
+    unify_axes,
 )
-from opacus_shuffle.permutation.finding.packings import Packing, Packings, Stacked, first_labels
 from opacus_shuffle.permutation.network import movable_tensors, storage, tensors_in
 
-VIEWS = (
-    *(
+VIEWS = frozenset(
+    "aten." + name
+    for name in [
         "alias",
         "clone",
         "detach",
@@ -51,8 +51,6 @@ VIEWS = (
         "slice",
         "split",
         "split_with_sizes",
-    ),
-    *(
         "squeeze",
         "t",
         "transpose",
@@ -62,30 +60,74 @@ VIEWS = (
         "_to_copy",
         "_unsafe_view",
         "unsafe_split",
-    ),
+    ]
 )
-"""Operations whose results have equal entries if their input has."""
+"""Operations whose results show entries of their input, so have equal ones if it has."""
 
 SHAPES_ONLY = frozenset(
-    f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")
-) | frozenset(f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided"))
+    [f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")]
+    + [f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")]
+)
 """Operations that ask a tensor for its shape alone."""
 
-UNFIT = (
-    IncompatibleError,
-    LookupError,
-    ArithmeticError,
-    ValueError,
-    AttributeError,
-    TypeError,
-    AssertionError,
-)
+REPLACING = frozenset(["aten.set_", "aten.resize_", "aten.resize_as_"])
+"""Operations that give a tensor another memory and shape, so what was known of it is void."""
+
+UNFIT = (IncompatibleError, LookupError, ArithmeticError, ValueError, AttributeError, TypeError)
 """What a rule raises that does not fit the operation."""
 
+MOST_FUSED = 16
+"""The most parts that an axis may have: an LSTM has four gates, attention three projections."""
 
-@dataclasses.dataclass(frozen=True)
+
+FusedParts = tuple[int, int, int, int]
+"""Parts of an axis as (offset, repetitions, parts, size of a part).
+
+Queries, keys and values in one matrix of 3d rows are (0, 1, 3, d); three for each of 12 heads of
+width 64 are (0, 12, 3, 64).
+"""
+
+
+@dataclasses.dataclass
+class Slices:
+    """Axes of a tensor whose slices are different things, as queries, keys and values are.
+
+    Attributes:
+        marker: That axis, fixed.
+        of_each: Axes of the tensor as they are at each slice, the marker among them.
+    """
+
+    marker: Axis
+    of_each: list[Axes]
+
+
+def first_factors(size: int, fused: Collection[FusedParts]) -> Factors:
+    """Returns what an axis of a parameter is before a run: an atom, or parts known from before."""
+    if size < 2:
+        return []
+    pieces: list[Axis] = []
+    place = 0
+    for offset, repetitions, count, part in sorted(fused):
+        if offset < place:  # two runs saw it differently: what came first holds
+            continue
+        parts = concatenation([Axis(part) for _ in range(count)])
+        pieces += [Axis(offset - place)] if offset > place else []
+        pieces.append(product([Axis(repetitions), parts]) if repetitions > 1 else parts)
+        place = offset + repetitions * count * part
+    return [concatenation([*pieces, Axis(size - place)] if size > place else pieces)]
+
+
+@dataclasses.dataclass(slots=True)
 class Call:
-    """One operation: its arguments by their names in the operator's schema, and what came out."""
+    """One operation.
+
+    Attributes:
+        name: Such as ``"aten.add_"``.
+        arguments: By their names in the operator's schema, defaults filled in.
+        inputs, outputs: The tensors among its arguments and results.
+        written: Those of its inputs that it writes to.
+        pointwise: Whether PyTorch says that it works entry by entry.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -98,366 +140,373 @@ class Call:
         return self.arguments[argument]
 
     @property
-    def views(self) -> torch.Tensor | None:
-        """The tensor whose entries came out, as they were or arranged in another way."""
-        return self.inputs[0] if self.inputs and self.name.removeprefix("aten.") in VIEWS else None
-
-    @property
     def out(self) -> torch.Tensor:
         """The first tensor that came out."""
         return self.outputs[0]
 
 
-def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
-    """Returns the call of an ATen operator, defaults filled in."""
-    name, defaults, mutable = _schema_of(func)
+def bind(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+) -> Call:
+    """Returns the call of an ATen operator with these tensors among its arguments and results."""
+    name, defaults, mutable, pointwise = _schema_of(func)
     arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
-    written = tensors_in([arguments[argument] for argument in mutable])
-    inputs = [] if name in SHAPES_ONLY else tensors_in((args, kwargs))
-    return Call(
-        name, arguments, inputs, tensors_in(result), written, torch.Tag.pointwise in func.tags
-    )
+    written = tensors_in(*[arguments[argument] for argument in mutable])
+    return Call(name, arguments, [] if name in SHAPES_ONLY else inputs, outputs, written, pointwise)
 
 
 @functools.cache
-def _schema_of(func: Any) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """Returns an operator's name, what its arguments are by default (None without one), and which of them it writes to."""
-    schema = func._schema.arguments
-    return (
-        str(func.overloadpacket),
-        {
-            argument.name: argument.default_value if argument.has_default_value() else None
-            for argument in schema
-        },
-        tuple(
-            argument.name
-            for argument in schema
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-    )
+def _schema_of(func: Any) -> tuple[str, dict[str, Any], list[str], bool]:
+    """Returns an operator's name, defaults, what it writes to, and whether it is pointwise."""
+    arguments = func._schema.arguments
+    defaults = {
+        argument.name: argument.default_value if argument.has_default_value() else None
+        for argument in arguments
+    }
+    mutable = [
+        argument.name
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return str(func.overloadpacket), defaults, mutable, torch.Tag.pointwise in func.tags
+
+
+@dataclasses.dataclass
+class Learned:
+    """What earlier runs have found out that a run has to know from its start.
+
+    Attributes:
+        fused: Axes that hold different things side by side, by tensor and axis.
+        written: What made constants of equal entries, and where, that are written to later.
+    """
+
+    fused: dict[tuple[str, int], set[FusedParts]] = dataclasses.field(default_factory=dict)
+    written: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """What is known of one tensor.
+
+    Attributes:
+        tensor: A weak reference, so that what dies with the pass can be told from what is kept.
+        axes: Its axes; None if nobody has asked yet.
+        made: By what, and where, if it is a constant of equal entries that nothing writes to: it
+            has no axes to speak of, but new free ones whenever it is used.
+        origins: The contractions that it was computed from, entry by entry.
+        shows: The parameters and buffers of which it is a view or a copy.
+        order_of: Axes whose order its values tell, as places of sorted entries do, and who says so.
+        varies: Whether its values depend on inputs, weights or noise.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    axes: Axes | Slices | None = None
+    made: str = ""
+    origins: frozenset[int] = frozenset()
+    shows: frozenset[str] = frozenset()
+    order_of: tuple[Factors, str] | None = None
+    varies: bool = False
 
 
 class TracedRun:
-    """What is known of all parameters, buffers and activations of a network while it runs: the labels of their axes.
+    """What is known of all parameters, buffers and activations of a network, in one run or several.
 
     Args:
-        module: The network; its parameters' and moving buffers' axes begin as free atoms.
-        packings: Axes to begin as packed parts instead, keyed by (tensor name, axis).
-        written: Which constants of equal entries, by what made them and where, are written to
-            later. All others have no axes to speak of. None: any may be.
+        network: Its parameters' and moving buffers' axes begin as free atoms.
+        learned: What earlier runs have found out; what this one does is added.
+
+    Attributes:
+        tensors: Parameters, and persistent buffers that are not integers, by name (tied ones once).
+        parameter_names: The names of those that are parameters.
+        aliases: Other names of tied parameters, by the first one.
+        occurrences: The axes of every activation, and of every reduced tensor inside an operation.
+        groups: Axes that were normalised in groups, each with a group's size.
+        streams: Axes along which results of different layers were added (skip connections).
+        heads: Batch axes of products of two activations.
+        contracted: Axes contracted in such products: query and key dimensions.
+        unknown: Operations without a rule, with their numbers of calls.
+        used: Parameters and buffers that went, as a whole or in part, into something not empty.
+        outdated: Whether the run has learnt what it had to know from its start.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        packings: Packings | None = None,
-        written: Iterable[str] | None = (),
-    ) -> None:
-        # Parameters and persistent buffers that are not integers, by name (tied ones once).
+    def __init__(self, network: nn.Module, learned: Learned | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.parameter_names = {name for name, _ in module.named_parameters()}
-        self.aliases: dict[str, list[str]] = {}  # other names of tied tensors, by the first one
-        self.occurrences: list[
-            Dimensions
-        ] = []  # labels of every activation, and of every reduced tensor inside an operation
-        self.streams: list[
-            Axis
-        ] = []  # axes along which results of different layers were added (skip connections)
-        self.heads: list[Axis] = []  # batch axes of products of two activations (attention heads)
-        self.contracted: list[
-            Axis
-        ] = []  # axes contracted in such products (query and key dimensions)
-        self.unknown: Counter[str] = (
-            Counter()
-        )  # operations without a rule, with their numbers of calls
-        self.new_packings: dict[
-            tuple[str, int], set[Packing]
-        ] = {}  # axes met that are packed and were not known to be
-        # Constants of equal entries that were written to and not known to be; the labels are
-        # worthless then.
-        self.newly_written: set[str] = set()
-        self.used: set[str] = (
-            set()
-        )  # parameters and buffers that went, entire or a part of them, into something not empty
-        self._written = None if written is None else frozenset(written)
-        # Constants without axes to speak of, with what made them.
-        self._equal_entries: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
-        self._labels: MutableMapping[torch.Tensor, Dimensions | Stacked] = WeakIdKeyDictionary()
-        # Which contractions a tensor was computed from, entry by entry.
-        self._origins: MutableMapping[torch.Tensor, frozenset[int]] = WeakIdKeyDictionary()
-        # Of parameters and buffers.
-        self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
-        # Which of them a tensor is a view or a copy of.
-        self._shown: MutableMapping[torch.Tensor, frozenset[str]] = WeakIdKeyDictionary()
-        # Axes whose order a tensor tells, as places of sorted entries do.
-        self._fixed_if_read: MutableMapping[torch.Tensor, tuple[Factors, str]] = (
-            WeakIdKeyDictionary()
-        )
+        self.parameter_names = {name for name, _ in network.named_parameters()}
+        self.aliases: dict[str, list[str]] = {}
+        self.occurrences: dict[tuple[tuple[Axis, ...], ...], None] = {}
+        self.groups: list[tuple[Factors, int]] = []
+        self.streams: list[Axis] = []
+        self.heads: list[Axis] = []
+        self.contracted: list[Axis] = []
+        self.unknown = Counter[str]()
+        self.used: set[str] = set()
+        self.outdated = False
+        self._learned = Learned() if learned is None else learned
+        self._by_id: dict[int, _Known] = {}
+        self._equal: list[_Known] = []  # constants of equal entries
         self._contractions = 0
-        for name, tensor in movable_tensors(module):
-            if tensor in self._names:
-                self.aliases.setdefault(self._names[tensor], []).append(name)
+        first_names: dict[int, str] = {}
+        for name, tensor in movable_tensors(network):
+            first = first_names.setdefault(id(tensor), name)
+            if first != name:
+                self.aliases.setdefault(first, []).append(name)
                 continue
-            self._names[tensor] = name
             self.tensors[name] = tensor
-            self._labels[tensor] = first_labels(name, tuple(tensor.shape), packings or {})
-            self._shown[tensor] = frozenset([name])
+            known = self._known(tensor)
+            known.shows = frozenset([name])
+            known.axes = [
+                first_factors(size, self._learned.fused.get((name, axis), ()))
+                for axis, size in enumerate(tensor.shape)
+            ]
 
-    @property
-    def parameters(self) -> dict[str, Dimensions]:
-        """The labels of all that moves."""
-        return {name: self.dimensions(tensor) for name, tensor in self.tensors.items()}
+    def axes_of_all(self) -> dict[str, Axes]:
+        """Returns the axes of all parameters and moving buffers, by name."""
+        return {name: self.axes(tensor) for name, tensor in self.tensors.items()}
 
     def atoms(self) -> list[Axis]:
-        """Returns the atoms of all parameters and moving buffers."""
-        return [atom for tensor in self.tensors.values() for atom in self._atoms(tensor)]
+        """Returns what all parameters and moving buffers are made of now."""
+        return atoms(axis for _, row in self._rows() for axis in row)
 
-    def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
-        """Labels what an operation returned by its rule; without one, fixes all that it touches."""
-        if memories := {storage(tensor) for tensor in call.written} - {
-            0
-        }:  # of views, too, that have labels of their own
-            known = self._equal_entries.items()
-            self.newly_written.update(made for tensor, made in known if storage(tensor) in memories)
-        if not call.outputs:  # it writes to lists of tensors, compares two, or reads a number
-            if len(call.inputs) < 2 and not call.written:
-                return
-            rule = None
-        if call.views is not None and call.views in self._equal_entries:
+    def apply(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
+        """Finds the axes of results by the operation's rule; without one, fixes all it touches."""
+        if call.written:
+            self._note_written(call.written)
+        touched = [*call.inputs, *call.outputs]
+        if call.name in REPLACING:
+            self.forget(call.out)
+        if not call.outputs:  # it reads a number, compares two tensors, or writes to lists of them
+            if len(call.inputs) > 1 or call.written:
+                self.fix_unknown(touched, call.name)
+            return
+        source = call.inputs[0] if call.inputs and call.name in VIEWS else None
+        if source is not None and (made := self._known(source).made):
             for tensor in call.outputs:
-                self._equal_entries[tensor] = self._equal_entries[call.views]
+                self._make_equal(tensor, made)
             return
-        if (
-            not call.inputs and call.name == "aten._to_copy"
-        ):  # a number, which ``torch.vmap`` made a tensor
-            rule = None
-        if rule is None and not all(self.is_constant(tensor) for tensor in call.inputs):
-            self.unknown[call.name] += 1
-            self.fix_everything(call)
-            return
+        self._note_used(call, source)
         self._read(call.inputs)
         contractions = self._contractions
-        try:
-            if rule is None:
-                for tensor in call.outputs:
-                    self.set(tensor, fixed_dimensions(tensor.shape))
-            else:
+        if rule is not None:
+            try:
                 rule(self, call)
-        except UNFIT as error:
-            self.unknown[f"{call.name} ({type(error).__name__})"] += 1
-            self.fix_everything(call)
-        if any(
-            tensor not in self._labels and tensor not in self._equal_entries
-            for tensor in call.outputs
-        ):
-            self.fix_everything(call)
-        self._note_what_is_carried(call)
+            except UNFIT as error:
+                self.fix_unknown(touched, f"{call.name} ({type(error).__name__})")
+        elif all(self.is_constant(tensor) for tensor in call.inputs):
+            for tensor in call.outputs:
+                self.set(tensor, constant_axes(tensor.shape))
+        else:
+            self.fix_unknown(touched, call.name)
+        results = [self._known(tensor) for tensor in call.outputs]
+        if any(known.axes is None and not known.made for known in results):
+            self.fix_unknown(touched, call.name)
         if self._contractions == contractions:
             origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
-            for tensor in call.outputs:
-                self._origins[tensor] = origins
+            for known in results:
+                known.origins = origins
 
-    def dimensions(self, tensor: torch.Tensor) -> Dimensions:
-        """Returns the tensor's labels; slices that were different things become the same thing."""
-        labels = self.labels(tensor)
-        if isinstance(labels, Stacked):
-            first, *rest = labels.alternatives
+    def axes(self, tensor: torch.Tensor) -> Axes:
+        """Returns a tensor's axes; slices that were different things become the same thing."""
+        axes = self.axes_or_slices(tensor)
+        if isinstance(axes, Slices):
+            first, *rest = axes.of_each
             for other in rest:
-                unify_dimensions(first, other)
-            self._labels[tensor] = labels = first
-        return labels
+                unify_axes(first, other)
+            self._known(tensor).axes = axes = first
+        return axes
 
-    def labels(self, tensor: torch.Tensor) -> Dimensions | Stacked:
-        """Returns the tensor's labels as they are; a tensor never met before is a constant, so fixed."""
-        if tensor in self._equal_entries:
+    def axes_or_slices(self, tensor: torch.Tensor) -> Axes | Slices:
+        """Returns a tensor's axes; one that was never met before is a constant, so fixed."""
+        known = self._known(tensor)
+        if known.made:
             return [free_factors(size) for size in tensor.shape]
-        if tensor not in self._labels:
-            self._labels[tensor] = self._adopt(tensor)
-        return self._labels[tensor]
+        if known.axes is None:
+            known.axes = self._adopt(tensor)
+        return known.axes
 
-    def leaves(self, tensor: torch.Tensor, way: str) -> None:
-        """Fixes a tensor whose values leave PyTorch, so that nobody knows what becomes of them; notes by which call."""
-        if not self.is_constant(tensor):
-            self.unknown[way] += 1
-            self.stay([tensor])
-
-    def set(self, tensor: torch.Tensor, labels: Dimensions | Stacked) -> None:
-        """Labels a result; if it has labels already (an in-place operation), both must agree."""
-        for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
-            if len(dimensions) != tensor.dim() or any(
-                size_of(each) != max(n, 1) for each, n in zip(dimensions, tensor.shape, strict=True)
-            ):
+    def set(self, tensor: torch.Tensor, axes: Axes | Slices) -> None:
+        """Says what a result's axes are; if it has some already (in place), both are the same."""
+        rows = axes.of_each if isinstance(axes, Slices) else [axes]
+        for row in rows:
+            if [size_of(factors_) for factors_ in row] != [max(size, 1) for size in tensor.shape]:
                 raise IncompatibleError
-            self.occurrences.append(dimensions)
-        if tensor in self._labels:
-            for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
-                unify_dimensions(self.dimensions(tensor), dimensions)
+            self.occur(row)
+        known = self._known(tensor)
+        if known.axes is None:
+            known.axes = axes
         else:
-            self._labels[tensor] = labels
+            for row in rows:
+                unify_axes(self.axes(tensor), row)
+
+    def occur(self, axes: Axes) -> None:
+        """Notes that these axes, and no others, are there side by side."""
+        self.occurrences[tuple(map(tuple, axes))] = None
+
+    def reduced(self, axes: Axes, gone: Iterable[int]) -> Axes:
+        """Notes that an operation has an intermediate result without these axes, and returns it."""
+        dropped = {dim % len(axes) for dim in gone}
+        left: Axes = [[] if dim in dropped else row for dim, row in enumerate(axes)]
+        self.occur(left)
+        return left
 
     def equal_entries(self, tensor: torch.Tensor) -> None:
-        """Labels a new constant whose entries are all equal, or independent and alike."""
-        made = CAUSE.get()
-        if self._written is None or made in self._written:
+        """Notes a new constant whose entries are all equal, or independent and alike."""
+        made = current_cause()
+        if made in self._learned.written:
             self.set(tensor, [free_factors(size) for size in tensor.shape])
         else:
-            self._equal_entries[tensor] = made
+            self._make_equal(tensor, made)
 
-    def copy_labels(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Labels a tensor as another one, whose entries it shows in the same order."""
-        self._labels[tensor], self._origins[tensor] = self.labels(source), self.origins(source)
-        self.use([source])
-
-    def stay(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Labels draws that are the same in every run: constants, and no noise."""
+    def fix(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Lets nothing permute these tensors."""
         for tensor in tensors:
-            if tensor in self._equal_entries:
-                del self._equal_entries[tensor]
-                self._labels[tensor] = fixed_dimensions(tensor.shape)
-            self.fix([tensor])
-            self.occurrences.append(self.dimensions(tensor))
+            self._read([tensor])
+            fix_all(*self.axes(tensor))
+            self.use([tensor])
+
+    def fix_unknown(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        """Lets nothing permute what an operation without a rule touches, and counts it."""
+        self.unknown[name] += 1
+        self.stay(tensors)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that parameters or buffers, or views of them, were used."""
-        self.used.update(*(self._shown[tensor] for tensor in tensors if tensor in self._shown))
+        for tensor in tensors:
+            self.used |= self._known(tensor).shows
+
+    def stay(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Fixes tensors that are there in every run, of equal entries or not."""
+        for tensor in tensors:
+            known = self._known(tensor)
+            if known.made:
+                known.made, known.axes = "", fixed_axes(tensor.shape)
+            self.fix([tensor])
+            self.occur(self.axes(tensor))
 
     def fix_if_read(self, tensors: Iterable[torch.Tensor], axes: Factors) -> None:
-        """Fixes axes as soon as something reads one of these tensors, which tell the order along them."""
+        """Fixes axes as soon as something reads one of these tensors, which tell their order."""
         for tensor in tensors:
-            self._fixed_if_read[tensor] = (axes, CAUSE.get())
-
-    def _read(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor in self._fixed_if_read:
-                axes, cause = self._fixed_if_read.pop(tensor)
-                fix_all(axes, cause=cause)
+            self._known(tensor).order_of = (axes, current_cause())
 
     def fix_survivors(self, spared: Iterable[torch.Tensor]) -> None:
-        """Fixes every tensor that is still there, but for parameters, buffers and those to be ``spared``."""
-        known = {id(tensor) for tensor in (*self.tensors.values(), *spared)}
-        self.stay(
-            tensor for tensor in [*self._labels, *self._equal_entries] if id(tensor) not in known
-        )
+        """Fixes every tensor that is still there, but for parameters and those to be ``spared``."""
+        others = {id(tensor) for tensor in (*self.tensors.values(), *spared)}
+        met = [known for known in self._by_id.values() if known.axes is not None or known.made]
+        alive = [known.tensor() for known in met]
+        self.stay(tensor for tensor in alive if tensor is not None and id(tensor) not in others)
 
-    def show(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Labels a tensor that was given the memory of another one (``tensor.data = source``)."""
-        if tensor.shape == source.shape:
-            unify_dimensions(self.dimensions(tensor), self.dimensions(source))
-        else:
-            self.fix([tensor, source])
-        self.use([source])
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Forgets a tensor's axes: it has other ones now."""
+        self._known(tensor).axes = None
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Returns whether no axis of the tensor is free."""
+        return all(atom.fixed for row in self.axes(tensor) for atom in atoms(row))
+
+    def origins(self, tensor: torch.Tensor) -> frozenset[int]:
+        """Returns the contractions that a tensor was computed from; none of weights alone."""
+        return self._known(tensor).origins
+
+    def contraction(self, *results: torch.Tensor) -> None:
+        """Notes that these results were summed over an axis: a new origin."""
+        self._contractions += 1
+        for tensor in results:
+            self._known(tensor).origins = frozenset([self._contractions])
+
+    def vary(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes that values may be others in other runs."""
+        for tensor in tensors:
+            self._known(tensor).varies = True
+            if tensor._base is not None:  # it may have been written to through a view
+                self._known(tensor._base).varies = True
+
+    def vary_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Returns whether values of any of these tensors may be others in other runs."""
+        return any(self._known(tensor).varies for tensor in tensors)
 
     def unreached(self) -> list[str]:
-        """Returns the parameters, and buffers of numbers, that the run has not reached: nobody knows what they do."""
+        """Returns the parameters, and buffers of numbers, that no run has reached."""
         return [
             name
             for name, tensor in self.tensors.items()
             if name not in self.used and tensor.dtype != torch.bool
         ]
 
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Forgets a tensor's labels: it is to be labelled anew."""
-        self._labels.pop(tensor, None)
-
-    def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> Dimensions:
-        """Notes that an operation has an intermediate result without these dimensions (a sum over them), and returns it."""
-        drop = {dim % len(dimensions) for dim in gone}
-        self.occurrences.append([[] if i in drop else each for i, each in enumerate(dimensions)])
-        return self.occurrences[-1]
-
-    def fix(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Lets nothing permute these tensors."""
-        for tensor in tensors:
-            self._read([tensor])
-            fix_all(*self.dimensions(tensor))
-            self.use([tensor])
-
-    def fix_everything(self, call: Call) -> None:
-        """Lets nothing permute what an operation touches."""
-        self.fix(touched := [*call.inputs, *call.outputs])
-        self.occurrences += [self.dimensions(tensor) for tensor in touched]
-
-    def _note_what_is_carried(self, call: Call) -> None:
-        """Notes that no input knows the position along a fixed axis of the result that this input lacks.
-
-        An operation that mixes positions (a reversal, a choice by indices) makes its axis anew,
-        whatever axis that may turn out to be the same as later.
-        """
-        inputs = [set(self._atoms(tensor)) for tensor in call.inputs]
-        for dimensions in itertools.chain.from_iterable(map(self._rows, call.outputs)):
-            present = set(atoms(axis for each in dimensions for axis in each))
-            fixed = {atom for atom in present if atom.fixed}
-            for known in inputs if fixed and fixed != present else ():
-                if not fixed <= known and not known & present <= fixed:
-                    self.occurrences.append([only(each, known) for each in dimensions])
-
-    def _atoms(self, tensor: torch.Tensor) -> list[Axis]:
-        """Returns the atoms of a tensor, as often as they are there."""
-        return atoms(axis for row in self._rows(tensor) for each in row for axis in each)
-
-    def _rows(self, tensor: torch.Tensor) -> list[Dimensions]:
-        """Returns the alternatives of a tensor's labels, none for a constant of equal entries."""
-        labels = self.labels(tensor) if tensor in self._labels else []
-        return labels.alternatives if isinstance(labels, Stacked) else [labels]
-
-    def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Returns whether no axis of the tensor is free."""
-        return all(atom.fixed for each in self.dimensions(tensor) for atom in atoms(each))
-
-    def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor's values come from parameters or constants alone."""
-        return not self.origins(tensor)
-
-    def origins(self, tensor: torch.Tensor) -> frozenset[int]:
-        """Returns which contractions the tensor was computed from by operations entry by entry."""
-        return self._origins.get(tensor, frozenset())
-
-    def contraction(self, *results: torch.Tensor) -> None:
-        """Notes that these results were summed over an axis: a new origin."""
-        self._contractions += 1
-        for tensor in results:
-            self._origins[tensor] = frozenset([self._contractions])
-
-    def note_packing(self, axis: Axis) -> None:
-        """Notes that a free factor of a parameter's axis is taken apart by position: its parts are different things."""
+    def note_fused(self, axis: Axis) -> None:
+        """Notes that an axis of parameters is cut along this factor: its parts are different."""
         axis = axis.root
-        if axis.kind != "atom" or axis.fixed or axis.size > 16:
+        if axis.kind != "atom" or axis.fixed or axis.size > MOST_FUSED:
             return
-        axes = (
-            (name, number, each)
-            for name, tensor in self.tensors.items()
-            for row in self._rows(tensor)
-            for number, each in enumerate(row)
-        )
-        for name, number, each in axes:
+        for place, row in self._rows():
             offset = 0
-            for piece in summands(each[0]) if len(each) == 1 else [product(each)] if each else []:
-                row = factors([piece])
-                if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
-                    place = row.index(axis)
-                    major, minor = size_of(row[:place]), size_of(row[place + 1 :])
-                    if minor > 1:
-                        self.new_packings.setdefault((name, number), set()).add(
-                            (offset, major, axis.size, minor)
-                        )
+            for piece in summands(product(row)):
+                parts = factors([piece])
+                if axis in parts and len(parts) > 1 and all(part.kind == "atom" for part in parts):
+                    at = parts.index(axis)
+                    before, behind = size_of(parts[:at]), size_of(parts[at + 1 :])
+                    fused = self._learned.fused.setdefault(place, set())
+                    seen = (offset, before, axis.size, behind)
+                    self.outdated |= behind > 1 and seen not in fused
+                    fused |= {seen} if behind > 1 else set()
                 offset += piece.size
 
-    def follow(self, call: Call) -> None:
+    def _rows(self) -> Iterator[tuple[tuple[str, int], Factors]]:
+        """Yields every axis of every parameter, with the tensor's name and the axis' number."""
+        for name, tensor in self.tensors.items():
+            axes = self._known(tensor).axes
+            for row in axes.of_each if isinstance(axes, Slices) else [axes or []]:
+                for number, factors_ in enumerate(row):
+                    yield (name, number), factors_
+
+    def _note_used(self, call: Call, source: torch.Tensor | None) -> None:
         """Notes which parameters an operation uses, or shows."""
-        if call.views is not None:
-            for tensor in call.outputs if call.views in self._shown else ():
-                self._shown[tensor] = self._shown[call.views]
+        if source is not None:
+            for tensor in call.outputs:
+                self._known(tensor).shows |= self._known(source).shows
         elif any(tensor.numel() for tensor in call.outputs):
             self.use(call.inputs)
 
-    def _adopt(self, tensor: torch.Tensor) -> Dimensions:
-        """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
+    def _note_written(self, written: Sequence[torch.Tensor]) -> None:
+        """Learns which constants of equal entries are written to, themselves or through a view."""
+        memories = {storage(tensor) for tensor in written} - {0}
+        for known in self._equal if memories else ():
+            tensor = known.tensor()
+            if known.made and tensor is not None and storage(tensor) in memories:
+                self.outdated |= known.made not in self._learned.written
+                self._learned.written.add(known.made)
+
+    def _make_equal(self, tensor: torch.Tensor, made: str) -> None:
+        known = self._known(tensor)
+        known.made = made
+        self._equal.append(known)
+
+    def _read(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            known = self._known(tensor)
+            if known.order_of is not None:
+                axes, cause = known.order_of
+                known.order_of = None
+                fix_all(axes, cause=cause)
+
+    def _known(self, tensor: torch.Tensor) -> _Known:
+        known = self._by_id.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            known = self._by_id[id(tensor)] = _Known(weakref.ref(tensor))
+        return known
+
+    def _adopt(self, tensor: torch.Tensor) -> Axes:
+        """Returns the axes of a tensor made out of sight: a constant, or those of its memory."""
         pointer = storage(tensor)
-        shape = (tensor.shape, tensor.stride(), tensor.storage_offset())
-        for known in list(self._labels) if pointer else ():
-            if storage(known) == pointer:  # as ``.data`` makes it
-                if (known.shape, known.stride(), known.storage_offset()) == shape:
-                    self.use([known])
-                    return self.dimensions(known)
-                self.fix([known])
-        return fixed_dimensions(tensor.shape)
+        shape = (tensor.shape, tensor.stride(), tensor.storage_offset()) if pointer else None
+        for known in list(self._by_id.values()) if pointer else ():
+            other = known.tensor()
+            if other is None or other is tensor or known.axes is None or storage(other) != pointer:
+                continue
+            if (other.shape, other.stride(), other.storage_offset()) == shape:  # as ``.data`` is
+                self.used |= known.shows
+                return self.axes(other)
+            self.fix([other])
+        return constant_axes(tensor.shape)

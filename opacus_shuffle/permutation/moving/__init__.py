@@ -1,1 +1,1 @@
-"""Moving entries of tensors: where they lie (layout), what moves (moves), and PyTorch or Triton to do it (gather chooses)."""
+"""Moving the entries of tensors by permutations, with PyTorch or with Triton."""

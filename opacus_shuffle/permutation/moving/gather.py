@@ -1,13 +1,17 @@
-"""Moves the entries of many tensors by row and column permutations, where they lie and with little scratch.
+"""Moves the entries of many tensors by row and column permutations, with little scratch.
 
 A shuffle of a network moves every weight, gradient and optimizer state: new[i, j] =
 old[row_index[i], column_index[j]]. Advanced indexing (``w[rows][:, columns]``) writes each of them
 twice into fresh memory, whose first touch costs more than the copy; here they go through a scratch
 that the cache holds, and land where they were. Every tensor is seen as whole words of 1, 2, 4 or 8
-bytes (16 = two of 8), so any dtype moves bit for bit.
+bytes, so any dtype moves bit for bit.
+
+How words move is :mod:`~opacus_shuffle.permutation.moving.torch_moves`, and on a GPU
+:mod:`~opacus_shuffle.permutation.moving.triton_moves`, where Triton is installed.
 
 >>> weight = torch.arange(6.0).reshape(2, 3)
->>> gather_([Move(weight, 2, 3, 1, row_index=torch.tensor([1, 0]), column_index=torch.tensor([2, 0, 1]))])
+>>> rows, columns = torch.tensor([1, 0]), torch.tensor([2, 0, 1])
+>>> gather_([Move(weight, 2, 3, 1, row_index=rows, column_index=columns)])
 >>> float(weight[0, 0])
 5.0
 """
@@ -23,20 +27,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.permutation.moving import torch_moves
-from opacus_shuffle.permutation.moving.moves import Move, check_moves, indices_of, waves
+from opacus_shuffle.permutation.moving.torch_moves import Move, execute_with_torch, waves
 
 EXECUTORS = ("auto", "torch", "triton")
 
-_spec_of = functools.cache(importlib.util.find_spec)
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""The integers that entries of so many bytes are seen as; 16 bytes are two integers of 8."""
+
+_find_package = functools.cache(importlib.util.find_spec)
 
 
 @torch.no_grad()
 def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     """Permutes rows and columns of every tensor, bit for bit the same with every executor.
 
-    Indices are trusted to be permutations: checking would read them back from a GPU at every step.
-    An index that is no permutation gives wrong entries or an error of PyTorch's, and with Triton it
+    Sizes and indices are trusted: checking would read indices back from a GPU at every step. An
+    index that is no permutation gives wrong entries or an error of PyTorch's, and with Triton it
     reads memory that is not the tensor's.
 
     Args:
@@ -45,42 +51,56 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
             ``"auto"``: triton on a GPU where it is installed, else torch.
 
     Raises:
-        ValueError: For an unknown executor, sizes or indices that do not fit a tensor, a tensor
-            that comes twice, or triton on a CPU without its interpreter.
+        ValueError: For an unknown executor, a tensor that comes twice, or triton on a CPU without
+            its interpreter.
     """
     one_of("executor", executor, EXECUTORS)
-    check_moves(moves)
-    by_device: defaultdict[torch.device, tuple[list[Move], list[Move]]] = defaultdict(
-        lambda: ([], [])
-    )
-    for move in moves:
-        tensor = move.tensor
-        if tensor.numel() and any(index is not None for index in indices_of(move)):
-            as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-            by_device[tensor.device][0 if as_it_is else 1].append(move)
-    for device, (plain, copied) in by_device.items():
-        execute = _executor(executor, device)
-        execute(plain)
-        for wave in waves(copied, lambda move: move.tensor.nbytes):
-            copies = [move.tensor.clone(memory_format=torch.contiguous_format) for move in wave]
-            execute(
-                [
-                    dataclasses.replace(move, tensor=copy)
-                    for move, copy in zip(wave, copies, strict=True)
-                ]
+    by_device: defaultdict[torch.device, list[Move]] = defaultdict(list)
+    seen: set[tuple[torch.device, int]] = set()
+    for number, move in enumerate(moves):
+        memory = (move.tensor.device, move.tensor.data_ptr())
+        if memory in seen and move.tensor.numel():
+            raise ValueError(
+                f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it "
+                "would undo the first"
             )
+        seen.add(memory)
+        # What has fewer than two rows and columns to permute stays where it is.
+        rows = move.row_index if move.rows > 1 else None
+        columns = move.column_index if move.columns > 1 else None
+        if move.tensor.numel() and (rows is not None or columns is not None):
+            move = dataclasses.replace(move, row_index=rows, column_index=columns)
+            by_device[move.tensor.device].append(move)
+    for device, group in by_device.items():
+        execute = _executor(executor, device)
+        execute([_as_words(move, move.tensor) for move in group if _lies_in_order(move.tensor)])
+        others = [move for move in group if not _lies_in_order(move.tensor)]
+        for wave in waves(others, lambda move: move.tensor.nbytes):
+            copies = [move.tensor.clone(memory_format=torch.contiguous_format) for move in wave]
+            execute([_as_words(move, copy) for move, copy in zip(wave, copies, strict=True)])
             for move, copy in zip(wave, copies, strict=True):
                 move.tensor.copy_(copy)
 
 
+def _lies_in_order(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's memory holds its entries one after the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _as_words(move: Move, tensor: torch.Tensor) -> Move:
+    """Returns the move of a contiguous tensor as a vector of integers of its entries' size."""
+    words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
+    inner = move.inner * (words.numel() // tensor.numel())
+    return dataclasses.replace(move, tensor=words, inner=inner)
+
+
 def _executor(name: str, device: torch.device) -> Callable[[Sequence[Move]], None]:
-    """Returns the function that moves contiguous tensors on a device."""
+    """Returns the function that moves vectors of words on a device."""
     if name == "auto":
-        name = "triton" if device.type == "cuda" and _spec_of("triton") is not None else "torch"
+        name = "triton" if device.type == "cuda" and _find_package("triton") else "torch"
     if name == "triton":
         # needs an optional package
         import opacus_shuffle.permutation.moving.triton_moves as triton_moves
 
-        triton_moves.require(device)
         return triton_moves.execute
-    return torch_moves.execute
+    return execute_with_torch

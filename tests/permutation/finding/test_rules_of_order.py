@@ -1,4 +1,4 @@
-"""What is put in order forgets the order that it came in, unless someone asks where it was before."""
+"""What is put in order forgets the order it came in, unless someone asks where it was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.between_layers import FREE, STAYS, found
+from helpers.between_layers import FREE, STAYS, bits_between
 from helpers.hand_written_groups import symmetric
 
 VALUES = {
@@ -32,7 +32,7 @@ PLACES = {
     "median": lambda x: torch.add(*x.median(-1, keepdim=True)),
     "max": lambda x: torch.add(*x.max(-1, keepdim=True)),
     "squeezed in place": lambda x: torch.add(
-        *(each.unsqueeze(1).squeeze_(1) for each in x.sort(-1))
+        *(result.unsqueeze(1).squeeze_(1) for result in x.sort(-1))
     ),
     "min": lambda x: torch.add(*x.min(-1, keepdim=True)),
     "written elsewhere": lambda x: torch.topk(
@@ -51,17 +51,17 @@ SEQUENTIAL = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_entries_chosen_by_rank_forget_their_order(name):
-    assert found(VALUES[name]) == pytest.approx(FREE)
+    assert bits_between(VALUES[name]) == pytest.approx(FREE)
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_where_entries_of_a_rank_were_depends_on_their_order(name):
-    assert found(PLACES[name]) == pytest.approx(STAYS)
+    assert bits_between(PLACES[name]) == pytest.approx(STAYS)
 
 
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_what_depends_on_the_order_of_entries_keeps_them_in_place(name):
-    assert found(SEQUENTIAL[name]) == pytest.approx(STAYS)
+    assert bits_between(SEQUENTIAL[name]) == pytest.approx(STAYS)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -75,14 +75,14 @@ def test_equal_entries_and_no_numbers_come_out_the_same_in_every_order(name):
 
 
 def test_what_is_sorted_along_one_axis_moves_along_the_others():
-    assert found(lambda x: x.sort(0).values) == pytest.approx(FREE)
-    assert found(lambda x: torch.add(*x.sort(0))) == pytest.approx(FREE)
+    assert bits_between(lambda x: x.sort(0).values) == pytest.approx(FREE)
+    assert bits_between(lambda x: torch.add(*x.sort(0))) == pytest.approx(FREE)
 
 
 def test_across_a_sorted_axis_no_unit_has_an_order_of_its_own():
     # Two parts of three units; sorted across the parts, the three pairs have orders of their own,
     # the units one for both parts.
-    apart = found(lambda x: x.view(-1, 2, 3).square().sum(-1))
-    mixed = found(lambda x: x.view(-1, 2, 3).sort(1).values.square().sum(-1))
+    apart = bits_between(lambda x: x.view(-1, 2, 3).square().sum(-1))
+    mixed = bits_between(lambda x: x.view(-1, 2, 3).sort(1).values.square().sum(-1))
     assert apart == pytest.approx(2 * symmetric(3) + symmetric(2) + STAYS)
     assert mixed == pytest.approx(symmetric(3) + 3 * symmetric(2) + STAYS)

@@ -1,18 +1,15 @@
-"""Index vectors follow the tables of the factors, and one pass over rows and columns does what one over each axis does."""
+"""Index vectors follow the tables of the factors; one pass does what one per axis does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.moving.layout import (
     Block,
     Factor,
-    IndexVectors,
     Term,
     index_vector,
-    joint_index,
     plan_movement,
 )
 
@@ -31,14 +28,14 @@ TABLES = (
 
 
 def test_each_head_moves_its_own_dimensions_and_the_heads_move_with_them():
-    index = index_vector(Block(0, 1, 7, (Term(1, ((0, 3), (1, 1))),)), FACTORS, TABLES)
+    index = index_vector((Block(0, 1, 7, (Term(1, ((0, 3), (1, 1))),)),), FACTORS, TABLES)
     heads, width = TABLES[0], TABLES[1]
     expected = [0] + [1 + 3 * int(heads[h]) + int(width[h, i]) for h in range(2) for i in range(3)]
     assert index.tolist() == expected
 
 
 def test_fixed_factors_stay_and_strides_may_be_of_any_order():
-    index = index_vector(Block(0, 1, 8, (Term(0, ((2, 1), (3, 4))),)), FACTORS, TABLES)
+    index = index_vector((Block(0, 1, 8, (Term(0, ((2, 1), (3, 4))),)),), FACTORS, TABLES)
     assert index.tolist() == [3, 1, 0, 2, 7, 5, 4, 6]
 
 
@@ -62,43 +59,12 @@ def test_rows_and_columns_together_do_what_each_block_does(shape, blocks):
     expected = tensor
     for block in blocks:
         flat = expected.flatten(block.start, block.stop - 1)
-        expected = flat.index_select(block.start, index_vector(block, FACTORS, TABLES)).view(shape)
+        expected = flat.index_select(block.start, index_vector((block,), FACTORS, TABLES)).view(
+            shape
+        )
     sizes, *moving = plan_movement(shape, tuple(blocks))
     moved = tensor.view(sizes)
-    for axis, each in enumerate(moving):
-        if each:
-            moved = moved.index_select(axis, joint_index(each, FACTORS, TABLES))
+    for axis, layout in enumerate(moving):
+        if layout:
+            moved = moved.index_select(axis, index_vector(layout, FACTORS, TABLES))
     assert torch.equal(moved.reshape(shape), expected)
-
-
-def test_equal_blocks_share_one_index_wherever_they_lie():
-    blocks = {
-        "first": (Block(0, 1, 4, UNITS),),
-        "last": (Block(1, 2, 4, UNITS),),
-        "both": (Block(0, 1, 4, UNITS), Block(1, 2, 6, HEADS)),
-    }
-    action = GroupAction(FACTORS, blocks, {"first": (4,), "last": (5, 4), "both": (4, 6)})
-    movements, layouts = action._movements
-    sizes, rows, columns = zip(*movements.values(), strict=True)
-    assert sizes == ((1, 4, 1), (5, 4, 1), (4, 6, 1))
-    assert (rows, columns) == ((None, None, 0), (0, 0, 1))
-    assert len(layouts) == 2
-
-
-def test_all_index_vectors_go_to_a_device_in_one_copy():
-    indices = IndexVectors(
-        {3: (2, Block(0, 1, 4, UNITS)), 5: (Block(0, 1, 6, HEADS),)}, FACTORS, TABLES
-    )
-    here = indices.on(torch.device("cpu"))
-    assert here[None] is None
-    assert here[3].tolist() == [3, 1, 0, 2, 7, 5, 4, 6]
-    there = indices.on(torch.device("meta"))
-    assert [
-        (there[number].dtype, len(there[number]), there[number].storage_offset())
-        for number in (3, 5)
-    ] == [
-        (torch.int32, 8, 0),
-        (torch.int32, 6, 8),
-    ]
-    assert there[3].untyped_storage()._cdata == there[5].untyped_storage()._cdata
-    assert indices.on(torch.device("meta")) is there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opacus_shuffle.permutation.finding.labels import (
+from opacus_shuffle.permutation.finding.axes import (
     Axis,
     IncompatibleError,
     atoms,
