@@ -1,4 +1,6 @@
-"""The server's book of rounds: each is written down before it is released, and survives the process at any instant.
+"""``Ledger``: the server's book, in which each round is written before it is released.
+
+The book survives the process at any instant.
 
 A round is **begun** (accounted, on the disk), then the shuffler hands it over, then it is **done**
 (its result, on the disk), and then the shuffler forgets it. A server that was killed in between
@@ -9,12 +11,11 @@ again.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -30,28 +31,29 @@ from opacus_shuffle.core.validation import (
     open_unit_interval,
     positive,
 )
-from opacus_shuffle.federated.report_format import ReportFormat
+from opacus_shuffle.federated.report_formats import ReportFormat
 from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 
 
+@runtime_checkable
 class RoundsOfAShuffler(Protocol):
-    """What a server may ask a shuffler for, near or far."""
+    """The part of a shuffler's interface that a server uses."""
 
     simulated: bool
     predictable: tuple[str, ...]
 
     def open_round(self, number: int, fingerprint: bytes) -> None:
-        """Begins to take reports of a round, in the format that has this fingerprint."""
+        """Opens a round for reports in the format of this fingerprint."""
 
     def close_round(self, number: int) -> Released:
-        """Hands over what was mixed."""
+        """Closes a round, and returns its mixed reports."""
 
     def forget_round(self, number: int) -> None:
-        """Destroys what was handed over."""
+        """Destroys what was handed over of a round."""
 
 
 class Ledger:
-    """Accounts for a federated run, round by round.
+    """Accounts for a federated run, round by round, in a file.
 
     Args:
         format: What reports look like; its mechanism is what every round is accounted as.
@@ -80,15 +82,8 @@ class Ledger:
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
-        if missing := [
-            name
-            for name in ("open_round", "close_round", "forget_round", "simulated", "predictable")
-            if not hasattr(shuffler, name)
-        ]:
-            raise ValueError(
-                f"shuffler must be a Shuffler or a FarShuffler, got {shuffler!r} without "
-                f"{', '.join(missing)}"
-            )
+        if not isinstance(shuffler, RoundsOfAShuffler):
+            raise ValueError(f"shuffler must be a Shuffler or a FarShuffler, got {shuffler!r}")
         self.shuffler, self.delta = shuffler, open_unit_interval("delta", delta)
         self.target_epsilon = (
             None if target_epsilon is None else positive("target_epsilon", target_epsilon)
@@ -109,7 +104,7 @@ class Ledger:
             self._read()
 
     def affords_another(self) -> bool:
-        """Whether one more round stays within the target; one that is begun is paid for."""
+        """Tells whether one more round stays within the target ε."""
         if self.begun or self.target_epsilon is None:
             return True
         after = copy.deepcopy(self.accountant)
@@ -117,7 +112,10 @@ class Ledger:
         return after.bound(self.delta).epsilon <= self.target_epsilon
 
     def open(self) -> int:
-        """Opens the next round, or the one again that a killed process had begun; returns its number.
+        """Opens the next round, or reopens the one that a killed process had begun.
+
+        Returns:
+            Its number.
 
         Raises:
             ValueError: If the target allows no more.
@@ -134,7 +132,7 @@ class Ledger:
         return self.round + 1
 
     def begin(self) -> None:
-        """Accounts for the open round, on the disk: from now on it may be released.
+        """Writes on the disk that the open round is accounted, so that it may be released.
 
         Raises:
             ValueError: If a round is begun already.
@@ -146,18 +144,17 @@ class Ledger:
         self._write(accountant=accountant, round=self.round + 1, begun=True)
 
     def close(self) -> Released:
-        """Accounts for the open round, on the disk, unless that was done, and then asks the shuffler for it."""
+        """Accounts for the open round, then takes it from the shuffler."""
         if not self.begun:
             self.begin()
         try:
             return self.shuffler.close_round(self.round)
-        except (
-            UnknownRoundError
-        ):  # the shuffler was started anew: it has nothing of this round, and nobody ever will
-            return Released(self.round, 0, ())
+        except UnknownRoundError:
+            # The shuffler was started anew: it has nothing of this round, and nobody ever will.
+            return Released(self.round, 0, b"")
 
     def finish(self, result: Any = None) -> None:
-        """Writes down what came out of the round, and has the shuffler forget it.
+        """Writes down a round's result, and has the shuffler forget the round.
 
         Args:
             result: Tensors and plain values, such as the new weights; :attr:`result` after a
@@ -174,13 +171,13 @@ class Ledger:
     def run(
         self, collect: Callable[[int], Any], update: Callable[[torch.Tensor | None], Any]
     ) -> Released:
-        """One round: opens it, has clients report, closes it, and writes down what ``update`` returns.
+        """Runs one round: opens it, collects reports, closes it, and writes down its result.
 
         Args:
             collect: Asks the clients for their reports of this round, and returns when it has
                 waited long enough.
             update: Gets the estimate of the sum, float64 of shape (d,), or None if the round was
-                dropped.
+                dropped; returns the result.
         """
         number = self.open()
         if not self.begun:
@@ -196,18 +193,19 @@ class Ledger:
         )
 
     def estimated_mean(self, released: Released) -> torch.Tensor | None:
-        """The sum's estimate over γ·n, the public number of clients expected; None if the round was dropped."""
+        """The sum's estimate over γ·n, the public number of clients expected; None if dropped."""
         total = self.estimate(released)
         return None if total is None else total / (self.format.sample_rate * self.format.num_users)
 
     def epsilon(self, *, bound: str = "certified", adjacency: str = "zero_out") -> PrivacyBound:
-        """What all rounds cost together, with its meaning; at least one must have been accounted."""
+        """Returns what all rounds cost together, with its meaning."""
         return self.accountant.bound(self.delta, bound=bound, adjacency=adjacency)
 
     def report(self, *, adjacency: str = "zero_out") -> PrivacyReport:
-        """Every bound on what all rounds cost together, with its meaning: print it, show it in a notebook, ``.plot()`` it.
+        """Returns every bound on what all rounds cost together; print it.
 
-        A shuffler in this process is a simulated one, as the report says.
+        A notebook shows it, and it has a ``.plot()``. A shuffler in this process is a simulated
+        one, as the report says.
         """
         return PrivacyReport(
             self.accountant.rounds,
@@ -215,15 +213,12 @@ class Ledger:
             adjacency=adjacency,
             simulated=self.shuffler.simulated,
             clients=True,
-            selected=self.format.selected,
             predictable=self.shuffler.predictable,
-            sent=dataclasses.replace(
-                self.format.sent, bytes_per_user=self.round * self.format.bytes_per_report
-            ),
+            sent=self.format.sent(self.round),
         )
 
     def _write(self, **changes: Any) -> None:
-        """Has the book on the disk with these changes, and only then makes them here."""
+        """Writes changes to the book on the disk, and only then applies them here."""
         after = {
             name: changes.get(name, getattr(self, name))
             for name in ("accountant", "round", "begun", "result")
@@ -261,8 +256,7 @@ class Ledger:
         except Exception as error:  # whatever an unpickler says of a file that is none of ours
             raise ValueError(
                 f"path={str(self.path)!r} is no book of rounds, or a damaged one ({error!r}): "
-                "restore it; a new book forgets "
-                "what was spent"
+                "restore it; a new book forgets what was spent"
             ) from None
         if settings != self.format.fingerprint.hex():
             raise ValueError(

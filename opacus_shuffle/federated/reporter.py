@@ -1,15 +1,17 @@
-"""The client: its own coin, its own noise, one report a round, and no more rounds than it agreed to.
+"""``Reporter``: a client with its own coin, its own noise, and a book of the rounds it answered.
 
 Which rounds it has answered, it notes in a book on its own disk (:class:`FileBook`) before it sends
 anything, whatever the server says.
 
 >>> import tempfile
->>> from opacus_shuffle.federated.gaussian_reports import GaussianReports
+>>> from opacus_shuffle.federated.report_formats import GaussianReports
 >>> from opacus_shuffle.federated.shuffler import Shuffler
->>> shuffler = Shuffler(GaussianReports(dimension=2, max_norm=1.0, noise_multiplier=1.0, num_users=1))
+>>> reports = GaussianReports(dimension=2, max_norm=1.0, noise_multiplier=1.0, num_users=1)
+>>> shuffler = Shuffler(reports)
 >>> shuffler.open_round(1)
 >>> with tempfile.TemporaryDirectory() as folder:
-...     reporter = Reporter(shuffler.format, max_rounds=10, book=FileBook(os.path.join(folder, "book.json")))
+...     book = FileBook(os.path.join(folder, "book.json"))
+...     reporter = Reporter(reports, max_rounds=10, book=book)
 ...     reporter.answer(1, lambda: torch.ones(2), lambda report: shuffler.submit("me", report))
 >>> shuffler.waiting()
 1
@@ -20,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.participation import bernoulli_indices
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer
-from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
+from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
 try:
     import fcntl
@@ -39,18 +41,21 @@ except ImportError:  # Windows: there two processes of one client must not answe
 
 
 class ClientBook:
-    """The rounds of one client in memory, which another process does not see: for simulations.
+    """The rounds that a client has answered, in memory: for simulations.
+
+    Args:
+        state: Where to note them; by default a new dictionary.
 
     Attributes:
-        rounds: How many it has answered.
-        last: The last of them, -1 for none.
+        state: ``rounds``, how many it has answered, ``last``, the last of them, and ``settings``,
+            the fingerprint of its reports' format in hexadecimal; empty before the first round.
     """
 
-    def __init__(self) -> None:
-        self.rounds, self.last = 0, -1
+    def __init__(self, state: MutableMapping[str, Any] | None = None) -> None:
+        self.state = {} if state is None else state
 
     def note(self, number: int, *, max_rounds: int, fingerprint: bytes) -> int:
-        """Notes a round as answered, before anything of it is sent.
+        """Notes a round as answered, before anything is sent.
 
         Args:
             number: The round.
@@ -61,41 +66,39 @@ class ClientBook:
             The round.
 
         Raises:
-            ValueError: If it was answered before, all that were agreed to are, an argument is no
-                whole number, or what is noted cannot be read.
+            ValueError: If it was answered before, all that were agreed to are, the book is of other
+                settings or cannot be read, or an argument is no whole number.
         """
         number = integer("number", number, minimum=0, maximum=LARGEST_ROUND)  # NaN is below nothing
         integer("max_rounds", max_rounds)
-        with self.alone():
-            self.read(fingerprint)
-            if number <= self.last:
+        with self.opened() as state:
+            rounds, last = state.get("rounds", 0), state.get("last", -1)
+            settings = fingerprint.hex()
+            if state.get("settings", settings) != settings:
                 raise ValueError(
-                    f"round {number} was answered already (the last was {self.last}): a second "
-                    "report costs again; a new run "
-                    "is another agreement, with another book"
+                    "book is of other settings: nothing is sent; agree to a new run with a new file"
                 )
-            if self.rounds >= max_rounds:
+            if number <= last:
+                raise ValueError(
+                    f"round {number} was answered already (the last was {last}): a second "
+                    "report costs again; a new run is another agreement, with another book"
+                )
+            if rounds >= max_rounds:
                 raise ValueError(
                     f"all max_rounds={max_rounds} rounds that this client agreed to are over: it "
                     "sends no more"
                 )
-            self.write(self.rounds + 1, number, fingerprint)
-            self.rounds, self.last = self.rounds + 1, number
+            state.update(settings=settings, rounds=rounds + 1, last=number)
         return number
 
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps other processes of this client out."""
-        return contextlib.nullcontext()
-
-    def read(self, fingerprint: bytes) -> None:
-        """Gets what was noted by other processes."""
-
-    def write(self, rounds: int, last: int, fingerprint: bytes) -> None:
-        """Notes it for other processes."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[MutableMapping[str, Any]]:
+        """Yields the state for changes, which are kept if the block raises nothing."""
+        yield self.state
 
 
 class FileBook(ClientBook):
-    """The rounds of one client and one format, in a file of its own.
+    """The rounds that a client has answered, in a file of its own.
 
     Args:
         path: The file, made at the first round. A new run with other settings is another agreement,
@@ -110,47 +113,36 @@ class FileBook(ClientBook):
                 f"book={str(path)!r} must be a file in a folder that is there: make the folder"
             )
 
-    def read(self, fingerprint: bytes) -> None:
-        """Reads the file, if there is one."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[MutableMapping[str, Any]]:
+        """Reads the file, yields its content, and writes changes back to the disk."""
+        # The lock keeps other processes of this client out from before the reading until after the
+        # writing: else two of them could answer one round.
+        with open(f"{self.path}.lock", "wb") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            self.state = self._read()
+            yield self.state
+            with replacing(self.path) as file:
+                file.write(json.dumps(self.state).encode())
+
+    def _read(self) -> dict[str, Any]:
         if not self.path.exists():
-            return
+            return {}
         try:
-            state = json.loads(self.path.read_text())
-            settings, rounds, last = state["settings"], state["rounds"], state["last"]
-            integer("rounds", rounds), integer("last", last, minimum=0)
+            state: dict[str, Any] = json.loads(self.path.read_text())
+            integer("rounds", state["rounds"]), integer("last", state["last"], minimum=0)
+            state["settings"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"book={str(self.path)!r} is no book of a client ({error!r}): nothing is sent; "
-                "restore it, or agree to a new "
-                "run with a new file"
+                "restore it, or agree to a new run with a new file"
             ) from None
-        if settings != fingerprint.hex():
-            raise ValueError(
-                f"book={str(self.path)!r} is of other settings: nothing is sent; agree to a new "
-                "run with a new file"
-            )
-        self.rounds, self.last = rounds, last
-
-    def write(self, rounds: int, last: int, fingerprint: bytes) -> None:
-        """Has it on the disk."""
-        with replacing(self.path) as file:
-            file.write(
-                json.dumps({"settings": fingerprint.hex(), "rounds": rounds, "last": last}).encode()
-            )
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Locks a file beside it."""
-        if fcntl is None:
-            yield
-            return
-        with open(f"{self.path}.lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return state
 
 
 class Reporter:
-    """What one client does in a round, whoever the server is.
+    """One client: in each round it takes part or not, and sends one report.
 
     Args:
         format: What its reports look like.
@@ -181,7 +173,7 @@ class Reporter:
         *,
         always_train: bool = True,
     ) -> None:
-        """Takes part in a round, or not, as a fresh coin says.
+        """Answers a round; a fresh coin decides whether the client takes part.
 
         Args:
             number: The round that the server asks for.
@@ -198,13 +190,11 @@ class Reporter:
         round_ = self.book.note(
             number, max_rounds=self.max_rounds, fingerprint=self.format.fingerprint
         )
-        takes_part = bool(bernoulli_indices(1, self.format.coin_rate, SecretGenerator()))
+        takes_part = bool(bernoulli_indices(1, self.format.sample_rate, SecretGenerator()))
         if not (takes_part or always):
             submit(self.format.encode(round_, None))
             return
         vector = instance_of("what train returns", train(), (torch.Tensor,))
-        reports = (
-            self.format.encode(round_, vector),
-            self.format.encode(round_, None),
-        )  # both, whatever is sent
-        submit(reports[0] if takes_part else reports[1])
+        # Both are made, whatever is sent: the time that it takes would tell the coin.
+        report, blank = self.format.encode(round_, vector), self.format.encode(round_, None)
+        submit(report if takes_part else blank)

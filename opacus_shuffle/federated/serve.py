@@ -1,4 +1,4 @@
-"""The shuffler as a process of its own: ``python -m opacus_shuffle.federated.serve --help``."""
+"""Runs a shuffler as a process: ``python -m opacus_shuffle.federated.serve --help``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opacus_shuffle.federated import ReportFormat, Shuffler, ShufflerService
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serve a shuffler until the process is ended."""
+    """Serves a shuffler until the process is ended."""
     parser = argparse.ArgumentParser(
         prog="python -m opacus_shuffle.federated.serve",
         description="Take reports from clients over HTTP(S), and hand them to the server mixed.",
@@ -35,18 +35,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--port", type=int, default=9095, help="(default: %(default)s)")
     parser.add_argument(
-        "--deadline",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="for a whole request to come (default: %(default)s)",
-    )
-    parser.add_argument(
         "--most-connections",
         type=int,
         default=512,
         metavar="COUNT",
-        help="open at once (default: %(default)s)",
+        help="that may wait for their requests to come (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     try:
@@ -58,7 +51,6 @@ def main(arguments: list[str] | None = None) -> None:
             port=options.port,
             certificate=options.certificate,
             key=options.key,
-            deadline=options.deadline,
             most_connections=options.most_connections,
         )
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""The shuffler: it alone sees who sent what, and hands over a whole round, mixed, or nothing.
+"""``Shuffler``: it alone sees who sent what, and releases a whole round, mixed, or nothing.
 
 It is the party that the shuffle model trusts: not to work with the server, and to forget what it
 has mixed. Clients give it their reports; the server opens a round, closes it, and gets what the
@@ -6,42 +6,40 @@ format's ``mix`` makes of it. In a simulation it lives in the same process;
 :mod:`opacus_shuffle.federated.shuffler_service` puts it into one of its own, behind a network
 interface.
 
->>> from opacus_shuffle.federated.gaussian_reports import GaussianReports
+>>> from opacus_shuffle.federated.report_formats import GaussianReports
 >>> reports = GaussianReports(dimension=2, max_norm=1.0, noise_multiplier=1.0, num_users=3)
 >>> shuffler = Shuffler(reports)
 >>> shuffler.open_round(1)
 >>> for sender in ("Ada", "Blaise", "Carl"):
 ...     shuffler.submit(sender, reports.encode(1, torch.zeros(2)))
 >>> released = shuffler.close_round(1)
->>> released.num_reports, len(released.mixed)
-(3, 3)
+>>> released.num_reports, len(released.mixed) == 3 * reports.bytes_per_report
+(3, True)
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator, is_secret
 from opacus_shuffle.core.validation import identity, instance_of, integer
-from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
+from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
 
 class RefusedReportError(ValueError):
-    """A report that is not taken: malformed, late, early, or a second one of its sender."""
+    """The report is refused: malformed, late, early, or a sender's second one."""
 
 
 class UnknownRoundError(ValueError):
-    """A round that this shuffler has no reports of, and never will."""
+    """The shuffler has no reports of this round."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Released:
-    """What the server gets of a round.
+class Released(NamedTuple):
+    """What the server gets of one round.
 
     Attributes:
         round: Which one.
@@ -51,7 +49,7 @@ class Released:
 
     round: int
     num_reports: int
-    mixed: tuple[bytes, ...]
+    mixed: bytes
 
     @property
     def dropped(self) -> bool:
@@ -60,7 +58,7 @@ class Released:
 
 
 class Shuffler:
-    """Takes one report of each sender and round, and releases a round once: whole, mixed, and only if it is large enough.
+    """Takes one report from each sender in a round, and releases the round mixed.
 
     Args:
         format: What reports look like.
@@ -90,7 +88,7 @@ class Shuffler:
         self._closed: Released | None = None
 
     def open_round(self, number: int, fingerprint: bytes | None = None) -> None:
-        """Begins to take reports of a round; reports of one that was left open are destroyed.
+        """Opens a round for reports; reports of a round that was left open are destroyed.
 
         Args:
             number: The round.
@@ -111,16 +109,11 @@ class Shuffler:
                     f"round {round_} is not after round {self._last}, and none is taken twice: is "
                     "the server's book the newest?"
                 )
-            self._open, self._last, self._digests, self._held, self._closed = (
-                round_,
-                round_,
-                {},
-                [],
-                None,
-            )
+            self._open = self._last = round_
+            self._digests, self._held, self._closed = {}, [], None
 
     def submit(self, sender: str, report: bytes) -> None:
-        """Takes one sender's report of the round that is open. The same one again is taken as the one that is there.
+        """Takes one sender's report of the open round; the same report again changes nothing.
 
         Args:
             sender: Who sent it, as text: equal texts are one sender.
@@ -133,37 +126,36 @@ class Shuffler:
         """
         key = identity("sender", sender)
         try:
-            envelope = self.format.open(report)
+            round_, numbers = self.format.open(report)
         except ValueError as error:
             raise RefusedReportError(str(error)) from None
         digest = hashlib.sha256(report).digest()
         with self._lock:
-            if envelope.round != self._open:
+            if round_ != self._open:
                 raise RefusedReportError(
-                    f"report is of round {envelope.round}, the open one is {self._open}: it is not "
-                    "taken"
+                    f"report is of round {round_}, the open one is {self._open}: it is not taken"
                 )
             known = self._digests.get(key)
             if known == digest:
                 return
             if known is not None:
                 raise RefusedReportError(
-                    f"a report of round {envelope.round} came from this sender already: that stays"
+                    f"a report of round {round_} came from this sender already: that stays"
                 )
-            if len(self._digests) >= self.format.most_reports:
+            if len(self._digests) >= self.format.num_users:
                 raise RefusedReportError(
-                    f"round {envelope.round} has all of its {self.format.most_reports} reports"
+                    f"round {round_} has all of its {self.format.num_users} reports"
                 )
-            self.format.keep(self._held, envelope.numbers)
+            self.format.keep(self._held, numbers)
             self._digests[key] = digest
 
     def waiting(self) -> int:
-        """How many reports the open round has. For the shuffler's own eyes: the server learns it when the round is closed."""
+        """Returns how many reports the open round has."""
         with self._lock:
             return len(self._digests)
 
     def close_round(self, number: int) -> Released:
-        """Mixes a round's reports and forgets who sent them; a round with too few is dropped, and its reports destroyed.
+        """Closes a round and mixes its reports; too few reports are destroyed.
 
         Returns:
             What the server may see. The same again if it asks again.
@@ -177,11 +169,9 @@ class Shuffler:
             if self._open is None or self._open != number:
                 raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
             reports = len(self._digests)
-            released = Released(number, 0, ())
-            if reports >= self.format.fewest_reports:
-                released = Released(
-                    number, reports, tuple(self.format.mix(self._held, self._generator))
-                )
+            released = Released(number, 0, b"")
+            if reports >= self.format.min_reports:
+                released = Released(number, reports, self.format.mix(self._held, self._generator))
             self._open, self._digests, self._held, self._closed = None, {}, [], released
             return released
 

@@ -1,19 +1,17 @@
-r"""A shuffler in a process of its own, behind a small network interface: HTTP, with TLS unless it is told otherwise.
+r"""``ShufflerService``: a shuffler in a process of its own, behind HTTP with TLS or local.
 
 * ``POST /report``: from a client, one report. 204, or 400 and why it is not taken.
 * ``POST /rounds/R/open``: from the server, the fingerprint of its format (8 bytes). 204, or 400 and
   why not.
-* ``POST /rounds/R/close``: from the server. 200, and how many reports (4 bytes) in how many parts
-  (4 bytes), then of each part the length (8 bytes) and the content; 404 if there is no such round.
+* ``POST /rounds/R/close``: from the server. 200, and how many clients reported (4 bytes,
+  little-endian), then what was mixed; 404 if there is no such round.
 * ``POST /rounds/R/forget``: from the server. 204.
 
-Numbers are little-endian. Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a
-client's says who it is, to the shuffler alone, which keeps hashes of them; the server's opens and
-closes rounds, and takes no part in any. Who shows no such secret is answered before any content is
-read: 401 without one, 403 with nobody's or another party's, 413 for more than a report. A
-connection is for one request, which must have come within a deadline. There are so many at most:
-the next one takes the place of the oldest that has shown no secret, else is closed at once. Of one
-party's only the latest is waited for.
+Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
+the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no
+part in any. Who shows no such secret, or another party's, is answered 403, and who announces more
+than a report 413. A connection is for one request. So many may wait for theirs to come: the next
+one takes the place of the oldest.
 
 The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the
 files it reads.
@@ -22,13 +20,12 @@ files it reads.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import hashlib
 import http.client
 import random
 import socket
 import ssl
-import struct
 import sys
 import threading
 import time
@@ -47,17 +44,14 @@ from opacus_shuffle.federated.shuffler import (
 )
 
 _HERE = ("127.0.0.1", "localhost")
-_COUNTS, _LENGTH = struct.Struct("<II"), struct.Struct("<Q")
 SHORTEST_SECRET = 16
 """Characters of a secret, at least."""
-_LONGEST_NUMBER = 12
-"""Digits of a number in a request."""
 _SERVER = "the server"
 """What the server is called among the parties; clients are called by their numbers."""
 
 
 def checked_secret(name: str, secret: Any) -> str:
-    """A secret as it travels, without white space around it; the message of a refusal does not show it."""
+    """Returns a secret without white space around it, or refuses it without showing it."""
     stripped: str = instance_of(name, secret, (str,)).strip()
     if (
         len(stripped) < SHORTEST_SECRET
@@ -77,17 +71,8 @@ def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
-@dataclasses.dataclass
-class _Place:
-    """An open connection: since when it is open, whose secret it has shown, and whether its request has come."""
-
-    since: float
-    party: str | None = None
-    heard: bool = False
-
-
 class ShufflerService(ThreadingHTTPServer):
-    """Serves one shuffler until :meth:`shutdown`.
+    """Serves one shuffler over HTTP until :meth:`shutdown`.
 
     Args:
         shuffler: What reports go to.
@@ -98,15 +83,12 @@ class ShufflerService(ThreadingHTTPServer):
         port: 0 for any free one; :attr:`url` says which.
         certificate: File of a TLS certificate; None for a connection that anyone on its way can
             read, which is for one machine.
-        key: File of its key.
-        deadline: Seconds for a whole request to come, from the first byte of the connection to the
-            last of the content.
-        most_connections: More are not open at once.
+        key: File of its key; None if the certificate's file has it, too.
+        most_connections: So many may wait for their requests to come.
 
     Raises:
         ValueError: If a secret is unfit or is two parties', there are too many or too few clients,
-            there is only one of certificate and key, or none of them where other machines can reach
-            the service.
+            or there is no certificate where there is a key or other machines can reach the service.
     """
 
     daemon_threads = True
@@ -122,15 +104,12 @@ class ShufflerService(ThreadingHTTPServer):
         port: int = 0,
         certificate: str | Path | None = None,
         key: str | Path | None = None,
-        deadline: float = 30.0,
         most_connections: int = 512,
     ) -> None:
-        self.deadline, self.most_connections = (
-            positive("deadline", deadline),
-            integer("most_connections", most_connections),
-        )
-        self._places: dict[socket.socket, _Place] = {}  # in the order in which they came
-        self._lock = threading.RLock()
+        self.most_connections = integer("most_connections", most_connections)
+        # Connections whose requests have not come, the oldest first.
+        self._waiting: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
         self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
         secrets = [
             *(checked_secret("each of clients", secret) for secret in clients),
@@ -142,22 +121,17 @@ class ShufflerService(ThreadingHTTPServer):
                 "as there are"
             )
         format, count = shuffler.format, len(secrets) - 1
-        if not format.fewest_reports <= count <= format.num_users:
+        if not format.min_reports <= count <= format.num_users:
             raise ValueError(
-                f"clients must be {format.fewest_reports} to {format.num_users} secrets, as the "
+                f"clients must be {format.min_reports} to {format.num_users} secrets, as the "
                 "format says (min_reports, "
                 f"num_users), got {count}: more clients may hold more dishonest ones than are "
                 "accounted for"
             )
-        if (certificate is None) != (key is None):
+        if certificate is None and (key is not None or host not in _HERE):
             raise ValueError(
-                f"certificate={certificate!r} and key={key!r} go together: pass both, or neither "
-                "on one machine"
-            )
-        if certificate is None and host not in _HERE:
-            raise ValueError(
-                f"host={host!r} takes a certificate: else whoever is on the way sees who reports; "
-                f"or use {_HERE[0]}"
+                f"host={host!r} with key={key!r} takes a certificate: else whoever is on the way "
+                f"sees who reports; without both the host is {_HERE[0]}"
             )
         context = None
         if certificate is not None:
@@ -168,8 +142,8 @@ class ShufflerService(ThreadingHTTPServer):
                 raise ValueError(
                     f"certificate={str(certificate)!r} and key={str(key)!r} cannot be used: {error}"
                 ) from None
-        self._parties = {_hash(secret): str(number) for number, secret in enumerate(secrets)}
-        self._parties[_hash(secrets[-1])] = _SERVER
+        self.parties = {_hash(secret): str(number) for number, secret in enumerate(secrets)}
+        self.parties[_hash(secrets[-1])] = _SERVER
         super().__init__(
             (instance_of("host", host, (str,)), integer("port", port, minimum=0, maximum=65535)),
             _Handler,
@@ -187,117 +161,78 @@ class ShufflerService(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
-    def party(self, secret: str) -> str | None:
-        """Names the party that has this secret; None if nobody has."""
-        return self._parties.get(_hash(secret))
-
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread of its own, if there is a place for it."""
+        """Serves a connection in a thread of its own; closes the oldest one if there are too many.
+
+        So whoever floods the service has to open as many connections as it has places in the time
+        that an honest client takes for its request.
+        """
         with self._lock:
-            if len(self._places) >= self.most_connections:
-                # Strangers leave in the order in which they came. So whoever floods the service
-                # has to open this many connections while an honest client shows its secret.
-                stranger = next(
-                    (one for one, place in self._places.items() if place.party is None), None
-                )
-                if stranger is None:
-                    return self.shutdown_request(request)
-                self._hang_up(stranger)
-            self._places[request] = _Place(time.monotonic())
+            if len(self._waiting) >= self.most_connections:
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest]
+                with contextlib.suppress(OSError):  # it has ended already
+                    # The socket below TLS, in which its thread may be reading; the thread then
+                    # ends by itself.
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+            self._waiting[request] = None
         super().process_request(request, client_address)
 
-    def service_actions(self) -> None:
-        """Hangs up, twice a second or more often, on those whose request has not come in time."""
-        latest = time.monotonic() - self.deadline
+    def heard(self, request: socket.socket) -> None:
+        """Notes that a connection's request has arrived, so that it no longer counts as waiting."""
         with self._lock:
-            for late in [
-                one
-                for one, place in self._places.items()
-                if not place.heard and place.since < latest
-            ]:
-                self._hang_up(late)
+            self._waiting.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
-        """Gives up the place of a connection that has ended."""
-        with self._lock:
-            self._places.pop(request, None)
+        """Notes that a connection has ended."""
+        self.heard(request)
         super().shutdown_request(request)
 
-    def known(self, request: socket.socket, party: str) -> None:
-        """Notes whose secret a connection has shown, and ends older ones of the party whose requests have not come."""
-        with self._lock:
-            if request in self._places:
-                self._places[request].party = party
-            waiting = [
-                one
-                for one, place in self._places.items()
-                if place.party == party and not place.heard
-            ]
-            for older in waiting[:-1]:
-                self._hang_up(older)
-
-    def heard(self, request: socket.socket) -> None:
-        """Notes that a connection's request has come: the time that its answer takes is the shuffler's own."""
-        if (place := self._places.get(request)) is not None:
-            place.heard = True
-
-    def _hang_up(self, request: socket.socket) -> None:
-        """Ends a connection; its thread finds that out by itself."""
-        del self._places[request]
-        with contextlib.suppress(OSError):  # it has ended already
-            socket.socket.shutdown(
-                request, socket.SHUT_RDWR
-            )  # of TLS, too, in which its thread may be reading
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Names an error that is this program's, and not who sent what when."""
+        """Logs an error of this program, without saying who sent what when."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             print(f"a request failed: {type(error).__name__}", file=sys.stderr)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one HTTP request."""
 
     server: ShufflerService
     protocol_version = "HTTP/1.1"
     timeout = 20  # seconds that a client may say nothing
 
     def do_POST(self) -> None:
-        """Answers; see the table above."""
+        """Answers a POST request; the module's table lists them."""
         self.close_connection = True
         longest = self.server.shuffler.format.report_size
         length = self.headers.get("Content-Length", "")
         if not _is_number(length) or int(length) > longest:
-            return self._refuse(
-                413, f"say by Content-Length how long the content is; a report is {longest} bytes"
-            )
-        kind, _, secret = self.headers.get("Authorization", "").partition(" ")
-        if kind != "Bearer":
-            return self._refuse(401, "show your secret: Authorization: Bearer ...")
-        party = self.server.party(secret)
-        if party is None or (party == _SERVER) == (self.path == "/report"):
-            who = (
-                "a client, who reports"
-                if self.path == "/report"
-                else "the server, whose rounds are"
-            )
-            return self._refuse(403, f"this is not the secret of {who}")
-        self.server.known(self.connection, party)
+            self._answer(413, b"Content-Length must be that of a report at most, %d" % longest)
+            # What still comes is thrown away, lest the answer be lost with the connection.
+            socket.socket.shutdown(self.connection, socket.SHUT_WR)
+            left = longest + 65536
+            while left > 0 and (thrown := self.rfile.read1(min(left, 65536))):
+                left -= len(thrown)
+            return
         body = self.rfile.read(int(length))
         if len(body) < int(length):
-            return None  # it was cut off
+            return  # it was cut off
         self.server.heard(self.connection)
+        shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        party = self.server.parties.get(_hash(shown))
+        if party is None or (party == _SERVER) == (self.path == "/report"):
+            return self._answer(403, b"clients report, and the server has rounds; show your secret")
         try:
             content = self._act(party, body)
         except UnknownRoundError as error:
             return self._answer(404, str(error).encode())
         except ValueError as error:
             return self._answer(400, str(error).encode())
-        return self._answer(200, content) if content else self._answer(204)
+        self._answer(200 if content else 204, content)
 
     def _act(self, party: str, body: bytes) -> bytes:
-        """Has the shuffler do what the request asks for, and returns the content of the answer."""
+        """Does what the request asks of the shuffler, and returns the answer's content."""
         shuffler = self.server.shuffler
         match self.path.split("/"):
             case ["", "report"]:
@@ -305,69 +240,33 @@ class _Handler(BaseHTTPRequestHandler):
             case ["", "rounds", number, "open"] if _is_number(number):
                 shuffler.open_round(int(number), body)
             case ["", "rounds", number, "close"] if _is_number(number):
-                return packed(shuffler.close_round(int(number)))
+                released = shuffler.close_round(int(number))
+                return released.num_reports.to_bytes(4, "little") + released.mixed
             case ["", "rounds", number, "forget"] if _is_number(number):
                 shuffler.forget_round(int(number))
             case _:
                 raise UnknownRoundError("no such request")
         return b""
 
-    def _refuse(self, status: int, why: str) -> None:
-        """Answers before the content has come, and throws that away, lest the answer be lost with the connection."""
-        self._answer(status, why.encode())
-        socket.socket.shutdown(self.connection, socket.SHUT_WR)
-        left = self.server.shuffler.format.report_size + 65536
-        while left > 0 and (thrown := self.rfile.read1(min(left, 65536))):
-            left -= len(thrown)
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
+    def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Connection", "close")
-        if status != 204:
+        if body:  # an answer of 204 has no length
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: who sent when is not written down."""
+        """Logs nothing: who sent when is not written down."""
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _LONGEST_NUMBER
-
-
-def packed(released: Released) -> bytes:
-    """A round on its way to the server."""
-    parts = [_LENGTH.pack(len(part)) + part for part in released.mixed]
-    return _COUNTS.pack(released.num_reports, len(released.mixed)) + b"".join(parts)
-
-
-def unpacked(number: int, content: bytes) -> Released:
-    """The reverse of :func:`packed`.
-
-    Raises:
-        ValueError: If the content was cut off.
-    """
-    try:
-        reports, count = _COUNTS.unpack_from(content)
-        parts, place = [], _COUNTS.size
-        for _ in range(count):
-            (length,) = _LENGTH.unpack_from(content, place)
-            place += _LENGTH.size + length
-            parts.append(content[place - length : place])
-    except struct.error:
-        raise ValueError(
-            f"the shuffler's answer of {len(content)} bytes was cut off: ask again"
-        ) from None
-    if place != len(content):
-        raise ValueError(
-            f"the shuffler's answer has {len(content)} bytes, {place} were announced: ask again"
-        )
-    return Released(number, reports, tuple(parts))
+    """Tells whether a text is a number of few digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= 12
 
 
 class FarShuffler:
-    """A shuffler that is a :class:`ShufflerService`, seen from a client or from the server.
+    """A client's or the server's view of a :class:`ShufflerService` elsewhere.
 
     Args:
         url: ``https://host:port``. ``http://`` is taken for this machine alone.
@@ -400,15 +299,20 @@ class FarShuffler:
                 "reports"
             )
         self.url, self._secret = url.rstrip("/"), checked_secret("secret", secret)
-        self.timeout, self.attempts = positive("timeout", timeout), integer("attempts", attempts)
-        self._place, self._context = parts, None
+        self.attempts, self._path = integer("attempts", attempts), parts.path.rstrip("/")
+        address = {"host": parts.hostname, "port": parts.port}
+        options: dict[str, Any] = {**address, "timeout": positive("timeout", timeout)}
+        connection: Any = http.client.HTTPConnection
         if far:
             try:
-                self._context = ssl.create_default_context(cafile=certificate)
+                options["context"] = ssl.create_default_context(cafile=certificate)
             except OSError as error:
                 raise ValueError(
                     f"certificate={str(certificate)!r} cannot be used: {error}"
                 ) from None
+            connection = http.client.HTTPSConnection
+        # No redirection is followed and no proxy asked: the secret is for one shuffler.
+        self._connect = functools.partial(connection, **options)
 
     def submit(self, report: bytes) -> None:
         """Sends this client's report.
@@ -416,7 +320,7 @@ class FarShuffler:
         Raises:
             RefusedReportError: If it is not taken.
         """
-        self._ask("/report", report, {400: RefusedReportError})
+        self._ask("/report", report, refused=RefusedReportError)
 
     def open_round(self, number: int, fingerprint: bytes) -> None:
         """Begins to take reports of a round; see :meth:`Shuffler.open_round`."""
@@ -424,20 +328,22 @@ class FarShuffler:
 
     def close_round(self, number: int) -> Released:
         """Gets a round; see :meth:`Shuffler.close_round`."""
-        return unpacked(
-            number, self._ask(f"/rounds/{number}/close", errors={404: UnknownRoundError})
-        )
+        content = self._ask(f"/rounds/{number}/close")
+        return Released(number, int.from_bytes(content[:4], "little"), content[4:])
 
     def forget_round(self, number: int) -> None:
-        """Has what was handed over destroyed; see :meth:`Shuffler.forget_round`."""
+        """Has the service destroy what it handed over; see :meth:`Shuffler.forget_round`."""
         self._ask(f"/rounds/{number}/forget")
 
-    def _ask(
-        self, path: str, body: bytes = b"", errors: dict[int, type[ValueError]] | None = None
-    ) -> bytes:
+    def _ask(self, path: str, body: bytes = b"", refused: type[ValueError] = ValueError) -> bytes:
+        """Sends a request, each time over a connection of its own, and returns the answer."""
         for attempts_left in reversed(range(self.attempts)):
             try:
-                status, content = self._post(path, body)
+                with contextlib.closing(self._connect()) as connection:
+                    shown = {"Authorization": f"Bearer {self._secret}"}
+                    connection.request("POST", self._path + path, body, shown)
+                    answer = connection.getresponse()
+                    content = answer.read()
                 break
             except (OSError, http.client.HTTPException) as error:
                 if not attempts_left:
@@ -445,31 +351,7 @@ class FarShuffler:
                         f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}"
                     ) from error
                 time.sleep(random.SystemRandom().uniform(0.1, 1.0))  # not all clients at once again
-        if status not in (200, 204):
-            kind = (errors or {}).get(status, ValueError)
-            raise kind(f"the shuffler answers {status}: {content.decode(errors='replace')}")
+        if answer.status not in (200, 204):
+            kind = UnknownRoundError if answer.status == 404 else refused
+            raise kind(f"the shuffler answers {answer.status}: {content.decode(errors='replace')}")
         return content
-
-    def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Sends one request over a connection of its own, and returns the answer's status and content.
-
-        No redirection is followed and no proxy asked: the secret is for one shuffler.
-        """
-        place, timeout = self._place, self.timeout
-        if self._context is None:
-            connection = http.client.HTTPConnection(
-                place.hostname or "", place.port, timeout=timeout
-            )
-        else:
-            connection = http.client.HTTPSConnection(
-                place.hostname or "", place.port, timeout=timeout, context=self._context
-            )
-        with contextlib.closing(connection):
-            connection.request(
-                "POST",
-                place.path.rstrip("/") + path,
-                body,
-                {"Authorization": f"Bearer {self._secret}"},
-            )
-            answer = connection.getresponse()
-            return answer.status, answer.read()

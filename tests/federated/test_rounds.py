@@ -1,30 +1,35 @@
-"""Rounds between clients, shuffler and server: whole, mixed, accounted, whoever fails."""
+"""Rounds between clients, shuffler and server: whole, mixed, accounted, whoever fails or tries."""
 
 from __future__ import annotations
 
-import multiprocessing
+import concurrent.futures
+import contextlib
+import functools
+import math
 import os
-import queue
-import signal
-import sys
-import tracemalloc
+import threading
 
+import numpy as np
 import pytest
 import torch
-from helpers.federation import CLIENTS, GAUSSIAN, SERVER, SUMS, all_report, ledger_of
+from helpers.federation import GAUSSIAN, SERVER, SUMS, all_report, ledger_of, run_once
 from scipy import stats
 
 import opacus_shuffle
-from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.federated import (
-    BitSums,
+    FarShuffler,
+    FileBook,
     GaussianReports,
     RefusedReportError,
     Reporter,
     Shuffler,
 )
-from opacus_shuffle.federated.shuffler import UnknownRoundError
-from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService, packed, unpacked
+from opacus_shuffle.federated.reporter import ClientBook
+
+FORMATS = pytest.mark.parametrize("reports", [GAUSSIAN, SUMS], ids=["gaussian", "sums"])
+COIN = GaussianReports(
+    dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3
+)
 
 
 @pytest.fixture
@@ -35,34 +40,40 @@ def shuffler():
     return shuffler
 
 
-def test_a_round_is_taken_from_its_beginning_to_its_end(shuffler):
-    report = GAUSSIAN.encode(1, torch.zeros(3))
-    with pytest.raises(RefusedReportError, match="the open one is None"):
-        Shuffler(GAUSSIAN).submit("0", report)
-    with pytest.raises(RefusedReportError, match="of round 2, the open one is 1"):
-        shuffler.submit("0", GAUSSIAN.encode(2, torch.zeros(3)))
-    all_report(shuffler, 1)
-    with pytest.raises(RefusedReportError, match="has all of its 6 reports"):
-        shuffler.submit("another", report)
-    released = shuffler.close_round(1)
-    assert released.num_reports == len(released.mixed) == 6
-    assert shuffler.close_round(1) is released  # unchanged until it is forgotten
-    shuffler.forget_round(1)
-    with pytest.raises(UnknownRoundError, match="round 1 is not open"):
-        shuffler.close_round(1)
-    with pytest.raises(RefusedReportError, match="is not taken"):
-        shuffler.submit("0", report)
-    with pytest.raises(ValueError, match="none is taken twice"):
-        shuffler.open_round(1)
+# The shuffler
 
 
-def test_a_sender_has_one_report_and_may_repeat_it(shuffler):
-    report = GAUSSIAN.encode(1, torch.zeros(3))
-    shuffler.submit("0", report)
-    shuffler.submit("0", report)
-    with pytest.raises(RefusedReportError, match="from this sender already"):
-        shuffler.submit("0", GAUSSIAN.encode(1, torch.zeros(3)))
-    assert shuffler.waiting() == 1
+REPORT, SECOND, LATER = (GAUSSIAN.encode(number, torch.zeros(3)) for number in (1, 1, 2))
+LIFE = [
+    (lambda shuffler: shuffler.submit("0", REPORT), "the open one is None", 0),
+    (lambda shuffler: shuffler.open_round(1), None, 0),
+    (lambda shuffler: shuffler.submit("0", LATER), "of round 2, the open one is 1", 0),
+    (lambda shuffler: shuffler.submit("0", REPORT), None, 1),
+    (lambda shuffler: shuffler.submit("0", REPORT), None, 1),
+    (lambda shuffler: shuffler.submit("0", SECOND), "from this sender already", 1),
+    (lambda shuffler: shuffler.submit(torch.tensor(7), SECOND), "sender must be a str", 1),
+    (lambda shuffler: shuffler.submit(math.nan, SECOND), "sender must be a str", 1),
+    (lambda shuffler: shuffler.open_round(1), None, 1),  # by a server that was killed
+    (lambda shuffler: all_report(shuffler, 1, 5, start=1), None, 6),
+    (lambda shuffler: shuffler.submit("another", SECOND), "has all of its 6 reports", 6),
+    (lambda shuffler: shuffler.close_round(2), "round 2 is not open", 6),
+    (lambda shuffler: shuffler.close_round(1), None, 0),
+    (lambda shuffler: shuffler.close_round(1), None, 0),  # the same again, until it is forgotten
+    (lambda shuffler: shuffler.forget_round(1), None, 0),
+    (lambda shuffler: shuffler.close_round(1), "round 1 is not open", 0),
+    (lambda shuffler: shuffler.submit("0", REPORT), "the open one is None", 0),
+    (lambda shuffler: shuffler.open_round(1), "none is taken twice", 0),
+    (lambda shuffler: shuffler.open_round(3), None, 0),
+    (lambda shuffler: shuffler.open_round(2), "none is taken twice", 0),
+]
+
+
+def test_a_round_has_one_report_of_each_sender_from_its_beginning_to_its_end():
+    shuffler = Shuffler(GAUSSIAN)
+    for act, said, waiting in LIFE:
+        with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+            act(shuffler)
+        assert shuffler.waiting() == waiting
 
 
 @pytest.mark.parametrize(("reports", "fewest"), [(GAUSSIAN, 6), (SUMS, 10)])
@@ -77,28 +88,42 @@ def test_a_round_below_its_minimum_releases_nothing(reports, fewest, missing):
     assert bool(released.mixed) == (not missing)
 
 
-def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to():
-    reporter, sent = Reporter(GAUSSIAN, max_rounds=2), []
-    reporter.answer(1, lambda: torch.ones(3), sent.append)
-    for number in (0, 1):
-        with pytest.raises(ValueError, match="was answered already"):
-            reporter.answer(number, lambda: torch.ones(3), sent.append)
-    reporter.answer(5, lambda: torch.ones(3), sent.append)
-    with pytest.raises(ValueError, match="max_rounds=2"):
-        reporter.answer(6, lambda: torch.ones(3), sent.append)
-    assert [GAUSSIAN.open(each).round for each in sent] == [1, 5]
+def test_a_round_in_which_no_coin_says_yes_is_released_and_not_dropped():
+    shuffler = Shuffler(COIN)
+    shuffler.open_round(1)
+    for sender in range(20):
+        shuffler.submit(str(sender), COIN.encode(1, None))
+    released = shuffler.close_round(1)
+    assert (released.num_reports, released.mixed, released.dropped) == (20, b"", False)
+    assert not ledger_of(COIN).estimate(released).any()
 
 
-COIN = GaussianReports(
-    dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3
-)
+# A client
+
+
+@FORMATS
+def test_all_randomness_is_the_operating_system_s(reports, monkeypatch):
+    """With the same system's bytes everything is the same, whatever PyTorch's generator is at."""
+    runs = []
+    for _ in range(2):
+        system = np.random.default_rng(8)
+        monkeypatch.setattr(os, "urandom", lambda count, system=system: system.bytes(count))
+        shuffler, sent = Shuffler(reports), []
+        shuffler.open_round(1)
+        for sender in range(reports.num_users):
+            Reporter(reports, max_rounds=1).answer(1, lambda: torch.ones(3), sent.append)
+            shuffler.submit(str(sender), sent[-1])
+        runs.append((sent, shuffler.close_round(1)))
+        torch.rand(5)
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][0])) > 1
 
 
 @pytest.mark.parametrize("reports", [COIN, SUMS], ids=["gaussian", "sums"])
 @pytest.mark.parametrize("always_train", [True, False])
 def test_every_client_reports_and_its_coin_says_whether_its_vector_is_in_it(reports, always_train):
     """400 coins of rate 0.3: refused by chance once in 10⁹."""
-    trained, sent, held = [], [], []
+    trained, sent = [], []
     reporter = Reporter(reports, max_rounds=400)
     for number in range(400):
         reporter.answer(
@@ -110,87 +135,101 @@ def test_every_client_reports_and_its_coin_says_whether_its_vector_is_in_it(repo
     coins = stats.binom(400, 0.3)
     few, many = coins.ppf(5e-10), coins.isf(5e-10)
     assert len(sent) == 400
-    assert len({len(each) for each in sent}) == 1
+    assert len({len(report) for report in sent}) == 1
+    # The same work whatever the coin says, or work for a coin's yes alone.
     assert len(trained) == 400 if always_train else few <= len(trained) <= many
     if reports is COIN:
-        for each in sent:
-            reports.keep(held, reports.open(each).numbers)
-        taking_part = len(reports.mix(held, SecretGenerator()))
+        taking_part = sum(reports.open(report)[1] != bytes(12) for report in sent)
         assert few <= taking_part <= many
         assert always_train or taking_part == len(trained)
 
 
-def test_a_round_in_which_no_coin_says_yes_is_released_and_not_dropped():
-    shuffler = Shuffler(COIN)
-    shuffler.open_round(1)
-    for sender in range(20):
-        shuffler.submit(str(sender), COIN.encode(1, None))
-    released = shuffler.close_round(1)
-    assert (released.num_reports, released.mixed, released.dropped) == (20, (), False)
-    assert unpacked(1, packed(released)) == released
-    assert not ledger_of(COIN).estimate(released).any()
+@pytest.mark.parametrize("kept", ["in memory", "in a file"])
+def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to(kept, tmp_path):
+    """In a file the rounds of earlier processes count, too."""
+    sent, memory = [], ClientBook()
+    for number, said in ((1, None), (0, "answered"), (1, "answered"), (5, None), (6, "=2 rounds")):
+        book = memory if kept == "in memory" else FileBook(tmp_path / "book")
+        with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+            Reporter(GAUSSIAN, max_rounds=2, book=book).answer(
+                number, lambda: torch.ones(3), sent.append
+            )
+    assert [GAUSSIAN.open(report)[0] for report in sent] == [1, 5]
 
 
-@pytest.mark.parametrize("kind", [GaussianReports, BitSums])
-def test_the_shuffler_does_the_same_for_a_report_whatever_its_coin_says(kind):
-    """The same lines, the same calls into C, and memory kept: who watches how long it takes learns no coin."""
-    sizes = {
-        "dimension": 500,
-        "max_norm": 1.0,
-        "noise_multiplier": 1.0,
-        "num_users": 8,
-        "sample_rate": 0.5,
-    }
-    reports = kind(**sizes, **({"delta": 1e-6} if kind is BitSums else {}))
-    found = []
+def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_path):
+    """A lock is of a file that is open, so that threads stand for processes here."""
+    start, answered = threading.Barrier(4), []
 
-    def take(shuffler: Shuffler, number: int, sent: list[bytes]) -> None:
-        shuffler.open_round(number)
-        for sender, report in enumerate(sent):
-            shuffler.submit(str(sender), report)
-
-    for vector in (None, torch.ones(500)):
-        shuffler, work = Shuffler(reports), []
-        rounds = [[reports.encode(number, vector) for _ in range(8)] for number in (1, 2, 3)]
-        take(shuffler, 1, rounds[0])  # what is made once is there now
-
-        def note(frame, event, arg, work=work):
-            if frame.f_globals.get("__name__", "").startswith(
-                "opacus_shuffle."
-            ):  # and not the collector of rubbish, which comes when it likes
-                work.append(
-                    (event, frame.f_code.co_name, frame.f_lineno, getattr(arg, "__name__", ""))
+    def answer(book: FileBook) -> None:
+        start.wait()
+        for number in range(30):
+            with contextlib.suppress(ValueError):
+                answered.append(
+                    book.note(number, max_rounds=1000, fingerprint=GAUSSIAN.fingerprint)
                 )
-            return note
 
-        sys.setprofile(note), sys.settrace(note)
-        try:
-            take(shuffler, 2, rounds[1])
-        finally:
-            sys.settrace(None), sys.setprofile(None)
-        shuffler.open_round(3)
-        tracemalloc.start()
-        take(shuffler, 3, rounds[2])
-        found.append((work, tracemalloc.get_traced_memory()[0]))
-        tracemalloc.stop()
-    (absent, memory), (there, more_memory) = found
-    assert absent == there
-    assert len(absent) > 100
-    assert abs(more_memory - memory) < reports.bytes_per_report  # not one report more is held
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(answer, [FileBook(tmp_path / "book") for _ in range(4)]))
+    assert sorted(answered) == sorted(set(answered))
+    assert 29 in answered
 
 
-@pytest.mark.parametrize("reports", [GAUSSIAN, SUMS])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is no book of a client"),
+        ("[]", "is no book of a client"),
+        ('{"settings": "00", "rounds": "many", "last": 1}', "is no book of a client"),
+        ('{"settings": "00", "rounds": 1}', "is no book of a client"),
+        ('{"settings": "00", "rounds": 1, "last": 1}', "of other settings"),
+    ],
+)
+def test_a_client_whose_book_is_damaged_or_another_agreement_s_sends_nothing(
+    tmp_path, content, said
+):
+    (tmp_path / "book").write_text(content)
+    sent = []
+    with pytest.raises(ValueError, match=said):
+        Reporter(GAUSSIAN, max_rounds=9, book=FileBook(tmp_path / "book")).answer(
+            2, lambda: torch.ones(3), sent.append
+        )
+    assert sent == []
+    assert (tmp_path / "book").read_text() == content
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        *(None, [1.0] * 3, torch.ones(4), torch.ones(3).to_sparse()),
+        *(torch.ones(3, dtype=torch.complex64), torch.ones(3, device="meta")),
+    ],
+)
+def test_a_client_that_computes_no_vector_sends_nothing_whatever_its_coin_says(returned):
+    sent = []
+    for number in range(20):
+        with pytest.raises(ValueError, match=r"train|vector"):
+            Reporter(COIN, max_rounds=1).answer(number, lambda: returned, sent.append)
+    assert sent == []
+
+
+# The server's book
+
+
+@FORMATS
 def test_the_ledger_spends_what_the_library_says_of_so_many_rounds(reports):
     ledger = ledger_of(reports)
     for _ in range(3):
-        ledger.run(lambda number: all_report(ledger.shuffler, number), lambda total: total)
+        run_once(ledger)
     spent = opacus_shuffle.privacy_bound(reports.mechanism, steps=3, delta=1e-5)
     assert ledger.epsilon() == spent
-    assert ledger.report().best.epsilon == spent.epsilon
-    assert ledger.report().simulated  # this process has the shuffler in it
+    report = ledger.report()
+    assert report.best.epsilon == spent.epsilon
+    assert report.sent.bytes_per_user == 3 * reports.bytes_per_report
+    assert report.simulated  # this process has the shuffler in it
     ledger.shuffler = FarShuffler("https://shuffler.example", SERVER)
     assert not ledger.report().simulated
-    assert ledger.result.shape == (3,)
+    assert ledger.result["sum"].shape == (3,)
 
 
 def test_a_dropped_round_is_accounted_and_gives_no_estimate():
@@ -200,59 +239,69 @@ def test_a_dropped_round_is_accounted_and_gives_no_estimate():
     assert len(ledger.accountant) == 1
 
 
-@pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
-def test_a_round_whose_accounting_fails_is_not_released_and_may_be_closed_again(
+@pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt, OSError])
+def test_a_round_that_cannot_be_accounted_on_the_disk_is_not_released_and_may_be_closed_again(
     error, shuffler, monkeypatch, tmp_path
 ):
-    ledger = ledger_of(GAUSSIAN, shuffler, path=tmp_path / "book")
+    """Be it that accounting fails or that the folder is gone."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    ledger = ledger_of(GAUSSIAN, shuffler, path=folder / "book")
     all_report(shuffler, 1)
 
     def fail(*_):
         raise error("no accounting today")
 
-    monkeypatch.setattr(type(ledger.accountant), "record", fail)
-    with pytest.raises(error, match="no accounting"):
+    if error is OSError:
+        folder.rmdir()
+    else:
+        monkeypatch.setattr(type(ledger.accountant), "record", fail)
+    with pytest.raises(error):
         ledger.close()
     monkeypatch.undo()
+    folder.mkdir(exist_ok=True)
     assert (ledger.round, ledger.begun, len(ledger.accountant)) == (0, False, 0)
     assert shuffler.waiting() == 6  # nothing was handed over
-    assert not (tmp_path / "book").exists()
+    assert not (folder / "book").exists()
     assert ledger.close().num_reports == 6
     assert (ledger.round, ledger.begun, len(ledger.accountant)) == (1, True, 1)
+    with pytest.raises(ValueError, match="round 1 is begun"):
+        ledger.begin()
 
 
 def test_no_round_begins_that_the_target_does_not_pay_for():
     price = opacus_shuffle.compute_epsilon(GAUSSIAN.mechanism, steps=2, delta=1e-5)
     ledger = ledger_of(GAUSSIAN, target_epsilon=price)
-    for _ in range(2):
-        ledger.run(lambda number: all_report(ledger.shuffler, number), lambda total: None)
+    run_once(ledger)
+    all_report(ledger.shuffler, ledger.open())
+    ledger.close()
+    assert ledger.affords_another()  # this one is paid for
+    ledger.finish()
     assert not ledger.affords_another()
     with pytest.raises(ValueError, match="would exceed target_epsilon"):
         ledger.open()
     assert ledger.epsilon().epsilon <= price
 
 
+class Killed(BaseException):
+    """Ends the server's process: of its ledger nothing but the book is left."""
+
+
 class Killing(Shuffler):
-    """A shuffler whose clients report as soon as a round is open, and which kills the server's process at one instant."""
+    """Its clients report as soon as a round is open, and it kills the server at one instant."""
 
     def __init__(self, instant: str):
         super().__init__(GAUSSIAN)
-        self.instant, self.armed, self.released = instant, queue.Queue(), {}
-        self.clients = [Reporter(GAUSSIAN, max_rounds=3) for _ in range(6)]
+        self.instant, self.released = instant, {}
 
     def strike(self, instant: str, number: int) -> None:
         if (instant, number) == (self.instant, 2):
-            os.kill(self.armed.get(), signal.SIGKILL)
+            self.instant = None
+            raise Killed
 
     def open_round(self, number, fingerprint=None):
         super().open_round(number, fingerprint)
-        for name, client in enumerate(self.clients):
-            if client.book.last < number:
-                client.answer(
-                    number,
-                    lambda: torch.ones(3),
-                    lambda report, name=name: self.submit(str(name), report),
-                )
+        all_report(self, number, 6 - self.waiting(), start=self.waiting())
         self.strike("open", number)
 
     def close_round(self, number):
@@ -267,51 +316,26 @@ class Killing(Shuffler):
         self.strike("forgotten", number)
 
 
-def serve_three_rounds(url: str, path: str, instant: str) -> None:
-    ledger = ledger_of(GAUSSIAN, FarShuffler(url, SERVER), path=path)
-
-    def update(total: torch.Tensor | None) -> dict:
-        if (instant, ledger.round) == ("updating", 2):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return {"weights": total}
-
-    while ledger.round < 3 or ledger.begun:
-        ledger.run(lambda number: None, update)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts the server by fork")
 @pytest.mark.parametrize(
     "instant", ["open", "before the release", "after the release", "updating", "forgotten"]
 )
-def test_a_server_process_that_is_killed_comes_back_to_the_same_history(instant, tmp_path):
+def test_a_server_that_is_killed_comes_back_to_the_same_history(instant, tmp_path):
     shuffler = Killing(instant)
-    context, path = multiprocessing.get_context("fork"), str(tmp_path / "book")
-    with ShufflerService(shuffler, clients=CLIENTS[:6], server=SERVER) as service:
-        service.start()
-        for _ in range(2):
-            server = context.Process(
-                target=serve_three_rounds, args=(service.url, path, shuffler.instant)
-            )
-            server.start()
-            shuffler.armed.put(server.pid)
-            server.join()
-            if server.exitcode == 0:
-                break
-            assert server.exitcode == -signal.SIGKILL
-            ledger = ledger_of(GAUSSIAN, shuffler, path=path)
-            assert len(ledger.accountant) >= len(
-                shuffler.released
-            )  # what was released is accounted
-            shuffler.instant = "never again"
-        else:
-            raise AssertionError("the second server ended, too")
-        service.shutdown()
-    assert shuffler.instant == "never again"
-    ledger = ledger_of(GAUSSIAN, shuffler, path=path)
+
+    def update(total: torch.Tensor) -> dict:
+        shuffler.strike("updating", ledger.round)
+        return {"weights": total}
+
+    for _ in range(2):
+        ledger = ledger_of(GAUSSIAN, shuffler, path=tmp_path / "book")
+        assert len(ledger.accountant) >= len(shuffler.released)  # what was released is accounted
+        with contextlib.suppress(Killed):
+            while ledger.round < 3 or ledger.begun:
+                ledger.run(lambda number: None, update)
+    assert shuffler.instant is None
     assert (ledger.round, len(ledger.accountant), sorted(shuffler.released)) == (3, 3, [1, 2, 3])
-    assert all(client.book.rounds == 3 for client in shuffler.clients)
     last = GAUSSIAN.estimate(shuffler.released[3].mixed, 6)
-    assert torch.equal(ledger.result["weights"], last)
+    assert torch.equal(ledger_of(GAUSSIAN, path=tmp_path / "book").result["weights"], last)
 
 
 def test_a_shuffler_that_was_started_anew_loses_a_round_that_stays_accounted(shuffler, tmp_path):
@@ -321,3 +345,98 @@ def test_a_shuffler_that_was_started_anew_loses_a_round_that_stays_accounted(shu
     assert ledger.close().dropped
     ledger.finish()
     assert len(ledger_of(GAUSSIAN, path=tmp_path / "book").accountant) == 1
+
+
+def test_a_book_keeps_its_own_copy_of_a_result_and_refuses_what_it_could_not_be_read_with(tmp_path):
+    ledger, kept = ledger_of(GAUSSIAN, path=tmp_path / "book"), torch.zeros(3)
+    ledger.run(lambda number: None, lambda total: kept)
+    kept += 5
+    assert not ledger.result.any()
+    ledger.open()
+    ledger.close()
+    for result in (np.zeros(3), {"a": np.float64(1)}, torch.nn.Linear(1, 1)):
+        with pytest.raises(ValueError, match="result must hold tensors and plain values"):
+            ledger.finish(result)
+    again = ledger_of(GAUSSIAN, path=tmp_path / "book")
+    assert (ledger.begun, again.round, again.begun) == (True, 2, True)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "foreign", "counted less", "other settings"])
+def test_a_damaged_or_another_run_s_book_is_named_and_not_begun_anew(tmp_path, damage):
+    path = tmp_path / "book"
+    run_once(ledger_of(GAUSSIAN, path=path))
+    content, reports = path.read_bytes(), GAUSSIAN
+    if damage == "foreign":
+        torch.save({"weights": torch.zeros(3)}, path)
+    elif damage == "counted less":
+        torch.save({**torch.load(path, weights_only=True), "round": 3}, path)
+    elif damage == "other settings":
+        reports = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=6)
+    else:
+        path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"path='{path}'"):
+        ledger_of(reports, path=path)
+
+
+@pytest.mark.parametrize(
+    ("reports", "changed"),
+    [
+        *((reports, {"noise_multiplier": 0.5}) for reports in (GAUSSIAN, SUMS)),
+        *((reports, {"max_norm": 2.0}) for reports in (GAUSSIAN, SUMS)),
+        *((reports, {"sample_rate": 0.4}) for reports in (GAUSSIAN, SUMS)),
+        *((reports, {"num_users": 21}) for reports in (GAUSSIAN, SUMS)),
+        *((GAUSSIAN, {"min_reports": 5}), (SUMS, {"min_reports": 15})),
+        *((SUMS, {"delta": 1e-7}), (SUMS, {"rounds": 2}), (SUMS, {"honest_fraction": 0.95})),
+    ],
+)
+def test_clients_shuffler_and_server_with_other_settings_do_not_meet(reports, changed):
+    other, shuffler = type(reports).of_settings({**reports.settings, **changed}), Shuffler(reports)
+    with pytest.raises(ValueError, match="goes by other settings"):
+        ledger_of(other, shuffler).open()
+    shuffler.open_round(1)
+    with pytest.raises(RefusedReportError, match="goes by other settings"):
+        shuffler.submit("0", other.encode(1, torch.ones(3)))
+    assert shuffler.waiting() == 0
+
+
+def test_a_shuffler_with_a_generator_of_one_s_own_is_no_secret_as_its_report_says():
+    ledger = ledger_of(GAUSSIAN, Shuffler(GAUSSIAN, torch.Generator().manual_seed(0)))
+    run_once(ledger)
+    assert "not private: whoever knows the generator of the shuffler" in str(ledger.report())
+    assert not ledger.report().to_dict()["private"]
+
+
+def noted(number, max_rounds=9):
+    ClientBook().note(number, max_rounds=max_rounds, fingerprint=GAUSSIAN.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: ledger_of(SUMS, delta=1e-15), "delta"),
+        (lambda: ledger_of(SUMS, delta=math.nan), "delta"),
+        (lambda: ledger_of(None, Shuffler(SUMS)), "format"),
+        (lambda: ledger_of(SUMS, "near"), "shuffler must be a Shuffler"),
+        (lambda: ledger_of(SUMS, path=3), "path"),
+        (lambda: ledger_of(SUMS, path="/nowhere/at/all"), "path"),
+        (lambda: ledger_of(SUMS, target_epsilon=0.0), "target_epsilon"),
+        (lambda: ledger_of(SUMS).finish(), "no round is begun"),
+        (lambda: Shuffler(None), "format"),
+        (lambda: Shuffler(SUMS, generator=3), "generator"),
+        (lambda: SUMS.encode(1, None, generator=3), "generator"),
+        (lambda: SUMS.encode(2**32, None), "number"),
+        (lambda: Reporter(None, max_rounds=1), "format"),
+        (lambda: Reporter(SUMS, max_rounds=0), "max_rounds"),
+        (lambda: Reporter(SUMS, max_rounds=1, book="file"), "book"),
+        # NaN is not before the last round: a client would answer it again and again.
+        *(
+            (functools.partial(noted, number), "number")
+            for number in (math.nan, "2", 1.5, -1, 2**32)
+        ),
+        (lambda: noted(1, max_rounds=math.nan), "max_rounds"),
+        (lambda: FileBook("/nowhere/at/all"), "make the folder"),
+    ],
+)
+def test_bad_input_is_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()

@@ -1,4 +1,4 @@
-"""Federated training in the shuffle model on Flower's Message API: ``pip install -e ".[federated]"``.
+"""Federated training on Flower's Message API: ``pip install -e ".[federated]"``.
 
 ``ReportMod`` is a client's, ``ShuffledStrategy`` the server's, and ``LocalGrid`` runs a
 ``ClientApp`` for thousands of virtual clients in this process, without Ray.
@@ -16,7 +16,6 @@ except ImportError as error:
     ) from error
 
 from opacus_shuffle.federated.flower.local_grid import LocalGrid
-from opacus_shuffle.federated.flower.report_mod import ReportMod
-from opacus_shuffle.federated.flower.strategy import ShuffledStrategy
+from opacus_shuffle.federated.flower.shuffled_training import ReportMod, ShuffledStrategy
 
 __all__ = ["LocalGrid", "ReportMod", "ShuffledStrategy"]

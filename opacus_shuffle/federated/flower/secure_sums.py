@@ -1,8 +1,8 @@
 """``SecureSums``: sums of bits by Flower's SecAgg+ in the place of a shuffler, at the same ε.
 
-A round of :class:`~opacus_shuffle.federated.bit_sums.BitSums` tells its server one count for each
-coordinate. A secure aggregation that reveals only the sum of the clients' counts shows just that,
-so that no shuffler is needed. Flower has SecAgg+ for its older workflow alone, in
+A round of :class:`~opacus_shuffle.federated.report_formats.BitSums` tells its server one count for
+each coordinate. A secure aggregation that reveals only the sum of the clients' counts shows just
+that, so that no shuffler is needed. Flower has SecAgg+ for its older workflow alone, in
 ``flwr.client.mod`` and ``flwr.server.workflow``. This module carries counts through it without a
 loss: every client sends whole numbers, and the average that the workflow computes is turned back
 into their sum.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from logging import INFO, WARNING
+from logging import INFO
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,12 @@ from flwr.server.strategy import Strategy
 from flwr.server.workflow import SecAggPlusWorkflow
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
-from opacus_shuffle.federated.bit_sums import BitSums
-from opacus_shuffle.federated.flower.common import (
+from opacus_shuffle.federated.flower.shuffled_training import (
     ROUND,
     Arrays,
     Books,
     check_size,
+    close_round,
     enough,
     flat,
     reporter_of,
@@ -40,15 +40,16 @@ from opacus_shuffle.federated.flower.common import (
     trained_update,
 )
 from opacus_shuffle.federated.ledger import Ledger
+from opacus_shuffle.federated.report_formats import BitSums
 from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped
 
 
 class SecureSums:
-    """What clients and server must agree on, and the rounds that the server's ledger asks for.
+    """The settings that clients and server agree on, and the server's rounds.
 
     Args:
-        format: What reports look like, with ``messages="counts"``.
+        format: What reports look like.
         largest_coordinate: No coordinate of the sum of all updates is larger, in the updates' own
             unit; a smaller modulus follows. By default the modulus has room for every sum.
         simulated: Clients and server are in one process, as a report then says.
@@ -63,27 +64,22 @@ class SecureSums:
         masks are drawn from 32 bits of a shared secret, and clients never compare what they were
         told. :meth:`mod` refuses a server that is set up otherwise than agreed or says what no
         honest one says; one that lies to each client differently can still have the sum of fewer
-        than ``format.fewest_reports``. A client that drops out once it has shared its keys takes
+        than ``format.min_reports``. A client that drops out once it has shared its keys takes
         its noise with it, as with a shuffler; one that is gone before halts the round, which stays
         accounted.
 
     Raises:
-        ValueError: If the format is not one of counts, or half of the clients may be missing.
+        ValueError: If half of the clients may be missing.
     """
 
     def __init__(
         self, format: BitSums, *, largest_coordinate: float | None = None, simulated: bool = False
     ) -> None:
         self.format = instance_of("format", format, (BitSums,))
-        if format.messages != "counts":
+        dishonest = format.min_reports - format.honest_reports
+        if 2 * format.min_reports <= format.num_users + dishonest:
             raise ValueError(
-                f"format must have messages='counts', got {format.messages!r}: single bits are a "
-                "shuffler's"
-            )
-        dishonest = format.fewest_reports - format.honest_reports
-        if 2 * format.fewest_reports <= format.num_users + dishonest:
-            raise ValueError(
-                f"format has min_reports={format.fewest_reports} of {format.num_users} clients, "
+                f"format has min_reports={format.min_reports} of {format.num_users} clients, "
                 f"{dishonest} of which may be "
                 "dishonest: more than half must be there, and the dishonest ones besides, or two "
                 "sums could be unmasked"
@@ -101,7 +97,7 @@ class SecureSums:
     # What a client does
 
     def arrays_of(self, report: bytes) -> Arrays:
-        """The counts of a report as the weights that SecAgg+ rounds to these very counts.
+        """Returns a report's counts as arrays that SecAgg+ rounds to these very counts.
 
         Raises:
             ValueError: If nothing would mask them.
@@ -111,13 +107,13 @@ class SecureSums:
                 "nothing masks what this client sends: make its app with ClientApp(client_fn=..., "
                 "mods=[sums.mod])"
             )
-        counts = self.format.counts_of(self.format.open(report).numbers)
+        counts = self.format.counts_of(self.format.open(report)[1])
         return [(counts - self._levels / 2) * self._levels]
 
     def mod(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
-        """Flower's own mod for ``ClientApp(client_fn=..., mods=[sums.mod])``, for no other settings than these.
+        """Flower's SecAgg+ mod for ``ClientApp(client_fn=..., mods=[sums.mod])``.
 
         Raises:
             ValueError: If the server asks for another modulus or scale, for a lower threshold or
@@ -148,10 +144,10 @@ class SecureSums:
         return answer
 
     def _check_clients(self, which: str, clients: Sequence[int]) -> None:
-        if len(set(clients)) != len(clients) or len(clients) < self.format.fewest_reports:
+        if len(set(clients)) != len(clients) or len(clients) < self.format.min_reports:
             raise ValueError(
                 f"the server names {len(set(clients))} clients {which}, this one agreed to "
-                f"{self.format.fewest_reports} at "
+                f"{self.format.min_reports} at "
                 "least, each once: it sends nothing"
             )
 
@@ -172,20 +168,20 @@ class SecureSums:
                     "it sends nothing"
                 )
         if (
-            asked[Key.SAMPLE_NUMBER] > self.format.most_reports
-            or asked[Key.THRESHOLD] < self.format.fewest_reports
+            asked[Key.SAMPLE_NUMBER] > self.format.num_users
+            or asked[Key.THRESHOLD] < self.format.min_reports
         ):
             raise ValueError(
                 f"the server would unmask the sum of {asked[Key.THRESHOLD]} of "
                 f"{asked[Key.SAMPLE_NUMBER]} clients, this one "
-                f"agreed to {self.format.fewest_reports} of {self.format.most_reports}: it sends "
+                f"agreed to {self.format.min_reports} of {self.format.num_users}: it sends "
                 "nothing"
             )
 
     # What the server does
 
     def workflow(self, *, timeout: float | None = None) -> SecAggPlusWorkflow:
-        """Flower's workflow with these settings, for ``DefaultWorkflow(fit_workflow=...)``.
+        """Returns Flower's workflow for ``DefaultWorkflow(fit_workflow=...)``.
 
         Args:
             timeout: Seconds to wait for the answers of each stage; None waits for all.
@@ -194,7 +190,7 @@ class SecureSums:
             positive("timeout", timeout)
         return SecAggPlusWorkflow(
             num_shares=1.0,
-            reconstruction_threshold=self.format.fewest_reports,
+            reconstruction_threshold=self.format.min_reports,
             max_weight=float(self._levels),
             clipping_range=self._levels / 2,
             quantization_range=self._levels,
@@ -203,14 +199,14 @@ class SecureSums:
         )
 
     def aggregated(self, average: Arrays, num_reports: int) -> None:
-        """Takes the workflow's average over so many clients; :meth:`close_round` hands it over."""
+        """Takes the workflow's average over ``clients`` clients, for :meth:`close_round`."""
         if self._open is None:
             raise ValueError("no round is open: open it with the ledger first")
         reports = integer(
             "num_reports",
             num_reports,
-            minimum=self.format.fewest_reports,
-            maximum=self.format.most_reports,
+            minimum=self.format.min_reports,
+            maximum=self.format.num_users,
         )
         weights = flat(average).numpy()
         exact = weights * (reports / self._levels) + reports * (self._levels / 2)
@@ -223,7 +219,7 @@ class SecureSums:
             )
         residues = torch.from_numpy(np.rint(exact).astype(np.int64))
         counts = unwrapped(self.format.protocol, residues, reports, self.modulus)
-        self._released = Released(self._open, reports, (counts.numpy().astype("<i8").tobytes(),))
+        self._released = Released(self._open, reports, counts.numpy().astype("<i8").tobytes())
 
     def open_round(self, number: int, fingerprint: bytes) -> None:
         """Begins a round, if the ledger goes by the same settings."""
@@ -231,7 +227,7 @@ class SecureSums:
         self._open, self._released = number, None
 
     def close_round(self, number: int) -> Released:
-        """The round's sum.
+        """Returns the round's sum.
 
         Raises:
             UnknownRoundError: If the aggregation was halted, as too few clients were there.
@@ -243,7 +239,7 @@ class SecureSums:
         return self._released
 
     def forget_round(self, number: int) -> None:
-        """Forgets the sum."""
+        """Forgets the round's sum."""
         self._open, self._released = None, None
 
 
@@ -280,21 +276,26 @@ class SecureSumClient(NumPyClient):
         self.always_train = boolean("always_train", always_train)
 
     def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
-        """This client's counts; the mod masks them. Nothing else is sent: no losses, no numbers of examples."""
+        """Returns this client's counts, which the mod masks.
+
+        No losses are sent, and no numbers of examples.
+        """
         received, sent = flat(parameters), list[bytes]()
         check_size(received, self.sums.format)
 
-        def update() -> torch.Tensor:
-            return trained_update(
+        self.reporter.answer(
+            config[ROUND],
+            lambda: trained_update(
                 lambda: flat(self.train([array.copy() for array in parameters])), received
-            )
-
-        self.reporter.answer(config[ROUND], update, sent.append, always_train=self.always_train)
+            ),
+            sent.append,
+            always_train=self.always_train,
+        )
         return self.sums.arrays_of(sent[0]), 1, {}
 
 
 class SecureSumStrategy(Strategy):
-    """The older workflow's strategy: adds the mean of the clients' updates to the weights, and accounts for every round.
+    """The older workflow's strategy: adds the mean of the clients' updates to the weights.
 
     Args:
         ledger: The book of the run, with a :class:`SecureSums` as its shuffler.
@@ -302,8 +303,6 @@ class SecureSumStrategy(Strategy):
         learning_rate: What the mean is multiplied by: the sum over the expected number of clients
             that take part.
         min_nodes: Nodes to wait for before a round; by default as many as a round needs.
-        evaluate_fn: Gets the weights after each round, returns a loss and metrics, on data of the
-            server's own.
 
     Formal Guarantees:
         A round is in the book before any client is asked. When the target ε is reached nobody is
@@ -317,35 +316,27 @@ class SecureSumStrategy(Strategy):
         *,
         learning_rate: float = 1.0,
         min_nodes: int | None = None,
-        evaluate_fn: Callable[[Arrays], tuple[float, dict[str, Any]]] | None = None,
     ) -> None:
         self.ledger = instance_of("ledger", ledger, (Ledger,))
         self.sums = instance_of("ledger.shuffler", ledger.shuffler, (SecureSums,))
-        self.learning_rate, self.evaluate_fn = positive("learning_rate", learning_rate), evaluate_fn
-        self.min_nodes = (
-            ledger.format.fewest_reports if min_nodes is None else integer("min_nodes", min_nodes)
-        )
+        self.learning_rate = positive("learning_rate", learning_rate)
+        needed = ledger.format.min_reports if min_nodes is None else min_nodes
+        self.min_nodes = integer("min_nodes", needed)
         self.weights = (
             weights if ledger.result is None else shaped_like(ledger.result["weights"], weights)
         )
         check_size(flat(self.weights), ledger.format, "the model has")
 
     def initialize_parameters(self, client_manager: Any) -> Parameters:
-        """Where training starts."""
+        """Returns the weights that training starts from."""
         return ndarrays_to_parameters(self.weights)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: Any
     ) -> list[Any]:
-        """Writes the next round down, and asks everyone; nobody if the target ε is reached."""
+        """Opens the next round and asks every client; nobody if the target ε is reached."""
         if self.ledger.begun:  # it was halted, or its server was killed
-            self.ledger.close()
-            log(
-                WARNING,
-                "round %s was dropped, too few clients stayed: it is accounted",
-                self.ledger.round,
-            )
-            self.ledger.finish({"weights": flat(self.weights)})
+            self._release()
         if not self.ledger.affords_another():
             log(
                 INFO,
@@ -353,10 +344,10 @@ class SecureSumStrategy(Strategy):
                 self.ledger.round,
             )
             return []
-        clients = list(enough(lambda: client_manager.all().values(), self.min_nodes))
-        if len(clients) > self.ledger.format.most_reports:
+        clients = enough(lambda: client_manager.all().values(), self.min_nodes)
+        if len(clients) > self.ledger.format.num_users:
             raise ValueError(
-                f"{len(clients)} nodes are there, num_users={self.ledger.format.most_reports} were "
+                f"{len(clients)} nodes are there, num_users={self.ledger.format.num_users} were "
                 "agreed on: every client "
                 "would refuse; end the others"
             )
@@ -368,35 +359,32 @@ class SecureSumStrategy(Strategy):
     def aggregate_fit(
         self, server_round: int, results: list[Any], failures: list[Any]
     ) -> tuple[Parameters | None, dict[str, Any]]:
-        """Takes the sum, and moves the weights."""
+        """Closes the round and moves the weights."""
         average = parameters_to_ndarrays(
             results[0][1].parameters
         )  # the workflow gives all of them the same
         self.sums.aggregated(average, len(results))
-        released = self.ledger.close()
-        mean = self.ledger.estimated_mean(released)
-        if mean is not None:
-            self.weights = shaped_like(flat(self.weights) + self.learning_rate * mean, self.weights)
-        self.ledger.finish({"weights": flat(self.weights)})
-        return ndarrays_to_parameters(self.weights), {
-            "reports": released.num_reports,
-            "rounds": self.ledger.round,
-        }
+        return ndarrays_to_parameters(self.weights), self._release()
+
+    def _release(self) -> dict[str, int]:
+        """Moves the weights by the open round's mean update, and returns the metrics."""
+        new, metrics = close_round(
+            self.ledger, flat(self.weights), lambda old, mean: old + self.learning_rate * mean
+        )
+        self.weights = shaped_like(new, self.weights)
+        return metrics
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: Any
     ) -> list[Any]:
-        """Nobody: what clients would answer has no noise."""
+        """Asks nobody, because the clients' answers would have no noise."""
         return []
 
     def aggregate_evaluate(
         self, server_round: int, results: Any, failures: Any
     ) -> tuple[float | None, dict[str, Any]]:
-        """Nothing."""
+        """Does nothing, as no client evaluates."""
         return None, {}
 
-    def evaluate(
-        self, server_round: int, parameters: Parameters
-    ) -> tuple[float, dict[str, Any]] | None:
-        """On data of the server's own."""
-        return None if self.evaluate_fn is None else self.evaluate_fn(self.weights)
+    def evaluate(self, server_round: int, parameters: Parameters) -> None:
+        """Does nothing: evaluate :attr:`weights` on the server's own data."""
