@@ -1,4 +1,4 @@
-"""Clipping: how the gradients of one batch's records become a sum that no record moves far.
+"""Clips the gradients of a batch's records and adds them up, so that no record moves far.
 
 A strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`, which asks it once
 for each physical batch. Where all gradients are finite, sums are Opacus's, bit for bit. Opacus lets
@@ -27,10 +27,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed
-from opacus.optimizers import FSDPOptimizerFastGradientClipping, get_optimizer_class
+from opacus.optimizers import get_optimizer_class
 
-from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used, rows_waiting
+from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used, record_counts
 
 HALF = (torch.bfloat16, torch.float16)
 MARGIN = 1 - 2**-18
@@ -38,7 +37,7 @@ MARGIN = 1 - 2**-18
 
 
 class Clipping:
-    """One way of making a clipped sum: ``summed_grad`` of each parameter of an optimizer.
+    """A way of clipping: it makes the clipped sum, ``summed_grad``, of each parameter.
 
     Attributes:
         in_backward: Whether the backward pass clips, so that there are no gradients of records.
@@ -46,9 +45,9 @@ class Clipping:
 
     in_backward: ClassVar[bool] = False
 
-    def rows(self, optimizer: Any) -> set[int]:
-        """How many records each parameter has gradients of, that the next step will clip."""
-        return rows_waiting(optimizer)
+    def record_counts(self, optimizer: Any) -> set[int]:
+        """Returns how many records each parameter has gradients of."""
+        return record_counts(optimizer)
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
         """Clips one physical batch and adds it to the sum of the logical one.
@@ -62,93 +61,90 @@ class Clipping:
         """Refuses a sum that the noise is not made for; raises a ValueError."""
 
     def forget_pass(self) -> None:
-        """Forgets what a backward pass has clipped and no step has taken."""
+        """Forgets gradients that a backward pass has clipped and no step has taken."""
 
     def forget_sum(self) -> None:
         """Forgets the sum of a logical batch, where it is not ``summed_grad``."""
 
 
 class FlatClipping(Clipping):
-    """A record's whole gradient, over all parameters, is clipped to one norm."""
+    """Clips each record's whole gradient, over all parameters, to one norm."""
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
         """Clips gradients of records, and leaves out those that are not finite."""
         parameters = optimizer.params
         for parameter in parameters:
-            refuse_used(parameter.grad_sample)
-            refuse_used(parameter.summed_grad)
+            check_unused(parameter.grad_sample)
+            check_unused(parameter.summed_grad)
         samples = optimizer.grad_samples
-        dtypes = {tensor.dtype for tensor in (*parameters, *samples)}
-        half = not dtypes.isdisjoint(HALF)
-        norms = [_row_norms(sample.float() if half else sample) for sample in samples]
-        device = norms[0].device
-        finite = torch.isfinite(torch.stack([norm.to(device) for norm in norms])).all(dim=0)
+        half = any(tensor.dtype in HALF for tensor in (*parameters, *samples))
+        rows = [sample.reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
+        norms = [(row.float() if half else row).norm(2, dim=-1) for row in rows]
+        finite = torch.isfinite(_on_one_device(norms)).all(dim=1)
         spoilt = not bool(finite.all())
         factors = self.factors(optimizer, norms, MARGIN if half else 1.0)
-        if spoilt:
-            factors = [factor.masked_fill(~finite.to(factor.device), 0.0) for factor in factors]
-        self.count(optimizer, factors)
         totals = []
         for parameter, sample, factor in zip(parameters, samples, factors, strict=True):
             sample = sample.to(_sum_dtype(parameter))
             if spoilt:  # no factor of zero would do, for zero times infinity is NaN
-                unusable = ~finite.to(sample.device).view(-1, *[1] * (sample.dim() - 1))
-                sample = sample.masked_fill(unusable, 0.0)
+                unusable = ~finite.to(sample.device)
+                factor = factor.masked_fill(unusable.to(factor.device), 0.0)
+                rows_of = unusable.view(-1, *[1] * (sample.dim() - 1))
+                sample = sample.masked_fill(rows_of, 0.0)
             totals.append(torch.einsum("i,i...", factor.to(sample.device, sample.dtype), sample))
         for parameter, total in zip(parameters, totals, strict=True):
-            _add_to_sum(parameter, total)
+            add_to_sum(parameter, total)
             mark_as_used(parameter.grad_sample)
+        self.count(optimizer, factors[0].masked_fill(~finite.to(factors[0].device), 0.0))
         return len(samples[0]), self.norm(optimizer)
 
     def norm(self, optimizer: Any) -> float:
-        """The norm that one whole report is clipped to."""
+        """Returns the norm that one whole report is clipped to."""
         return float(optimizer.max_grad_norm)
 
     def factors(
         self, optimizer: Any, norms: list[torch.Tensor], margin: float
     ) -> list[torch.Tensor]:
-        """What each record's gradient of each parameter is multiplied by, of shape [records].
+        """Returns each record's factor for its gradient of each parameter, of shape [records].
 
         Args:
             optimizer: Its norms are clipped to.
             norms: Each record's norms, for one parameter after another.
             margin: By how much less to clip, for norms that are rounded.
         """
-        device = norms[0].device
-        whole = torch.stack([norm.to(device) for norm in norms], dim=1).norm(2, dim=1)
+        whole = _on_one_device(norms).norm(2, dim=1)
         return [_factors(margin * optimizer.max_grad_norm, whole)] * len(norms)
 
-    def count(self, optimizer: Any, factors: list[torch.Tensor]) -> None:
-        """Notes how many records were clipped, where the norm adapts to it."""
+    def count(self, optimizer: Any, factors: torch.Tensor) -> None:
+        """Counts the records that were clipped; adaptive clipping needs it."""
 
 
 class LayerClipping(FlatClipping):
-    """The gradient of each parameter is clipped to a norm of its own."""
+    """Clips each record's gradient of each parameter to a norm of its own."""
 
     def norm(self, optimizer: Any) -> float:
-        """The norm of the layers' norms, which schedulers do not reach."""
+        """Returns the norm of all layers' norms together."""
         return float(torch.norm(torch.Tensor(optimizer.max_grad_norms), p=2).item())
 
     def factors(
         self, optimizer: Any, norms: list[torch.Tensor], margin: float
     ) -> list[torch.Tensor]:
-        """What each record's gradient is multiplied by, another one for each parameter."""
-        limits = optimizer.max_grad_norms
-        pairs = zip(limits, norms, strict=True)
+        """Returns each record's factor for its gradient of each parameter."""
+        pairs = zip(optimizer.max_grad_norms, norms, strict=True)
         return [_factors(margin * limit, norm) for limit, norm in pairs]
 
 
 class AdaptiveClipping(FlatClipping):
-    """Opacus's adaptive clipping, whose norm follows how many records were clipped."""
+    """Clips to a norm that follows how many records were clipped, as Opacus does."""
 
-    def count(self, optimizer: Any, factors: list[torch.Tensor]) -> None:
-        """Counts, as Opacus, the records that were not clipped."""
-        optimizer.sample_size += len(factors[0])
-        optimizer.unclipped_num += len(factors[0]) - (factors[0] < 1).sum()
+    def count(self, optimizer: Any, factors: torch.Tensor) -> None:
+        """Counts the records that were not clipped, as Opacus does."""
+        optimizer.sample_size += len(factors)
+        optimizer.unclipped_num += len(factors) - (factors < 1).sum()
 
 
 class GhostClipping(Clipping):
-    """Ghost clipping: the criterion's backward pass clips, and says what it has clipped."""
+    """Takes over sums that the criterion's backward pass has clipped (ghost clipping)."""
 
     in_backward: ClassVar[bool] = True
 
@@ -156,17 +152,16 @@ class GhostClipping(Clipping):
         self.forget_pass()
 
     def forget_pass(self) -> None:
-        """Forgets what the criterion has clipped: no step takes it any more."""
-        self.records: int | None = None
-        self.norm = 0.0
+        """Forgets what the criterion has clipped, so that no step takes it."""
+        self.clipped: tuple[int, float] | None = None
         self.known: frozenset[int] = frozenset()
-        self.gradients: list[tuple[Any, torch.Tensor | None, int]] = []
-        self.single: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients: list[tuple[torch.Tensor | None, int]] = []
+        self.precise: Mapping[torch.Tensor, torch.Tensor] = {}
 
-    def note(
+    def note_pass(
         self, optimizer: Any, module: Any, records: int, sums: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Takes over what a backward pass has clipped, which is in ``.grad``.
+        """Takes note of what a backward pass has clipped, which is in ``.grad``.
 
         Args:
             optimizer: Whose step is to release it.
@@ -174,20 +169,16 @@ class GhostClipping(Clipping):
             records: How many records the batch had.
             sums: Sums that are more precise than ``.grad`` of parameters in half precision.
         """
-        self.records, self.norm = records, float(module.max_grad_norm)
+        self.clipped = records, float(module.max_grad_norm)
         self.known = frozenset(map(id, module.trainable_parameters))
-        self.gradients = [
-            (parameter, parameter.grad, _version(parameter.grad)) for parameter in optimizer.params
-        ]
-        self.single = {
-            parameter: sums[parameter]
-            for parameter in optimizer.params
-            if parameter in sums and parameter.dtype in HALF
+        self.gradients = [version_of(parameter.grad) for parameter in optimizer.params]
+        self.precise = {
+            parameter: total for parameter, total in sums.items() if parameter.dtype in HALF
         }
 
-    def rows(self, optimizer: Any) -> set[int]:
-        """How many records the criterion has clipped."""
-        return set() if self.records is None else {self.records}
+    def record_counts(self, optimizer: Any) -> set[int]:
+        """Returns how many records the criterion has clipped."""
+        return set() if self.clipped is None else {self.clipped[0]}
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
         """Adds what the criterion has clipped to the sum of the logical batch.
@@ -196,64 +187,36 @@ class GhostClipping(Clipping):
             ValueError: If the gradient was not clipped, or changed since, or holds a parameter that
                 the criterion does not know.
         """
-        if self.records is None:
+        clipped, precise, parameters = self.clipped, self.precise, optimizer.params
+        if clipped is None:
             raise ValueError(
                 "this gradient was not clipped: call the criterion that make_private returned, "
                 "then loss.backward(), then optimizer.step(), once each per batch"
             )
-        for parameter in optimizer.params:
-            refuse_used(parameter.summed_grad)
-        if not self.known.issuperset(map(id, optimizer.params)):
+        for parameter in parameters:
+            check_unused(parameter.summed_grad)
+        if not self.known.issuperset(map(id, parameters)):
             raise ValueError(
                 "a parameter was made trainable after make_private and is not clipped: call "
                 "make_private after"
             )
-        changed = any(
-            parameter.grad is not gradient or _version(gradient) != version
-            for parameter, gradient, version in self.gradients
-        )
-        noted = self.records, self.norm
-        totals = [
-            (parameter, self.single.get(parameter, parameter.grad))
-            for parameter in optimizer.params
-        ]
+        seen, gradients = self.gradients, [parameter.grad for parameter in parameters]
         # .grad is the sum itself now, which nobody may change before there is noise on it.
         optimizer.forget_clipped()
-        if changed:
-            raise ValueError(
-                "gradients were changed between loss.backward() and optimizer.step() (by another "
-                "loss, or in place), so they are no longer clipped; backpropagate the criterion's "
-                "loss alone, and leave .grad to the optimizer"
-            )
-        for parameter, total in totals:
-            _add_to_sum(parameter, total.detach())
-        return noted
+        for gradient, (noted, version) in zip(gradients, seen, strict=True):
+            if gradient is not noted or version_of(gradient)[1] != version:
+                raise ValueError(
+                    "gradients were changed between loss.backward() and optimizer.step() (by "
+                    "another loss, or in place), so they are no longer clipped; backpropagate the "
+                    "criterion's loss alone, and leave .grad to the optimizer"
+                )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            add_to_sum(parameter, precise.get(parameter, gradient).detach())
+        return clipped
 
 
-class ShardedClipping(Clipping):
-    """Ghost clipping of sharded networks, as Opacus does it, which keeps sums in the optimizer."""
-
-    in_backward: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self.sums: dict[torch.Tensor, dict[str, Any]] = {}
-
-    def clip(self, optimizer: Any) -> tuple[int, float]:
-        """Adds what Opacus's criterion has clipped; how many records that were is not known."""
-        if not self.sums:
-            self.sums = {parameter: {"summed_grad": None} for parameter in optimizer.params}
-        # Opacus's own optimizer of sharded networks has these.
-        optimizer.grad_state, optimizer.world_size = self.sums, torch.distributed.get_world_size()
-        FSDPOptimizerFastGradientClipping.accumulate(optimizer)
-        return 0, float(optimizer.max_grad_norm)
-
-    def forget_sum(self) -> None:
-        """Forgets the sums of shards."""
-        self.sums = {}
-
-
-def clipping_for(*, clipping: str, grad_sample_mode: str, distributed: bool) -> Clipping:
-    """The strategy for keywords of Opacus's ``make_private``.
+def clipping_for(clipping: str, grad_sample_mode: str, *, distributed: bool) -> Clipping:
+    """Returns the strategy for keywords of Opacus's ``make_private``.
 
     Raises:
         ValueError: If Opacus has no optimizer for them.
@@ -261,33 +224,31 @@ def clipping_for(*, clipping: str, grad_sample_mode: str, distributed: bool) -> 
     get_optimizer_class(clipping, distributed, grad_sample_mode)  # which refuses them by name
     if grad_sample_mode == "ghost":
         return GhostClipping()
-    if grad_sample_mode == "ghost_fsdp":
-        return ShardedClipping()
     kinds = {"flat": FlatClipping, "per_layer": LayerClipping, "adaptive": AdaptiveClipping}
     return kinds[clipping]()
 
 
-def _row_norms(sample: torch.Tensor) -> torch.Tensor:
-    """The norm of each record's gradient of one parameter, of shape [records]."""
-    return sample.reshape(len(sample), math.prod(sample.shape[1:])).norm(2, dim=-1)
+def version_of(gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """Returns a gradient with its version counter, which changes when it is written to."""
+    return gradient, -1 if gradient is None else gradient._version
 
 
-def _factors(limit: float, norms: torch.Tensor) -> torch.Tensor:
-    """What clips vectors of these norms to a limit; Opacus's formula."""
-    return (limit / (norms + 1e-6)).clamp(max=1.0)
-
-
-def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The precision of sums: single for parameters in half precision, else the parameter's own."""
-    return torch.float32 if parameter.dtype in HALF else parameter.dtype
-
-
-def _add_to_sum(parameter: Any, total: torch.Tensor) -> None:
+def add_to_sum(parameter: Any, total: torch.Tensor) -> None:
     """Adds a physical batch to a parameter's sum."""
     before = parameter.summed_grad
     parameter.summed_grad = total if before is None else before.add_(total)
 
 
-def _version(gradient: torch.Tensor | None) -> int:
-    """How often a gradient was written to."""
-    return -1 if gradient is None else gradient._version
+def _on_one_device(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Stacks norms of parameters, which may be on several devices, to [records, parameters]."""
+    return torch.stack([norm.to(norms[0].device) for norm in norms], dim=1)
+
+
+def _factors(limit: float, norms: torch.Tensor) -> torch.Tensor:
+    """Returns the factors that clip vectors of these norms to a limit, by Opacus's formula."""
+    return (limit / (norms + 1e-6)).clamp(max=1.0)
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Returns the precision of sums: single for half precision, else the parameter's own."""
+    return torch.float32 if parameter.dtype in HALF else parameter.dtype

@@ -1,4 +1,4 @@
-"""Noise: what is added to a clipped sum before it is released.
+"""Adds noise to a clipped sum before it is released.
 
 A strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`. A mechanism of
 your own derives one from :class:`Noise` and returns it from its scheme; the optimizer has accounted
@@ -23,20 +23,18 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from opacus.optimizers import FSDPOptimizerFastGradientClipping
-from torch.distributed.tensor.experimental import implicit_replication
 
-from opacus_shuffle.core.opacus_compat import gaussian_noise, mark_as_used, refuse_used
+from opacus_shuffle.core.opacus_compat import check_unused, gaussian_noise, mark_as_used
 
 
 class Noise:
-    """One way of noising a sum: :meth:`draw` for each parameter, on the ranks that draw any."""
+    """A way of adding noise to a sum; derived classes :meth:`draw` it for each parameter."""
 
     on_every_rank: ClassVar[bool] = False
     """Whether all ranks add noise, that of their own reports; by default the first one alone."""
 
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
-        """The noise for one parameter.
+        """Draws the noise for one parameter.
 
         Args:
             optimizer: Its ``num_records`` reports of norm ``max_grad_norm`` were summed.
@@ -45,10 +43,10 @@ class Noise:
         raise NotImplementedError
 
     def add(self, optimizer: Any) -> None:
-        """Adds the noise: ``summed_grad`` of every parameter, noised, becomes its ``.grad``."""
+        """Adds noise to ``summed_grad`` of every parameter, which becomes its ``.grad``."""
         for parameter in optimizer.params:
             total = parameter.summed_grad
-            refuse_used(total)
+            check_unused(total)
             noised = total
             if optimizer.rank == 0 or self.on_every_rank:
                 noised = total + self.draw(optimizer, total)
@@ -57,19 +55,19 @@ class Noise:
 
 
 class GaussianNoise(Noise):
-    """Opacus's: N(0, σ²C²) on every entry of the sum."""
+    """Adds N(0, σ²C²) to every entry of the sum, as Opacus does."""
 
     def multiplier(self, optimizer: Any) -> float:
-        """The noise's standard deviation over the norm."""
+        """Returns the noise's standard deviation over the norm."""
         return float(optimizer.noise_multiplier)
 
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
-        """Gaussian noise of the optimizer's generator."""
+        """Draws Gaussian noise from the optimizer's generator."""
         return draw_gaussian(optimizer, self.multiplier(optimizer) * optimizer.max_grad_norm, total)
 
 
 class LocalGaussianNoise(GaussianNoise):
-    """Every record's report carries its own N(0, σ²C²I), so the sum of k of them √k·σ·C.
+    """Adds the noise of k reports with N(0, σ²C²I) each: √k·σ·C on their sum.
 
     The sum of k independent noises is drawn at once, which has the same distribution. k is the
     number of records really in the logical batch: an empty one sends nothing, no noise either.
@@ -78,55 +76,39 @@ class LocalGaussianNoise(GaussianNoise):
     on_every_rank: ClassVar[bool] = True
 
     def multiplier(self, optimizer: Any) -> float:
-        """√k·σ."""
+        """Returns √k·σ."""
         return math.sqrt(optimizer.num_records) * float(optimizer.noise_multiplier)
 
 
 class AdaptiveNoise(GaussianNoise):
-    """Opacus's noise of adaptive clipping: on the sum, and on the count that the norm follows.
+    """Adds Opacus's noise of adaptive clipping: to the sum, and to the count of clipped records.
 
     Theorem 1 of arXiv:1905.03871: both together cost what σ alone does on the sum.
     """
 
     def multiplier(self, optimizer: Any) -> float:
-        """(σ⁻² − (2σ_u)⁻²)^(−1/2), with σ_u the deviation of the noise on the count."""
+        """Returns (σ⁻² − (2σ_u)⁻²)^(−1/2), with σ_u the deviation of the noise on the count."""
         sigma = optimizer.noise_multiplier
         if not sigma > 0:
             return 0.0
         return float((sigma ** (-2) - (2 * optimizer.unclipped_num_std) ** (-2)) ** (-1 / 2))
 
     def add(self, optimizer: Any) -> None:
-        """Noises the sum, then the count of records that were not clipped."""
+        """Adds noise to the sum, then to the count of records that were not clipped."""
         super().add(optimizer)
         count = torch.as_tensor(optimizer.unclipped_num).float()
         noise = draw_gaussian(optimizer, optimizer.unclipped_num_std, count)
         optimizer.unclipped_num = float(optimizer.unclipped_num) + noise
 
 
-class ShardedNoise(Noise):
-    """Opacus's noise for sharded networks, to the sums that :class:`ShardedClipping` keeps."""
-
-    def add(self, optimizer: Any) -> None:
-        """Adds each shard's noise."""
-        with implicit_replication():  # the noise is no DTensor, the sums are
-            FSDPOptimizerFastGradientClipping.add_noise(optimizer)
-
-
-def noise_for(*, clipping: str, grad_sample_mode: str, local_noise: bool) -> Noise:
-    """The strategy for keywords of ``make_private``."""
-    if grad_sample_mode == "ghost_fsdp":
-        return ShardedNoise()
+def noise_for(clipping: str, *, local_noise: bool) -> Noise:
+    """Returns the strategy for keywords of ``make_private``."""
     if clipping == "adaptive":
         return AdaptiveNoise()
     return LocalGaussianNoise() if local_noise else GaussianNoise()
 
 
 def draw_gaussian(optimizer: Any, deviation: float, reference: torch.Tensor) -> torch.Tensor:
-    """Gaussian noise of a tensor's shape, from the generator of an optimizer."""
-    noise: torch.Tensor = gaussian_noise(
-        std=deviation,
-        reference=reference,
-        generator=optimizer.generator,
-        secure_mode=optimizer.secure_mode,
-    )
-    return noise
+    """Draws Gaussian noise of a tensor's shape, from the generator of an optimizer."""
+    drawn = {"generator": optimizer.generator, "secure_mode": optimizer.secure_mode}
+    return gaussian_noise(std=deviation, reference=reference, **drawn)  # type: ignore[no-any-return]

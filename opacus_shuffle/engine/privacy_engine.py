@@ -1,12 +1,13 @@
-"""``PrivacyEngine``: Opacus's, with the shuffle model behind a flag. Everything not named here is inherited.
+"""Opacus's engine with the shuffle model behind a flag; everything not named here is inherited.
 
 >>> import torch, opacus_shuffle
 >>> from torch.utils.data import DataLoader, TensorDataset
 >>> model = torch.nn.Linear(4, 2)
+>>> data = TensorDataset(torch.randn(600, 4), torch.zeros(600, dtype=torch.long))
 >>> engine = opacus_shuffle.PrivacyEngine(accountant="shuffled_checkin")
 >>> model, optimizer, loader = engine.make_private(
 ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-...     data_loader=DataLoader(TensorDataset(torch.randn(600, 4), torch.zeros(600, dtype=torch.long)), batch_size=60),
+...     data_loader=DataLoader(data, batch_size=60),
 ...     noise_multiplier=2.0, max_grad_norm=1.0, local_noise=True)
 >>> for x, y in loader:
 ...     torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -21,17 +22,16 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import opacus
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.flag_warnings import little_local_noise, little_noise
-from opacus_shuffle.accountants.opacus_report import OpacusReport
+from opacus_shuffle.accountants.opacus_report import report_of_opacus
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.guarantees import Adjacency
-from opacus_shuffle.core.opacus_compat import ACCOUNTANTS
+from opacus_shuffle.core.opacus_compat import ACCOUNTANTS, forget_parameters, wrap_network
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import (
     boolean,
@@ -41,19 +41,41 @@ from opacus_shuffle.core.validation import (
     open_unit_interval,
     reject_unknown,
 )
-from opacus_shuffle.engine.builder import BuilderMixin
-from opacus_shuffle.engine.checkpoints import CheckpointMixin
-from opacus_shuffle.engine.schemes import scheme_of
-from opacus_shuffle.engine.training_plan import Budget, Request
+from opacus_shuffle.engine.checkpoints import (
+    CheckpointMixin,
+    OpacusLineage,
+    tell_of_weights_alone,
+)
+from opacus_shuffle.engine.ghost_loss import GhostCriterion, watch_passes
+from opacus_shuffle.engine.network_checks import (
+    check_network,
+    check_supported,
+    explain_missing_calls,
+    watch_packs,
+)
+from opacus_shuffle.engine.pickling import leave_out_records
+from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
+from opacus_shuffle.engine.schemes import Scheme, scheme_of
+from opacus_shuffle.engine.training_plan import Budget, Request, Run
+from opacus_shuffle.engine.weights.module import make_plain, make_shuffled
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
-from opacus_shuffle.engine.weights_alone import tell_of_weights_alone
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
-class ShuffleMixin(BuilderMixin, CheckpointMixin):
-    """The shuffle model for any ``opacus.PrivacyEngine``: put it before that class among the bases.
+class PrivacyEngine(CheckpointMixin):
+    """Opacus's engine, which trains in the shuffle model where its accountant asks for it.
+
+    Args:
+        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``,
+            ``"shuffled_fw"``, ``"shuffled_sums"``, or any of Opacus's own.
+        secure_mode: Draw noise and participation from the operating system's cryptographic
+            generator, and noise as the sum of several draws on a grid that does not depend on the
+            data. Needs no further package (Opacus's needs ``torchcsprng``).
+        seed: For experiments on data that need no protection: noise, participation and permutations
+            are the same whenever the same calls are made on an engine of this seed. Such a run is
+            not private, and its report says so.
 
     Formal Guarantees:
         That of the accountant's bound, see :meth:`get_epsilon`. With ``local_noise=True`` the sum
@@ -81,30 +103,28 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
     ) -> None:
         one_of("accountant", instance_of("accountant", accountant, (str,)), ACCOUNTANTS)
         secure_mode = boolean("secure_mode", secure_mode)
-        if seed is not None:
-            if secure_mode:
-                raise ValueError(
-                    f"seed={seed!r} makes a run repeatable, which secure_mode=True is there to "
-                    "prevent: leave one out"
-                )
-            seed = integer("seed", seed, minimum=0)
+        if seed is not None and secure_mode:
+            raise ValueError(
+                f"seed={seed!r} makes a run repeatable, which secure_mode=True is there to "
+                "prevent: leave one out"
+            )
         with warnings.catch_warnings():
-            if secure_mode:
+            # All randomness of our accountants is cryptographic, and so is secure mode's.
+            if secure_mode or hasattr(ACCOUNTANTS[accountant], "mechanism_class"):
                 warnings.filterwarnings("ignore", "Secure RNG turned off")
-            super().__init__(
-                accountant=accountant, secure_mode=False, **keywords
-            )  # True would look for torchcsprng
-        self.secure_mode, self.seed, self.runs = secure_mode, seed, 0
-        self.num_users = None
+            # True would look for torchcsprng.
+            super().__init__(accountant=accountant, secure_mode=False, **keywords)
+        self.secure_mode, self.runs, self.opacus_lineage = secure_mode, 0, OpacusLineage()
         self.max_grad_norms: set[float] = set()  # that rounds were clipped to
         if secure_mode:
             self.secure_rng = SecretGenerator(secure=True)
         if seed is not None:
+            self.seed = integer("seed", seed, minimum=0)
             warnings.warn(not_private((f"seed={seed}",)), stacklevel=2)
 
     @property
     def accountant(self) -> Any:
-        """What every step is recorded by, and what answers for ε."""
+        """The accountant that records every step and computes ε."""
         return self.__dict__["accountant"]
 
     @accountant.setter
@@ -160,10 +180,9 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
             clipping: ``"flat"``, ``"per_layer"``; ``"adaptive"`` with Opacus's accountants only.
             noise_generator: Where the parameters are; on the CPU with ``shuffled_sums``. By default
                 seeded by the system.
-            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``; for sharded
-                networks, with Opacus's own accountants, ``"ghost_fsdp"``.
+            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
             wrap_model: As Opacus's.
-            rand_on_empty: As Opacus's.
+            rand_on_empty: As Opacus's, with its own accountants alone.
             local_noise: Every record's report carries its own N(0, σ²C²I).
             shuffle_weights: Permute hidden units, attention heads and residual streams after every
                 update; the network's function stays as it is, and **so does ε**. ``True`` for every
@@ -210,26 +229,87 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         )
         scheme = scheme_of(self)
         run = scheme.check(request)
-        if noise_generator is None and not self.secure_mode:
-            noise_generator = scheme.noise_generator(request)
-        with self.building(scheme, run):
-            scheme.describe(run)
-            made = super().make_private(**run.for_opacus(noise_generator))
-            scheme.attach(run, made)
+        made = self._build(scheme, run)
         self.runs += 1
         self.num_users = run.sampling.num_users
         tell_of_weights_alone(unwrap(module), self.known_lineage)
-        if names := [name for name in scheme.predictable(run) if not name.startswith("seed=")]:
-            warnings.warn(not_private(names), stacklevel=2)
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
         sentence = ""
         if planned is not None and self.accountant.emulated:
             sentence = little_noise(planned, run.noise_multiplier)
-        elif planned is not None and request.local_noise:
+        elif planned is not None and local_noise:
             sentence = little_local_noise(planned)
         if sentence:
             warnings.warn(sentence, stacklevel=2)
         return made
+
+    def _build(self, scheme: Scheme, run: Run) -> tuple[Any, ...]:
+        """Builds model, loader, optimizer and criterion as decided, or changes nothing.
+
+        Returns:
+            What ``make_private`` does.
+        """
+        asked, network = run.request, unwrap(run.request.module)
+        check_supported(self, asked.module)
+        first_batch = check_network(asked, self)
+        before = [(owner.__dict__, dict(vars(owner))) for owner in (self.accountant, self)]
+        model: Any = asked.module
+        earlier = None
+        try:
+            scheme.describe(run)
+            self._remember_data(asked.data_loader.dataset)
+            earlier = make_plain(asked.module)
+            model = wrap_network(
+                self,
+                asked.module,
+                batch_first=asked.batch_first,
+                max_grad_norm=asked.max_grad_norm,
+                loss_reduction=asked.loss_reduction,
+                grad_sample_mode=asked.grad_sample_mode,
+                wrap_model=asked.wrap_model,
+            )
+            if asked.grad_sample_mode == "ghost":
+                watch_passes(model)  # its hooks come before those that functorch must not copy
+            let_layers_be_empty(model, network)
+            explain_missing_calls(model)
+            if scheme.mechanisms or run.sampling.kind == "poisson":
+                model.forbid_grad_accumulation()  # two batches could hold one record twice
+            loader, optimizer = scheme.loader(run), scheme.build_optimizer(run)
+            scheme.attach(run, model, optimizer, loader)
+        except BaseException:  # Opacus refuses some layers midway
+            for attributes, earlier_ones in before:
+                attributes.clear()
+                attributes.update(earlier_ones)
+            if earlier is not None:
+                make_shuffled(asked.module, earlier)
+            if model is not asked.module:
+                model.cleanup()
+                forget_parameters(network)
+            raise
+        if first_batch is not None:
+            watched: Any = model if isinstance(model, nn.Module) else asked.module
+            watched.register_forward_pre_hook(first_batch, with_kwargs=True)
+            optimizer.first_batch = first_batch
+        for part in (asked.module, model):
+            leave_out_records(part)
+        watch_packs(network)
+        if asked.grad_sample_mode != "ghost":
+            return model, optimizer, loader
+        loss = asked.criterion or nn.CrossEntropyLoss(reduction=asked.loss_reduction)
+        criterion = GhostCriterion(model, optimizer, loss, asked.loss_reduction)
+        return model, optimizer, criterion, loader
+
+    def _remember_data(self, data: Any) -> None:
+        """Warns, as Opacus does, where an engine gets another data set than before."""
+        if self.dataset is not None and self.dataset != data:
+            warnings.warn(
+                f"PrivacyEngine detected new dataset object. Was: {self.dataset}, got: {data}. "
+                "Privacy accounting works per dataset, please initialize new PrivacyEngine if "
+                "you're using different dataset. You can ignore this warning if two datasets "
+                "above represent the same logical dataset",
+                stacklevel=4,
+            )
+        self.dataset = data if self.dataset is None else self.dataset
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,
@@ -241,10 +321,10 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         adjacency: str = "zero_out",
         **keywords: Any,
     ) -> Any:
-        """:meth:`make_private` with the smallest noise whose ε after ``epochs`` epochs does not exceed the target.
+        """Calls :meth:`make_private` with the smallest noise whose ε stays within the target.
 
-        The number of steps is ``epochs × len(data_loader)``, in integers, and ε is computed as
-        :meth:`get_epsilon` will.
+        The number of steps is ``epochs × len(data_loader)``, in integers, and ε after them is
+        computed as :meth:`get_epsilon` will.
 
         With ``shuffled_fw`` this is Algorithm 1 of Yang, Ji and Xiang's weight shuffling: σ by the
         bound for the shuffled parameters, σ₀ by the same bound without shuffling for the others,
@@ -277,14 +357,13 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         if len(self.accountant) > 0:
             warnings.warn(
                 "this engine has already spent privacy: the noise assumes a fresh start, so the "
-                "total will exceed "
-                f"target_epsilon={target_epsilon}",
+                f"total will exceed target_epsilon={target_epsilon}",
                 stacklevel=2,
             )
         return self.make_private(**{**keywords, **scheme_of(self).calibrate(request, budget)})
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
-        """ε spent so far at δ.
+        """Returns ε spent so far at δ.
 
         Args:
             delta: δ in (0, 1).
@@ -300,7 +379,9 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         return self.accountant.get_epsilon(delta, **options)
 
     def privacy_report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
-        """Every bound on what was spent so far, with its meaning: print it, show it in a notebook, ``.plot()`` it.
+        """Returns every bound on what was spent so far, with its meaning.
+
+        Print the report, show it in a notebook, ``.plot()`` it.
 
         Args:
             delta: δ in (0, 1).
@@ -320,10 +401,9 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         if Adjacency(adjacency) is not Adjacency.ZERO_OUT:
             raise ValueError(
                 f"accountant {self.accountant.mechanism()!r} has an epsilon for zero_out alone, "
-                f"got adjacency={adjacency!r}: "
-                "leave it out, or use a shuffle accountant"
+                f"got adjacency={adjacency!r}: leave it out, or use a shuffle accountant"
             )
-        return OpacusReport(
+        return report_of_opacus(
             self.accountant,
             delta=delta,
             poisson=self.poisson,
@@ -334,18 +414,3 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
             num_users=self.num_users,
             unchecked=self.unchecked,
         )
-
-
-class PrivacyEngine(ShuffleMixin, opacus.PrivacyEngine):
-    """Drop-in for :class:`opacus.PrivacyEngine`; see :class:`ShuffleMixin` for what it adds.
-
-    Args:
-        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``,
-            ``"shuffled_fw"``, ``"shuffled_sums"``, or any of Opacus's own.
-        secure_mode: Draw noise and participation from the operating system's cryptographic
-            generator, and noise as the sum of several draws on a grid that does not depend on the
-            data. Needs no further package (Opacus's needs ``torchcsprng``).
-        seed: For experiments on data that need no protection: noise, participation and permutations
-            are the same whenever the same calls are made on an engine of this seed. Such a run is
-            not private, and its report says so.
-    """

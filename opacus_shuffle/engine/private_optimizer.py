@@ -1,4 +1,4 @@
-"""``PrivateOptimizer``: what one step of a private run is, from the first check to the update.
+"""``PrivateOptimizer``: what one step of a private run does, from the first check to the update.
 
 Read :meth:`PrivateOptimizer.pre_step` and :meth:`PrivateOptimizer.step`: *check the parameters →
 take the ticket → clip → account → add noise → update*. How records are clipped and what noise is
@@ -27,18 +27,20 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.engine.clipping import Clipping, FlatClipping
+from opacus_shuffle.engine.clipping import Clipping, FlatClipping, version_of
 from opacus_shuffle.engine.noise import GaussianNoise, Noise, draw_gaussian
 from opacus_shuffle.engine.raw_gradients import names_of
 from opacus_shuffle.engine.sampling.tickets import TicketBook
 
+BY_ITSELF = "was called by itself: call optimizer.step(), which does all in its order"
+
 
 class PrivateOptimizer(OpenOptimizer):
-    """Opacus's optimizer, whose steps are accounted, and release nothing that is not.
+    """Opacus's optimizer, which accounts for each step before it releases anything.
 
     Args:
         optimizer: The plain optimizer inside, which makes the update.
@@ -54,21 +56,24 @@ class PrivateOptimizer(OpenOptimizer):
         num_records: Records of the current logical batch that have been clipped and summed so far.
         tickets: Of the loader; None where Opacus lets users train on any batches.
         accountant: Of the engine that accounts for the steps.
-        written: What this step has released for the update: each gradient, and how often it had
+        released: What this step has released for the update: each gradient, and how often it had
             been written to.
         batch_clip: c′, to which the sum over the shuffled parameters is clipped; None for not.
         unshuffled_noise_ratio: σ₀/σ of the parameters that are not clipped so.
         shuffled: Identities of those that are.
+        first_batch: What is to look at the network's first batch; None if nothing has to.
         rank: Of several processes, which one this is.
     """
 
+    generator: torch.Generator | None
     tickets: TicketBook | None = None
     accountant: Any = None
     num_records: int = 0
-    written: Mapping[torch.Tensor, tuple[torch.Tensor, int]] = types.MappingProxyType({})
+    released: Mapping[torch.Tensor, tuple[Any, int]] = types.MappingProxyType({})
     batch_clip: float | None = None
     unshuffled_noise_ratio: float = 1.0
     shuffled: frozenset[int] = frozenset()
+    first_batch: Any = None
     rank: int = 0
     world_size: int = 1
     _account: Callable[[Any], Any] | None = None
@@ -98,17 +103,18 @@ class PrivateOptimizer(OpenOptimizer):
             self.rank = torch.distributed.get_rank()
             self.world_size = torch.distributed.get_world_size()
         self.planned: tuple[torch.Tensor, ...] = tuple(self.params)
+        self._divisor = self.expected_batch_size
 
     def account_with(
         self, accountant: Any, account: Callable[[Any], Any], tickets: TicketBook | None
     ) -> None:
-        """From now on take tickets, and account each release by ``account``."""
+        """Sets what accounts for each release, and the tickets that each step takes."""
         self.accountant, self._account, self.tickets = accountant, account, tickets
 
     # ---- a step ------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Releases the batch, clipped and noised, and updates the parameters by it.
+        """Clips, accounts for and noises the batch, then updates the parameters.
 
         Args:
             closure: Makes the gradients; called once.
@@ -129,31 +135,31 @@ class PrivateOptimizer(OpenOptimizer):
                 self.reduce_gradients()
             return self.original_optimizer.step()
         finally:
-            self.written = {}
+            self.released = {}
 
     def pre_step(self, closure: Any = None) -> bool:
-        """All of a step but the update.
+        """Does all of a step but the update.
 
         Returns:
             Whether the batch has ended and was released, so that the update is to be made.
         """
-        self._accounted, self.written = False, {}
+        self._accounted, self.released = False, {}
         try:
             self.check_parameters()  # a closure may have frozen some
-            rows = self.take_ticket()
+            counts = self.check_ticket()
             self.clip_and_accumulate()
-            if self.only_sums(rows):
+            if not self.take_ticket(counts):
                 return False
             self.account()
             self.add_noise()
             self.scale_grad()
             # What is in .grad now, and no other gradient, may move the parameters.
-            self._note_written(self.params)
+            self._note_released(self.params)
             if self.step_hook:
                 self.step_hook(self)
             return True
         except BaseException:
-            self.written = {}
+            self.released = {}
             if self.tickets is not None:
                 self._drop(drop_partial_batch)
                 self.tickets.void()
@@ -169,14 +175,24 @@ class PrivateOptimizer(OpenOptimizer):
             ValueError: If some were frozen or thawed.
         """
         held = [parameter for group in self.param_groups for parameter in group["params"]]
-        trained = [id(parameter) for parameter in held if parameter.requires_grad]
-        if trained != [*map(id, self.planned)]:
-            self._refuse_parameters(held)
+        planned = set(map(id, self.planned))
+        frozen = [tensor for tensor in self.planned if not tensor.requires_grad]
+        thawed = [tensor for tensor in held if tensor.requires_grad and id(tensor) not in planned]
+        if frozen or thawed or not planned <= set(map(id, held)):
+            gone = "some are no longer the optimizer's"
+            changes = {"frozen": frozen, "thawed or added": thawed}
+            named = [f"{change}: {names_of(which)}" for change, which in changes.items() if which]
+            raise ValueError(
+                "parameters were frozen or thawed after make_private "
+                f"({'; '.join(named) or gone}): their gradients "
+                "are not those that are clipped and accounted for; undo it, or call make_private "
+                "again with a new optimizer"
+            )
         for parameter in held:
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before; the update would move it by that
 
-    def take_ticket(self) -> set[int]:
+    def check_ticket(self) -> set[int]:
         """Refuses gradients that are not those of the batch that was drawn last.
 
         Returns:
@@ -186,22 +202,28 @@ class PrivateOptimizer(OpenOptimizer):
             ValueError: If the batch is not fresh, another one than the network has seen, seen at
                 other weights, or there more than once.
         """
-        if self.tickets is None:
-            rows = self.clipping.rows(self)
-            if len(rows) > 1:
+        tickets = self.tickets
+        if tickets is None:
+            counts = self.clipping.record_counts(self)
+            if len(counts) > 1:
                 raise ValueError(
-                    f"optimizer.step() got gradients of {' and '.join(map(str, sorted(rows)))} for "
-                    "one batch: let no layer turn one record into several (or several into one) "
-                    "along the batch axis"
+                    f"optimizer.step() got gradients of {' and '.join(map(str, sorted(counts)))} "
+                    "for one batch: let no layer turn one record into several (or several into "
+                    "one) along the batch axis"
                 )
-            return rows
-        if self.tickets.abandoned():
+            return counts
+        if tickets.abandoned():
             self._drop(drop_sum)
-            self.tickets.void()
-        check_accumulated(self.params)
-        rows = self.clipping.rows(self)
-        self.tickets.check(rows, more=self.signalled())
-        if changed := self.tickets.weights.changed():
+            tickets.void()
+        if (batches := waiting_batches(self)) > 1:
+            raise ValueError(
+                f"gradients of {batches} batches were accumulated: a record might be in two of "
+                "them; call optimizer.step() and zero_grad() after each, or split batches with "
+                "BatchMemoryManager"
+            )
+        counts = self.clipping.record_counts(self)
+        tickets.check(counts, more=self.signalled())
+        if changed := tickets.weights.changed():
             raise ValueError(
                 f"{names_of(changed)} changed between the forward pass on this batch and "
                 "optimizer.step() (by a perturbation, a look-ahead or an update by hand): what one "
@@ -209,7 +231,7 @@ class PrivateOptimizer(OpenOptimizer):
                 "and the next forward pass alone"
             )
         self._may_clip = True
-        return rows
+        return counts
 
     def clip_and_accumulate(self) -> None:
         """Clips one physical batch and adds it to the sum of the logical one.
@@ -218,10 +240,7 @@ class PrivateOptimizer(OpenOptimizer):
             ValueError: If it is called by hand, or the norm is not positive.
         """
         if self.tickets is not None and not self._may_clip:
-            raise ValueError(
-                "optimizer.clip_and_accumulate() was called by itself, so that a batch could be in "
-                "the sum twice: call optimizer.step(), which does all in its order"
-            )
+            raise ValueError(f"optimizer.clip_and_accumulate() {BY_ITSELF}")
         self._may_clip = False
         records, norm = self.clipping.clip(self)
         if not norm > 0:
@@ -232,22 +251,24 @@ class PrivateOptimizer(OpenOptimizer):
         # Of two norms the larger counts: the noise must be made for it.
         self._clipped_to = norm if self._clipped_to is None else max(norm, self._clipped_to)
 
-    def only_sums(self, rows: set[int]) -> bool:
-        """Whether more of the batch is to come, which its ticket says, else Opacus's signals."""
-        signalled = self.signalled(take=True)
-        more = signalled
+    def take_ticket(self, counts: set[int]) -> bool:
+        """Notes that this physical batch was summed, and returns whether the logical one has ended.
+
+        Its ticket says so, else the signals of Opacus's ``BatchMemoryManager``.
+        """
+        more = self.signalled(take=True)
         if self.tickets is not None:
-            self.tickets.take(rows, more=signalled)
-            more = signalled or not self.tickets.ends()
+            self.tickets.take(counts, more=more)
+            more = more or not self.tickets.ends()
         self.last_step_was_skipped = more
-        return more
+        return not more
 
     def account(self) -> None:
-        """Accounts for what is about to be released.
+        """Accounts for the release that is about to be made.
 
         Raises:
-            ValueError: If it is no whole batch, none of this run, or clipped to another norm than
-                the noise is made for.
+            ValueError: If it is no whole batch, none of this run, clipped to another norm than the
+                noise is made for, or to be divided by another number than was planned.
         """
         if self.tickets is not None:
             self.tickets.check_release()
@@ -258,7 +279,15 @@ class PrivateOptimizer(OpenOptimizer):
                 "with a scheduler only with clipping='flat' and grad_sample_mode 'hooks', "
                 "'functorch' or 'ew'"
             )
+        if self.tickets is not None and self.expected_batch_size != self._divisor:
+            raise ValueError(
+                f"expected_batch_size is {self.expected_batch_size}, make_private set "
+                f"{self._divisor}: a divisor that follows the batch would tell how many records it "
+                "has; leave it alone"
+            )
         self.clipping.check_release(self)
+        if self.first_batch is not None and self.num_records:
+            self.first_batch.warn_if_not_called()
         if self._account is not None:
             self._account(self)
         if self.tickets is not None:
@@ -266,43 +295,39 @@ class PrivateOptimizer(OpenOptimizer):
         self._accounted = True
 
     def add_noise(self) -> None:
-        """Clips the sum where that was asked for, and adds the noise of the strategy.
+        """Adds the noise, after clipping the batch's sum where that was asked for.
 
         Raises:
             ValueError: If it is called by hand, for a release that nobody has accounted.
         """
         if self._account is not None and not self._accounted:
-            raise ValueError(
-                "optimizer.add_noise() was called by itself, for a sum that is not accounted: "
-                "call optimizer.step(), which does all in its order"
-            )
+            raise ValueError(f"optimizer.add_noise() {BY_ITSELF}")
         self._accounted = False
         if isinstance(self.generator, SecretGenerator) and self.generator.device.type != "cpu":
             # Philox is no cipher: no two steps are drawn by one key of it.
             self.generator.next_key()
         if self.batch_clip is not None:
-            self._clip_sum()
+            self._clip_sum(self.batch_clip)
         self.noise.add(self)
-        if self.batch_clip is not None:
-            self._add_unshuffled_noise()
+        self._add_unshuffled_noise()
 
     def reduce_gradients(self) -> None:
-        """Adds up what ranks have released, and divides by how many they are, as Opacus does."""
-        written = [parameter for parameter in self.params if self.wrote(parameter)]
+        """Adds up the ranks' noised sums, and averages them as Opacus does."""
+        unchanged = [parameter for parameter in self.params if self.has_released(parameter)]
         for parameter in self.params:
             torch.distributed.all_reduce(parameter.grad)
             if self.loss_reduction == "mean":
                 parameter.grad /= self.world_size
-        self._note_written(written)
+        self._note_released(unchanged)
 
     @property
     def aggregator(self) -> Any:
-        """The protocol of shuffled sums; None where the noise is another one."""
+        """The protocol that sums bits; None with Gaussian noise."""
         return getattr(self.clipping, "protocol", None)
 
     @property
     def accumulated_iterations(self) -> int:
-        """How many batches are in the sum, which Opacus's accountants multiply the rate by."""
+        """How many batches are in the sum; Opacus's accountants multiply their rate by it."""
         return 1 if self.clipping.in_backward else int(super().accumulated_iterations)
 
     # ---- the sum of a batch, with weight shuffling -------------------------------------------
@@ -314,7 +339,7 @@ class PrivateOptimizer(OpenOptimizer):
         batch_clip: float,
         unshuffled_noise_ratio: float = 1.0,
     ) -> None:
-        """From now on clip the sum over ``parameters`` together, and add more noise to the others.
+        """Sets that a batch's sum over some parameters is clipped, and others get more noise.
 
         That is Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1, lines 12 to 16. Projecting
         the sum on a ball brings no two sums further apart, so it costs no ε; nor does more noise.
@@ -322,26 +347,24 @@ class PrivateOptimizer(OpenOptimizer):
         self.shuffled = frozenset(map(id, parameters))
         self.batch_clip, self.unshuffled_noise_ratio = batch_clip, unshuffled_noise_ratio
 
-    def _clip_sum(self) -> None:
-        """Projects the sum over the shuffled parameters on the ball of radius ``batch_clip``."""
-        sums = [
-            parameter.summed_grad for parameter in self.params if id(parameter) in self.shuffled
-        ]
-        if not sums or self.batch_clip == math.inf:
+    def _clip_sum(self, batch_clip: float) -> None:
+        """Scales the sum over the shuffled parameters down to norm ``batch_clip``."""
+        shuffled = [parameter for parameter in self.params if id(parameter) in self.shuffled]
+        if not shuffled or batch_clip == math.inf:
             return
-        if self.distributed:  # the whole sum can be clipped on one rank alone
-            for total in sums:
-                torch.distributed.all_reduce(total)
-                if self.rank:
-                    total.zero_()
+        sums = [parameter.summed_grad for parameter in shuffled]
+        for total in sums if self.distributed else ():  # the whole sum is clipped on one rank alone
+            torch.distributed.all_reduce(total)
+            if self.rank:
+                total.zero_()
         # In double precision: where a norm over- or underflows, this would be no projection.
         norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in sums]
-        factor = self.batch_clip / torch.linalg.vector_norm(torch.stack(norms))
+        factor = batch_clip / torch.linalg.vector_norm(torch.stack(norms))
         for total in sums:
             total.mul_(torch.clamp(factor, max=1.0))
 
     def _add_unshuffled_noise(self) -> None:
-        """Brings the noise of parameters that are not shuffled from σ to σ₀."""
+        """Raises the noise of parameters that are not shuffled from σ to σ₀."""
         if self.unshuffled_noise_ratio <= 1 or self.rank:
             return
         more = math.sqrt(self.unshuffled_noise_ratio**2 - 1)
@@ -352,35 +375,32 @@ class PrivateOptimizer(OpenOptimizer):
 
     # ---- what may move the parameters --------------------------------------------------------
 
-    def wrote(self, parameter: torch.Tensor) -> bool:
-        """Whether a gradient is what was released for the update under way, unchanged."""
-        gradient, version = self.written.get(parameter, (None, -1))
-        return gradient is not None and parameter.grad is gradient and gradient._version == version
+    def has_released(self, parameter: torch.Tensor) -> bool:
+        """Tells whether a parameter's gradient is what this step has released, unchanged."""
+        gradient, version = self.released.get(parameter, (None, -1))
+        unchanged = parameter.grad is gradient and version_of(gradient)[1] == version
+        return gradient is not None and unchanged
 
-    def _note_written(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.written = {
-            parameter: (parameter.grad, parameter.grad._version)
-            for parameter in parameters
-            if parameter.grad is not None
-        }
+    def _note_released(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.released = {parameter: version_of(parameter.grad) for parameter in parameters}
 
     # ---- forgetting --------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Clears gradients, what the criterion has clipped, and the leave to move by them."""
-        self.written = {}
+        """Clears all gradients, and the sum if its batch has ended."""
+        self.released = {}
         self.clipping.forget_pass()
         super().zero_grad(set_to_none)
         if not self.last_step_was_skipped:
             self.forget_sum()
 
     def forget_sum(self) -> None:
-        """Forgets what was noted of the batches that were summed so far."""
+        """Forgets the batches that were summed so far."""
         self.num_records, self._clipped_to = 0, None
         self.clipping.forget_sum()
 
     def forget_batch(self) -> None:
-        """Drops a batch that is not finished, because it belongs to weights that were replaced."""
+        """Drops an unfinished batch, because the weights that it belongs to were replaced."""
         self._drop(drop_partial_batch)
         self.zero_grad()
         self.forget_clipped()
@@ -389,19 +409,24 @@ class PrivateOptimizer(OpenOptimizer):
             self.tickets.issue(None)
 
     def forget_clipped(self) -> None:
-        """Has nothing clipped by a backward pass that failed, whose gradients no step may take."""
+        """Drops gradients that a backward pass has left, clipped or raw."""
         self.clipping.forget_pass()
         for parameter in self.params:
             parameter.grad = None
 
     @property
     def pending(self) -> bool:
-        """Whether a gradient that the criterion has clipped waits for its noise."""
-        return self.clipping.in_backward and bool(self.clipping.rows(self))
+        """Whether a gradient that the criterion has clipped is waiting for its noise."""
+        return self.clipping.in_backward and bool(self.clipping.record_counts(self))
 
-    def _drop(self, how: Callable[[DPOptimizer], None]) -> None:
+    def _drop(self, how: Callable[[Any], None]) -> None:
         how(self)
         self.forget_sum()
+
+    def renew(self) -> None:
+        """Draws noise from a fresh secret in a forked process."""
+        if self.generator is None:
+            self.generator = SecretGenerator(self.params[0].device)
 
     # ---- refusals ----------------------------------------------------------------------------
 
@@ -417,51 +442,27 @@ class PrivateOptimizer(OpenOptimizer):
             "none)"
         )
 
-    def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> None:
-        """Says which parameter has no gradients of records, and what may have become of them.
+    def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> NoReturn:
+        """Raises an error that names a parameter without gradients of records, and likely reasons.
 
         Raises:
             ValueError: Always.
         """
+        why = (
+            "its layers ran forward more often than backward; call loss.backward() before the "
+            "step, let the loss use all that the network computes (or freeze the rest before "
+            "make_private), run what is not trained on under torch.no_grad() or in evaluation "
+            "mode, and nothing under torch.utils.checkpoint"
+            if unfinished
+            else "no backward pass came to it since zero_grad(); call loss.backward() of what "
+            "the network of make_private answered, no copy of it, nor under "
+            "torch.utils.checkpoint; call layers, not their weights; or freeze it before "
+            "make_private"
+        )
         raise ValueError(
             "optimizer.step() has no gradients of records for parameter "
-            f"{names_of([parameter])}: "
-            + (
-                "its layers ran forward more often than backward; call loss.backward() before the "
-                "step, let the loss use all that the network computes (or freeze the rest before "
-                "make_private), run what is not trained on under torch.no_grad() or in evaluation "
-                "mode, and nothing under torch.utils.checkpoint"
-                if unfinished
-                else "no backward pass came to it since zero_grad(); call loss.backward() of what "
-                "the network of make_private answered, no copy of it, nor under "
-                "torch.utils.checkpoint; call layers, not their weights; or freeze it before "
-                "make_private"
-            )
+            f"{names_of([parameter])}: {why}"
         )
-
-    def _refuse_parameters(self, held: list[torch.Tensor]) -> None:
-        """Refuses these parameters, unless they are the planned ones in another order."""
-        planned = set(map(id, self.planned))
-        frozen = [
-            parameter
-            for parameter in held
-            if id(parameter) in planned and not parameter.requires_grad
-        ]
-        thawed = [
-            parameter
-            for parameter in held
-            if id(parameter) not in planned and parameter.requires_grad
-        ]
-        changes = [("frozen", frozen), ("thawed or added", thawed)]
-        changed = [f"{what}: {names_of(which)}" for what, which in changes if which]
-        if not changed and not planned <= set(map(id, held)):
-            changed = ["some are no longer the optimizer's"]
-        if changed:
-            raise ValueError(
-                f"parameters were frozen or thawed after make_private ({'; '.join(changed)}): "
-                "their gradients are not those that are clipped and accounted for; undo it, or "
-                "call make_private again with a new optimizer"
-            )
 
     def attach_step_hook(self, fn: Callable[[Any], None] | None) -> None:
         """Adds a hook that runs after the noise, before the update; None takes off all.
@@ -492,18 +493,18 @@ class PrivateOptimizer(OpenOptimizer):
 
 
 class AdaptivePrivateOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
-    """The same for adaptive clipping, which Opacus's users tell by the class of the optimizer."""
+    """The private optimizer of adaptive clipping, an instance of Opacus's class for it."""
 
     sample_size: Any
     """How many records the batch has; beside it Opacus keeps how many were not clipped."""
 
     def forget_sum(self) -> None:
-        """Forgets the counts of records, too, which a batch that is tried again would add to."""
+        """Forgets the batches that were summed so far, and the counts of their records."""
         super().forget_sum()
         self.sample_size, self.unclipped_num = 0, 0
 
     def pre_step(self, closure: Any = None) -> bool:
-        """All of a step but the update; then the norm follows the noised count."""
+        """Does all of a step but the update, then adapts the clipping norm."""
         released = super().pre_step(closure)
         if released:
             self.sample_size = max(1, self.sample_size)  # Opacus divides by it
@@ -511,17 +512,7 @@ class AdaptivePrivateOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         return released
 
 
-def check_accumulated(parameters: Iterable[Any]) -> None:
-    """Refuses gradients of several backward passes, where Opacus allows these.
-
-    Raises:
-        ValueError: If there are any.
-    """
-    waiting = [getattr(parameter, "grad_sample", None) for parameter in parameters]
-    batches = max((len(stack) for stack in waiting if isinstance(stack, list)), default=1)
-    if batches > 1:
-        raise ValueError(
-            f"gradients of {batches} batches were accumulated: a record might be in two of them; "
-            "call optimizer.step() and zero_grad() after each, or split batches with "
-            "BatchMemoryManager"
-        )
+def waiting_batches(optimizer: Any) -> int:
+    """Returns how many batches' gradients are waiting for a step."""
+    waiting = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
+    return max((len(stack) for stack in waiting if isinstance(stack, list)), default=1)

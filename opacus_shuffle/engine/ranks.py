@@ -1,4 +1,4 @@
-"""Several processes that train one network together: which of them this one is, and what all of them must agree on.
+"""Several processes that train one network together: who they are, and what they must agree on.
 
 Every rank holds the whole data set and draws its own part of each batch, clips and sums it, and
 adds the noise of its own reports; then the ranks add up what they have. The code is the same on one
@@ -20,18 +20,12 @@ import torch
 import torch.distributed
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 REPLICAS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
 """Wrappers of a network of which every rank has a whole copy."""
-PARALLEL = (*REPLICAS, FSDPModule)
-"""Those, and networks of which every rank has a part."""
-
-
-def is_distributed(module: nn.Module) -> bool:
-    """Whether several ranks train copies of the network."""
-    return isinstance(module, REPLICAS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +44,21 @@ class Ranks:
 
     @classmethod
     def of(cls, module: nn.Module) -> Ranks:
-        """Those that train a network, which its wrapper tells."""
-        if not is_distributed(module):
+        """Returns the processes that train a network, as its wrapper tells.
+
+        Raises:
+            ValueError: If the network is sharded, or there is no process group.
+        """
+        for name, part in (*module.named_modules(), *module.named_parameters()):
+            if isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor):
+                raise ValueError(
+                    f"module has sharded parameters ({name or 'module'} is a "
+                    f"{type(part).__name__}), of which no rank sees a whole gradient: wrap it in "
+                    "DistributedDataParallel or in Opacus's "
+                    "DifferentiallyPrivateDistributedDataParallel, or train it by "
+                    "opacus.PrivacyEngine with grad_sample_mode='ghost_fsdp'"
+                )
+        if not isinstance(module, REPLICAS):
             return cls()
         if not torch.distributed.is_initialized():
             raise ValueError(
@@ -61,23 +68,22 @@ class Ranks:
         return cls(torch.distributed.get_rank(), torch.distributed.get_world_size(), True)
 
     def share(self, count: int) -> list[int]:
-        """Which of so many records are this rank's: every one is one rank's, always the same one's."""
+        """Returns which of ``count`` records belong to this rank."""
         return list(range(self.rank, count, self.size))
 
     def named(self, use: str) -> str:
-        """The name of a use of a seed, another one on every rank."""
+        """Returns a name for one use of a seed that differs on every rank."""
         return f"{use}, rank {self.rank} of {self.size}" if self.distributed else use
 
     def of_the_first(self, value: Any) -> Any:
-        """What rank 0 has of this value."""
-        if not self.distributed:
-            return value
+        """Returns rank 0's value, on all ranks."""
         values = [value]
-        torch.distributed.broadcast_object_list(values, 0)
+        if self.distributed:
+            torch.distributed.broadcast_object_list(values, 0)
         return values[0]
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Refuses, on all ranks, what one of them was told otherwise.
+        """Refuses, on all ranks, arguments that differ among them.
 
         Raises:
             ValueError: If a fact differs.
@@ -87,7 +93,7 @@ class Ranks:
         told: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(told, dict(facts))
         for name in facts:
-            values = [each.get(name) for each in told]
+            values = [facts_of_rank.get(name) for facts_of_rank in told]
             if any(value != values[0] for value in values):
                 listed = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
                 raise ValueError(
@@ -97,7 +103,7 @@ class Ranks:
 
 
 def add_up(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The sum of all ranks' tensors, which the process group may only add up on this device."""
+    """Adds up a tensor over all ranks, on the device that their process group works on."""
     here = numbers.to(device)
     torch.distributed.all_reduce(here)
     return here.to(numbers.device)

@@ -1,18 +1,19 @@
-"""No raw gradient moves a private network: one rule, asked before every optimizer's step.
+"""Lets no raw gradient move a private network: one rule, checked before every optimizer's step.
 
 Between the backward pass and the private step ``.grad`` holds what nobody has clipped or noised,
 and any optimizer would take it: the one inside of the private one, called by itself, or another
 one, over the same parameters, over those that the private one leaves alone, or over layers that
 were put into the network since. So the rule asks for the network's parameters at the moment of
-the step: each may be moved by the gradient that the network's private optimizer wrote for this
-update, and by nothing else. Gradients of two backward passes, which a record might be in twice, are
-refused with the habit that led there and what to do.
+the step: each may be moved by the gradient that the network's private optimizer has released for
+this update, and by nothing else. Gradients of two backward passes, which a record might be in
+twice, are refused, too.
 
 >>> from types import SimpleNamespace
 >>> from opacus import GradSampleModule
 >>> network = nn.Linear(2, 1)
 >>> private = GradSampleModule(network)
->>> owner = SimpleNamespace(wrote=lambda parameter: False, original_optimizer=None)
+>>> owner = SimpleNamespace(
+...     has_released=lambda parameter: False, original_optimizer=None, planned=(), pending=False)
 >>> hold(network, private, owner)
 >>> sgd = torch.optim.SGD(network.parameters(), lr=1.0)
 >>> sgd.step()
@@ -50,14 +51,14 @@ _HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
-    """From now on lets this network's parameters move by gradients alone that this optimizer wrote.
+    """Holds a network: from now on only released gradients may move its parameters.
 
     Args:
         network: The network itself, without wrappers.
         private: Opacus's wrapper or hooks; their ``cleanup()``, as of ``to_standard_module()``,
             ends it.
-        optimizer: A private one, with a method ``wrote(parameter)`` and the parameters that it
-            trains, ``planned``; it is told their ``names``.
+        optimizer: A private one, with a method ``has_released(parameter)`` and the parameters that
+            it trains, ``planned``; it is told their ``names``.
     """
     _look_at_all_steps()
     vars(network)[OWNER] = optimizer
@@ -67,53 +68,44 @@ def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
 
 
 def hold_copy(network: nn.Module) -> None:
-    """Lets nothing move the parameters of a copy of a private network until its hooks are removed."""
+    """Holds a copy of a private network: nothing may move its parameters."""
     _HELD.add(network)
 
 
 def _end(private: Callable[[], Any], network: Callable[[], nn.Module | None]) -> None:
-    """Takes off Opacus's hooks; the network is everybody's then."""
+    """Ends a private run: removes Opacus's hooks, and lets go of the network."""
     held = network()
     owner = None if held is None else vars(held).pop(OWNER, None)
-    waiting = () if held is None else filter(waits_for_step, held.parameters())
-    if owner is not None and (any(True for _ in waiting) or getattr(owner, "pending", False)):
+    waits = owner is not None and any(map(waits_for_step, owner.planned))
+    if owner is not None and (waits or owner.pending):
         owner.forget_batch()  # what waits for a step that will not come is raw
     type(private()).cleanup(private())
-    if held is not None:
-        _HELD.discard(held)
+    _HELD.discard(held)  # type: ignore[arg-type]
 
 
 def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Every parameter that a private network has now, or trains: the network, the name, the parameter."""
+    """Yields network, name and parameter for every parameter of every held network."""
     for network in list(_HELD):
         owner = vars(network).get(OWNER)
         if owner is not None or is_copy(network):
-            inside = dict(network.named_parameters())
-            yield from ((network, name, parameter) for name, parameter in inside.items())
-            present = set(map(id, inside.values()))
-            for parameter in getattr(owner, "planned", ()):
-                if id(parameter) not in present:  # a layer was taken out, and may be put back
-                    yield (
-                        network,
-                        vars(owner)["names"].get(id(parameter), "one outside of it"),
-                        parameter,
-                    )
+            inside = {parameter: name for name, parameter in network.named_parameters()}
+            # A layer that was taken out may be put back.
+            for parameter in {**inside, **dict.fromkeys(getattr(owner, "planned", ()))}:
+                outside = getattr(owner, "names", {}).get(id(parameter), "one outside of it")
+                yield network, inside.get(parameter, outside), parameter
 
 
 def private_optimizers(module: Any) -> list[Any]:
-    """The optimizers of private networks that train parameters of a module."""
+    """Returns the private optimizers that train parameters of a module."""
     own = set(map(id, module.parameters())) if isinstance(module, nn.Module) else set()
-    return [owner for owner in _owners() if not own.isdisjoint(map(id, owner.planned))]
-
-
-def _owners() -> list[Any]:
-    """The optimizers of all private networks."""
-    return [vars(network)[OWNER] for network in list(_HELD) if OWNER in vars(network)]
+    owners = [vars(network).get(OWNER) for network in list(_HELD)]
+    return [owner for owner in owners if owner and not own.isdisjoint(map(id, owner.planned))]
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> str:
-    """Names of parameters in a private network, now or when it was made so; else their shapes."""
-    known = {number: name for owner in _owners() for number, name in owner.names.items()}
+    """Returns the names of parameters in a private network, or else their shapes."""
+    owners = [vars(network).get(OWNER) for network in list(_HELD)]
+    known = {number: name for owner in owners if owner for number, name in owner.names.items()}
     known |= {id(parameter): name for _, name, parameter in held_parameters()}
     names = [
         known.get(id(parameter), f"one of shape {tuple(parameter.shape)}")
@@ -124,66 +116,51 @@ def names_of(parameters: Iterable[torch.Tensor]) -> str:
 
 @functools.cache
 def _look_at_all_steps() -> None:
-    """Has PyTorch ask before the steps of all optimizers of the process."""
+    """Registers the check before the steps of all optimizers of the process."""
     # Compiled steps ask outside of their graph, or it would hold the answer of the first one.
-    register_optimizer_step_pre_hook(torch.compiler.disable(_refuse_raw))  # type: ignore[no-untyped-call]
+    register_optimizer_step_pre_hook(torch.compiler.disable(_check_raw))  # type: ignore[no-untyped-call]
 
 
-def _refuse_raw(
+def _check_raw(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    """Refuses a step that would move a private network by another gradient than the released."""
-    moved = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if _moves(parameter)
-    ]
-    itself, memory = set(map(id, moved)), {_memory(parameter): id(parameter) for parameter in moved}
+    """Refuses a step that would move a private network by a gradient that was not released."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # A parameter without a gradient may get one from a closure.
+    moved = [tensor for tensor in held if tensor.requires_grad or tensor.grad is not None]
+    memory = {_memory(parameter): id(parameter) for parameter in moved}
+    itself = set(map(id, moved))
     # A closure would make other gradients.
     closure = any(value is not None for value in (*args[1:], *keywords.values()))
-    raw, owners = [], []
+    raw, inside = [], ""
     for network, _, parameter in held_parameters():
         owner = vars(network).get(OWNER)
-        another = memory.get(_memory(parameter), id(parameter)) != id(
-            parameter
-        )  # a second tensor over this one
-        if another or (
-            id(parameter) in itself and (closure or owner is None or not owner.wrote(parameter))
-        ):
+        over = memory.get(_memory(parameter), id(parameter)) != id(parameter)  # a second tensor
+        released = owner is not None and owner.has_released(parameter) and not closure
+        if over or (id(parameter) in itself and not released):
             raw.append(parameter)
-            owners.append(owner)
+            if owner is not None and owner.original_optimizer is optimizer and not owner.released:
+                inside = "was called on the optimizer inside of a private one, and "
     if raw:
-        inside = any(
-            owner and owner.original_optimizer is optimizer and not owner.written
-            for owner in owners
-        )
         raise ValueError(
-            f"{type(optimizer).__name__}.step() "
-            + ("was called on the optimizer inside of a private one, and " if inside else "")
-            + "would move parameters of a private run by gradients that are neither clipped, "
-            f"noised nor accounted ({names_of(raw)}): call step() of the optimizer that "
-            "make_private returned, and let it hold all that is to be trained, which must be in "
-            "the network, adapters too, before make_private; model.to_standard_module() ends the "
-            "private run, for training on public data"
+            f"{type(optimizer).__name__}.step() {inside}would move parameters of a private run by "
+            f"gradients that are neither clipped, noised nor accounted ({names_of(raw)}): call "
+            "step() of the optimizer that make_private returned, and let it hold all that is to be "
+            "trained, which must be in the network, adapters too, before make_private; "
+            "model.to_standard_module() ends the private run, for training on public data"
         )
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where a tensor's numbers are; its own identity where that cannot be asked, or there are none."""
+    """Returns the address of a tensor's memory, or the tensor's identity."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):  # of sharded and of fake tensors
+    except (RuntimeError, NotImplementedError):  # of fake tensors
         return id(tensor)
 
 
-def _moves(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer might move a parameter, now or after a closure."""
-    return parameter.requires_grad or parameter.grad is not None
-
-
-def why(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
-    """The habit that accumulates gradients of records, and what to do.
+def cause_of_accumulation(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
+    """Returns the likely cause of accumulated gradients, and what to do about it.
 
     Args:
         passes: The forward passes on the latest batch, with the one whose gradients come now.
@@ -208,7 +185,10 @@ def why(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
             "model.enable_hooks(), or call optimizer.zero_grad() after it"
         )
     if used:
-        return "optimizer.step() has used those: call optimizer.zero_grad() for each batch, model.zero_grad() is not enough"
+        return (
+            "optimizer.step() has used those: call optimizer.zero_grad() for each batch, "
+            "model.zero_grad() is not enough"
+        )
     if len(passes) > 1:
         return (
             "the network had two backward passes on this batch: call loss.backward() once for each "
@@ -221,10 +201,10 @@ def why(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
     )
 
 
-def refuse_second_pass(
+def check_second_pass(
     module: Any, parameters: Iterable[torch.Tensor], current: Sequence[Origin] = ()
 ) -> None:
-    """Refuses a backward pass that would add gradients of records to others that wait.
+    """Refuses a backward pass that would add to gradients of records that wait for a step.
 
     Args:
         module: Opacus's wrapper or hooks.
@@ -241,32 +221,28 @@ def refuse_second_pass(
     optimizers = private_optimizers(network)
     planned = {id(parameter) for optimizer in optimizers for parameter in optimizer.planned}
     books = [optimizer.tickets for optimizer in optimizers if optimizer.tickets is not None]
-    to_come = [
-        each
-        for layer in network.modules()
-        if vars(layer).get("activations")
-        for each in layer._parameters.values()
-    ]
-    outside = not any(id(parameter) in planned for parameter in (*stale, *filter(_waits, to_come)))
+    unfinished = [layer for layer in network.modules() if vars(layer).get("activations")]
+    waiting = [tensor for layer in unfinished for tensor in layer._parameters.values()]
+    concerned = (*stale, *filter(_waits, waiting))
+    cause = cause_of_accumulation(
+        [*(origin for book in books for origin in book.passes), *current],
+        used=any(map(is_used, stale)),
+        outside=planned.isdisjoint(map(id, concerned)),
+    )
     raise ValueError(
         f"gradient accumulation is refused, for a record might be in it twice ({names_of(stale)} "
-        "hold gradients still): "
-        + why(
-            [*(origin for book in books for origin in book.passes), *current],
-            used=any(map(is_used, stale)),
-            outside=outside,
-        )
+        f"hold gradients still): {cause}"
     )
 
 
-def refuse_second_expansion(module: nn.Module, args: Any, keywords: Any) -> None:
-    """Refuses, as a hook before a pass with expanded weights, what would fail in the middle of it.
+def check_second_expansion(module: nn.Module, args: Any, keywords: Any) -> None:
+    """Refuses a forward pass with expanded weights while gradients of records wait for a step.
 
     Raises:
         ValueError: Gradients of records wait.
     """
     if torch.is_grad_enabled():
-        refuse_second_pass(module, module.parameters(), [origin_of((args, keywords))])
+        check_second_pass(module, module.parameters(), [origin_of((args, keywords))])
 
 
 def _waits(parameter: torch.Tensor | None) -> bool:

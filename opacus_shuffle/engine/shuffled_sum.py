@@ -1,4 +1,4 @@
-"""Shuffled sums in place of Gaussian noise: records' clipped gradients on a grid, and noise bits.
+"""Sums records' clipped gradients as bits on a grid, with noise bits in place of Gaussian noise.
 
 Each record plays a user of a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: its
 whole gradient, all trainable parameters in the optimizer's order, is clipped, rounded at random to
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
+from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used
 from opacus_shuffle.engine.clipping import Clipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.ranks import add_up
@@ -39,7 +39,7 @@ _ENTRIES = 2**17
 
 
 class ShuffledSum(Clipping, Noise):
-    """Both strategies of an optimizer at once: the protocol's encoding clips, its bits are noise.
+    """The clipping and the noise of sums of bits, both strategies at once.
 
     On several processes each counts its share of the records and draws their noise bits, and all
     add up.
@@ -65,49 +65,35 @@ class ShuffledSum(Clipping, Noise):
         self.counts: torch.Tensor | None = None
         self.released = False
 
-    def check_agreement(self, optimizer: Any) -> None:
-        """Refuses, before anything is released, what is not accounted.
+    def clip(self, optimizer: Any) -> tuple[int, float]:
+        """Clips every record's gradient, rounds it to the grid, and adds up the counts.
 
         Raises:
-            ValueError: If its multiplier, its norm or what is trained has changed.
+            ValueError: If the optimizer's noise or norm is no longer the protocol's, or gradients
+                are missing or were used before.
         """
         protocol = self.protocol
+        if self.released:
+            raise ValueError(
+                "this batch has been released already: call optimizer.zero_grad() after "
+                "optimizer.step()"
+            )
         if optimizer.noise_multiplier != self.noise_multiplier:
             raise ValueError(
                 f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the "
                 f"protocol's is {self.noise_multiplier}: its noise is fixed, no schedule changes "
                 "it; leave noise_multiplier alone"
             )
-        entries = sum(parameter.numel() for parameter in optimizer.params)
-        if entries != protocol.dimension:
-            raise ValueError(
-                f"dimension of the aggregator is {protocol.dimension}, the trainable parameters "
-                f"have {entries} entries: were some frozen or thawed after make_private?"
-            )
         if not math.isclose(optimizer.max_grad_norm, protocol.max_norm, rel_tol=1e-6):
             raise ValueError(
                 f"max_grad_norm is {optimizer.max_grad_norm}, the aggregator is made for "
                 f"max_norm={protocol.max_norm}: its noise cannot follow a norm that changes"
             )
-
-    def clip(self, optimizer: Any) -> tuple[int, float]:
-        """Clips every record's gradient by Opacus's factor, puts it on the grid and counts.
-
-        Raises:
-            ValueError: If gradients are missing, used before, or not those that the protocol is
-                made for.
-        """
-        self.check_agreement(optimizer)
-        if self.released:
-            raise ValueError(
-                "this batch has been released already: call optimizer.zero_grad() after "
-                "optimizer.step()"
-            )
         for parameter in optimizer.params:
-            refuse_used(parameter.grad_sample)
-        samples = optimizer.grad_samples
+            check_unused(parameter.grad_sample)
         rows = [
-            sample.detach().reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples
+            sample.detach().reshape(len(sample), math.prod(sample.shape[1:]))
+            for sample in optimizer.grad_samples
         ]
         norms = _without_overflow(torch.stack([_norms(row) for row in rows]))
         # An error would be an event that everyone sees and no ε speaks of: what is not finite is
@@ -115,16 +101,16 @@ class ShuffledSum(Clipping, Noise):
         if not (usable := torch.isfinite(norms)).all():
             rows = [row.masked_fill(~usable[:, None].to(row.device), 0.0) for row in rows]
         # In double precision, no clipped norm exceeds the bound.
-        bound = min(optimizer.max_grad_norm, self.protocol.max_norm)
+        bound = min(optimizer.max_grad_norm, protocol.max_norm)
         factors = (bound / (norms.masked_fill(~usable, 0.0) + 1e-6)).clamp(max=1.0)
-        counts = self.protocol.encode_scaled(rows, factors, optimizer.generator)
+        counts = protocol.encode_scaled(rows, factors, optimizer.generator)
         self.counts = counts if self.counts is None else self.counts + counts
         for parameter in optimizer.params:
             mark_as_used(parameter.grad_sample)
         return len(norms), float(optimizer.max_grad_norm)
 
     def check_release(self, optimizer: Any) -> None:
-        """Refuses sums of too few or too many records.
+        """Refuses sums of more or fewer records than the protocol covers.
 
         Raises:
             ValueError: If the protocol does not cover as many as there are.
@@ -138,34 +124,31 @@ class ShuffledSum(Clipping, Noise):
         self.protocol.check_reports(self.total_reports(optimizer))
 
     def reports_here(self, optimizer: Any) -> int:
-        """How many users report on this process: those in the batch, or its share of everyone."""
+        """Returns how many users report on this process."""
         if not self.everyone_reports:
             return int(optimizer.num_records)
         return len(range(optimizer.rank, self.protocol.num_users, optimizer.world_size))
 
     def total_reports(self, optimizer: Any) -> int:
-        """How many users report on all processes."""
+        """Returns how many users report on all processes."""
         return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer))))
 
     def total(self, optimizer: Any, counts: torch.Tensor) -> torch.Tensor:
-        """The counts of all processes, added up."""
+        """Adds up the counts of all processes."""
         return add_up(counts, optimizer.params[0].device) if optimizer.distributed else counts
 
     def add(self, optimizer: Any) -> None:
-        """Draws the reports' noise bits, and decodes the counts into ``.grad``.
+        """Draws the reports' noise bits, and decodes all counts into ``.grad``.
 
         The first process decodes the sum of all counts; the others have nothing to add to it.
-
-        Raises:
-            ValueError: If nothing was counted since the last release.
         """
-        if self.counts is None:
+        protocol, generator = self.protocol, optimizer.generator
+        reports, counts = self.reports_here(optimizer), self.counts
+        if counts is None:
             raise ValueError(
                 "there is no new sum to release: call loss.backward() first, and "
                 "optimizer.zero_grad() after step()"
             )
-        protocol, generator = self.protocol, optimizer.generator
-        reports, counts = self.reports_here(optimizer), self.counts
         if absent := reports - optimizer.num_records:
             counts = counts + protocol.encode_zeros(absent, generator)
         part = {"part": True} if optimizer.distributed else {}
@@ -181,7 +164,7 @@ class ShuffledSum(Clipping, Noise):
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
-    """Every row's norm in double precision, on the CPU; not finite if the row is not."""
+    """Returns every row's norm in double precision; not finite if the row is not."""
     if rows.dtype == torch.float64 and rows.numel():
         return _without_overflow(rows.T).cpu()
     squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
@@ -191,6 +174,6 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _without_overflow(columns: torch.Tensor) -> torch.Tensor:
-    """The norm of every column, whose squares double precision may not hold."""
+    """Returns the norm of every column, also where its square would overflow."""
     largest = columns.abs().amax(dim=0).clamp_min(1.0)
     return largest * torch.linalg.vector_norm(columns / largest, dim=0)

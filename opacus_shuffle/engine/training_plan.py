@@ -1,4 +1,4 @@
-"""What is asked for, what may be spent, what will run: the three records that a scheme works with.
+"""The three records that a scheme works with: the request, the budget, and the run.
 
 >>> Request.of(module=torch.nn.Linear(2, 1), optimizer=None, data_loader=None, max_grad_norm=1.0)
 Traceback (most recent call last):
@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound, kind_of
 from opacus_shuffle.accountants.calibrate import noise_within
-from opacus_shuffle.accountants.flag_warnings import FLAGS
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.validation import (
     boolean,
@@ -30,13 +29,13 @@ from opacus_shuffle.core.validation import (
     reject_unknown,
 )
 from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
-from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
+from opacus_shuffle.engine.sampling.samplers import SamplingPlan
 from opacus_shuffle.engine.weights.shuffler import innermost
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.engine.weights.weight_shuffling import BatchClipPlan, WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
+MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
 ADAPTIVE_KEYWORDS = (  # what clipping="adaptive" takes besides: Opacus hands these to its optimizer
     "target_unclipped_quantile",
     "clipbound_learning_rate",
@@ -44,12 +43,11 @@ ADAPTIVE_KEYWORDS = (  # what clipping="adaptive" takes besides: Opacus hands th
     "min_clipbound",
     "unclipped_num_std",
 )
-OURS = (*FLAGS, "others")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The keywords of ``make_private``, which describes them, each checked by itself."""
+    """The arguments of ``make_private``, each checked by itself."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,32 +71,62 @@ class Request:
     def __post_init__(self) -> None:
         known = ADAPTIVE_KEYWORDS if self.clipping == "adaptive" else ()
         unknown = {name: value for name, value in self.others.items() if name not in known}
-        reject_unknown("make_private", unknown, parameters=_hints())
+        shuffling = [field.name for field in dataclasses.fields(WeightShuffling)]
+        names = {name: f"shuffle_weights=WeightShuffling({name}=...)" for name in shuffling}
+        names |= {field.name: field.name for field in dataclasses.fields(self)[:-1]}
+        reject_unknown("make_private", unknown, parameters=names)
         instance_of("module", self.module, (nn.Module,))
         instance_of("optimizer", self.optimizer, (torch.optim.Optimizer,))
+        Ranks.of(self.module)  # which refuses sharded networks
         instance_of("data_loader", self.data_loader, (DataLoader,))
         if isinstance(innermost(self.optimizer), torch.optim.LBFGS):
             raise ValueError(
                 "optimizer is LBFGS, which looks at the records several times in one step, where "
-                "only one noisy gradient is "
-                "released: use SGD, Adam or another one that steps without a closure"
+                "only one noisy gradient is released: use SGD, Adam or another one that steps "
+                "without a closure"
             )
         for name in ("local_noise", "wrap_model", "batch_first", "rand_on_empty"):
             boolean(name, getattr(self, name))
+        one_of("grad_sample_mode", self.grad_sample_mode, MODES)
         if self.poisson_sampling is not None:
             boolean("poisson_sampling", self.poisson_sampling)
-        if self.criterion is not None and not callable(self.criterion):
+        if self.noise_generator is not None:
+            instance_of("noise_generator", self.noise_generator, (torch.Generator,))
+        self._check_criterion()
+        self._check_parameters()
+        self._check_norms()
+        WeightShuffling.of(self.shuffle_weights)
+
+    @classmethod
+    def of(cls, **keywords: Any) -> Request:
+        """Makes a request from the keywords of ``make_private``."""
+        required = ("module", "optimizer", "data_loader", "max_grad_norm")
+        missing = [name for name in required if name not in keywords]
+        if missing:
+            written = ", ".join(f"{name}=..." for name in missing)
+            raise ValueError(f"{', '.join(missing)} missing: pass {written}")
+        names = {field.name for field in dataclasses.fields(cls)} - {"others"}
+        others = {name: keywords.pop(name) for name in keywords.keys() - names}
+        return cls(**keywords, others=others)
+
+    def _check_criterion(self) -> None:
+        """Refuses a criterion that is no loss, or has the wrong reduction for ghost clipping."""
+        if self.criterion is None:
+            return
+        if not callable(self.criterion):
             raise ValueError(
                 f"criterion must be a loss such as nn.CrossEntropyLoss(), got {self.criterion!r}: "
                 "leave it out?"
             )
-        if self.criterion is not None and self.grad_sample_mode == "ghost":
-            one_of(
-                "criterion.reduction",
-                getattr(self.criterion, "reduction", self.loss_reduction),
-                [self.loss_reduction],
-            )
-        self._check_norms()
+        if self.grad_sample_mode == "ghost":
+            reduction = getattr(self.criterion, "reduction", self.loss_reduction)
+            one_of("criterion.reduction", reduction, [self.loss_reduction])
+
+    def _check_parameters(self) -> None:
+        """Refuses parameters of other networks, on several devices, or complex."""
+        own = set(map(id, self.module.parameters()))
+        if any(id(parameter) not in own for parameter in self.held):
+            raise ValueError("Module parameters are different than optimizer Parameters")
         devices = {parameter.device for parameter in self.trainable}
         if len(devices) != 1:
             raise ValueError(
@@ -108,55 +136,32 @@ class Request:
         if any(parameter.is_complex() for parameter in self.trainable):
             raise ValueError(
                 "optimizer holds complex parameters, whose noise PyTorch splits between the two "
-                "parts, so that each has only "
-                "half the variance that is accounted: keep real and imaginary parts as two real "
-                "parameters"
+                "parts, so that each has only half the variance that is accounted: keep real and "
+                "imaginary parts as two real parameters"
             )
-        if self.noise_generator is not None:
-            instance_of("noise_generator", self.noise_generator, (torch.Generator,))
-        WeightShuffling.of(self.shuffle_weights)
-
-    @classmethod
-    def of(cls, **keywords: Any) -> Request:
-        """Reads keywords as they were given to ``make_private``."""
-        known = {field.name for field in dataclasses.fields(cls)} - {"others"}
-        missing = [
-            name
-            for name in ("module", "optimizer", "data_loader", "max_grad_norm")
-            if name not in keywords
-        ]
-        if missing:
-            raise ValueError(
-                f"{', '.join(missing)} missing: pass {', '.join(f'{name}=...' for name in missing)}"
-            )
-        others = {name: value for name, value in keywords.items() if name not in known}
-        return cls(
-            **{name: value for name, value in keywords.items() if name in known}, others=others
-        )
 
     def _check_norms(self) -> None:
-        """Positive, and one per trainable parameter with per-layer clipping."""
+        """Refuses norms that are not positive, or not one per parameter with per-layer clipping."""
+        norms, count = self.max_grad_norm, len(self.trainable)
         if self.clipping != "per_layer":
-            positive("max_grad_norm", self.max_grad_norm)
-            return
-        count = len(self.trainable)
-        if not isinstance(self.max_grad_norm, Sequence) or len(self.max_grad_norm) != count:
+            positive("max_grad_norm", norms)
+        elif not isinstance(norms, Sequence) or len(norms) != count:
             raise ValueError(
-                f"max_grad_norm must list {count} norms, one per trainable parameter, got "
-                f"{self.max_grad_norm!r}"
+                f"max_grad_norm must list {count} norms, one per trainable parameter, got {norms!r}"
             )
-        for norm in self.max_grad_norm:
-            positive("max_grad_norm", norm)
+        else:
+            for norm in norms:
+                positive("max_grad_norm", norm)
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """All parameters of the optimizer."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
     def trainable(self) -> list[torch.Tensor]:
-        """What the optimizer trains."""
-        return [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        """The optimizer's parameters that require a gradient."""
+        return [parameter for parameter in self.held if parameter.requires_grad]
 
     @property
     def device(self) -> torch.device:
@@ -176,7 +181,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What ``make_private_with_epsilon`` has to stay within; each number is checked by itself."""
+    """The target of ``make_private_with_epsilon``, each number checked by itself."""
 
     target_epsilon: float
     target_delta: float
@@ -191,7 +196,7 @@ class Budget:
         Adjacency(self.adjacency)
 
     def smallest_noise(self, rounds: Callable[[float], Rounds]) -> float:
-        """The smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
+        """Returns the smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
         return noise_within(
             find_bound(kind_of(rounds(1.0)), self.bound),
             rounds,
@@ -201,7 +206,7 @@ class Budget:
         )
 
     def spent(self, rounds: Rounds, bound: str | None = None) -> PrivacyBound:
-        """What these rounds cost, by the budget's bound or another one."""
+        """Returns what these rounds cost, by the budget's bound or another."""
         return compute_bound(
             rounds, delta=self.target_delta, bound=bound or self.bound, adjacency=self.adjacency
         )
@@ -209,7 +214,7 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one ``make_private`` will do, decided before anything is touched.
+    """What one ``make_private`` will do, decided before anything is changed.
 
     Attributes:
         request: What was asked for.
@@ -226,35 +231,3 @@ class Run:
     spec: PermutationSpec | None = None
     batch_clip: BatchClipPlan | None = None
     aggregator: ShuffleVectorSum | None = None
-
-    def for_opacus(self, noise_generator: torch.Generator | None) -> dict[str, Any]:
-        """The keywords of Opacus's own ``make_private``."""
-        asked = self.request
-        keywords = {
-            field.name: getattr(asked, field.name)
-            for field in dataclasses.fields(asked)
-            if field.name not in OURS
-        }
-        if asked.criterion is None:
-            keywords["criterion"] = nn.CrossEntropyLoss(reduction=asked.loss_reduction)
-        return {
-            **keywords,
-            **asked.others,
-            "poisson_sampling": self.sampling.kind == "poisson",
-            "noise_multiplier": self.noise_multiplier,
-            "noise_generator": noise_generator,
-        }
-
-
-def _hints() -> dict[str, str]:
-    """For every keyword that could be meant, and every field of the record behind ``shuffle_weights``, how it is written."""
-    own = {
-        field.name: field.name for field in dataclasses.fields(Request) if field.name != "others"
-    }
-    fields = [field.name for field in dataclasses.fields(WeightShuffling)]
-    record = {
-        name: f"shuffle_weights=WeightShuffling({each}=...)"
-        for each in fields
-        for name in (each, f"shuffle_{each}")
-    }
-    return {**record, **own}

@@ -1,215 +1,475 @@
-"""Checkpoints of shuffled runs: what they hold, and that a run goes on from them."""
+"""A checkpoint is written and loaded whole or not at all, runs no code, and forgets no release."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
+import itertools
+import os
+import pickle
+import warnings
+from collections import OrderedDict
 
+import numpy as np
+import opacus
 import pytest
 import torch
-from helpers.changed_files import signed
-from helpers.shuffled_runs import (
-    BATCH,
-    EXACT,
-    RECORDS,
-    contents,
-    distance,
-    in_order,
-    prepare,
-    records,
-    unshuffle,
-    weights,
-)
-from torch.utils.data import DataLoader, TensorDataset
+from helpers.changed_files import ACCOUNT, ROUNDS, WEIGHTS, Touching, signed
+from helpers.federation import GAUSSIAN
+from helpers.private_runs import MODES, Run, private, same
+from helpers.shuffled_runs import SeededRun, distance, spec_of
+from opacus.schedulers import LambdaNoise, StepGradClip, StepNoise
+from torch import nn
+from torch.optim import lr_scheduler
 
-from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.core.randomness import KeyChain
+from opacus_shuffle import find_permutations
+from opacus_shuffle.federated import Ledger, Shuffler
 
-
-def checkpoint(run) -> io.BytesIO:
-    file = io.BytesIO()
-    run.engine.save_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
-    file.seek(0)
-    return file
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:GDP accounting", "ignore:the checkpoint holds"),
+    pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:shuffle_weights moves"),
+    pytest.mark.filterwarnings("ignore:This run is not private", "ignore:poisson_sampling=False"),
+]
+DELTA = 1e-5
+STEPS = 4  # of an epoch
+both = pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
 
 
-def resume(run, file) -> None:
-    file.seek(0)
-    run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
+def saved(run, **options):
+    """What is in a checkpoint of the run."""
+    return torch.load(run.saved(**options), weights_only=True)
 
 
-@pytest.mark.parametrize("own_generator", [False, True])
-def test_a_resumed_run_is_the_one_that_went_on(own_generator):
-    options = {"shuffle": True, "own_generator": own_generator, "optimizer": "Adam", **in_order}
-    run = prepare(**options).train(1)
-    file = checkpoint(run)
-    again = prepare(**options)
-    resume(again, file)
-    assert distance(weights(run.network), weights(again.network)) == 0
-    for each in (run, again):
-        each.train(1)
-    assert distance(contents(run), contents(again)) == 0
-    assert (again.shuffler.steps, again.shuffler.shuffles) == (
-        run.shuffler.steps,
-        run.shuffler.shuffles,
+def contents(run, *more):
+    """All that a refused load must leave as it is."""
+    shuffler = run.engine.shuffler
+    groups = [{**group, "params": None} for group in run.optimizer.param_groups]
+    return repr(
+        (
+            run.model.state_dict(),
+            run.optimizer.state_dict()["state"],
+            groups,
+            run.engine.accountant.__dict__,
+            run.engine.unchecked,
+            None if shuffler is None else shuffler.state_dict(),
+            [{**vars(schedule), "optimizer": None} for schedule in more],
+        )
     )
+
+
+# ---- what is saved comes back ---------------------------------------------------------------
+
+HONEST = [
+    *(("shuffled_checkin", mode, {}) for mode in MODES),
+    ("shuffled_checkin", "hooks", {"shuffle_weights": True}),
+    ("rdp", "ghost", {}),
+]
+
+
+def momentum(parameters):
+    """NumPy's numbers, as sweeps over them give."""
+    return torch.optim.SGD(parameters, lr=np.float64(0.05), momentum=np.float32(0.9))
+
+
+def amsgrad(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize(("name", "mode", "options"), HONEST)
+def test_an_honest_checkpoint_comes_back_whole_with_what_the_user_adds(name, mode, options):
+    maker, parts = amsgrad if mode == "ew" else momentum, []
+    run, again = (
+        private(name, mode, optimizer=maker, sigma=np.float64(2.0), **options) for _ in range(2)
+    )
+    for trained in (run.train(), again):
+        noise = LambdaNoise(trained.optimizer, noise_lambda=lambda epoch: np.float64(1 + epoch / 8))
+        clip = StepGradClip(optimizer=trained.optimizer, step_size=1, gamma=np.float32(0.5))
+        parts.append({"noise_scheduler": noise, "grad_clip_scheduler": clip})
+    parts[0]["noise_scheduler"].step()
+    run.train()
+    rate = lr_scheduler.OneCycleLR(run.plain, max_lr=0.1, total_steps=20).state_dict()
+    more = {"rate": rate, "best": np.float32(0.5), "epoch": np.int64(3)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the checkpoint holds")
+        warnings.filterwarnings("error", message="weights were loaded")
+        file = run.saved(checkpoint_dict=more, **parts[0])
+        again.load(file, **parts[1])
+    content = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert (content["best"], content["rate"]) == (0.5, rate)
+    assert parts[1]["noise_scheduler"].last_epoch == 1
+    assert same(run.model.state_dict(), again.model.state_dict())
+    assert repr(run.optimizer.state_dict()["state"]) == repr(again.optimizer.state_dict()["state"])
     assert again.engine.accountant.history == run.engine.accountant.history
+    assert again.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
+    assert again.engine.privacy_report(DELTA).to_dict()["unchecked"] == []
+    again.train()
 
 
-def test_a_checkpoint_written_in_the_middle_of_a_batch_disturbs_nothing():
-    quiet, run = (prepare(shuffle=True) for _ in range(2))
-    quiet.train()
-    run.train(before=lambda: checkpoint(run))
-    assert run.shuffler.shuffles == run.shuffler.steps == 2 * RECORDS // BATCH
-    assert distance(contents(quiet), contents(run)) == 0
-
-
-def test_a_run_that_loads_its_own_checkpoint_goes_on_from_there():
-    run = prepare(shuffle=True, optimizer="Adam", **in_order).train(1)
-    file = checkpoint(run)
-    expected = contents(run.train(1))
-    resume(run, file)
-    run.train(1)
-    assert distance(expected, contents(run)) == 0
-
-
-def test_without_the_secret_a_resumed_run_goes_other_ways_to_the_same_function():
-    options = {"shuffle": True, "own_generator": False, **in_order}
-    run = prepare(**options).train(1)
-    file = checkpoint(run)
-    saved = torch.load(file, weights_only=False)
-    del saved["opacus_shuffle"]
-    file = io.BytesIO()
-    torch.save(signed(saved), file)
-    again = prepare(**options)
-    resume(again, file)
-    run.train(1)
-    again.train(1)
-    assert distance(weights(run.network), weights(again.network)) > 1e-3
-    x = records("mlp")[:5][0]
-    assert float((run.network(x) - again.network(x)).detach().abs().max()) <= EXACT
-
-
-def test_checkpoints_of_plain_and_shuffled_runs_can_be_exchanged():
-    plain, run = prepare(**in_order).train(1), prepare(shuffle=True, **in_order).train(1)
-    to_shuffle, to_plain = prepare(shuffle=True, **in_order), prepare(**in_order)
-    resume(to_shuffle, checkpoint(plain))
-    resume(to_plain, checkpoint(run))
-    assert "opacus_shuffle" not in torch.load(checkpoint(plain), weights_only=False)
-    for each in (plain, to_shuffle, to_plain, run):
-        each.train(1)
-    unshuffle(to_shuffle)
-    assert distance(contents(plain), contents(to_shuffle)) <= EXACT
-
-
-def test_a_checkpoint_keeps_what_the_caller_puts_into_it():
-    run, file = prepare(shuffle=True).train(1), io.BytesIO()
-    run.engine.save_checkpoint(path=file, module=run.model, checkpoint_dict={"mine": 5})
-    file.seek(0)
-    with pytest.warns(UserWarning, match="optimizer_state_dict"):
-        found = run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
-    assert found["mine"] == 5
+@pytest.mark.parametrize(("name", "own_generator"), [("rdp", True), ("shuffled_fw", False)])
+def test_a_resumed_run_is_the_one_that_went_on_permutations_and_all(name, own_generator):
+    options = {"shuffle": spec_of("mlp"), "own_generator": own_generator, "optimizer": "Adam"}
+    options |= {"accountant": name, "sigma": 1.5}
+    quiet, run, again = (SeededRun(**options) for _ in range(3))
+    quiet.fit(2)
+    run.fit(1, after=run.saved)  # saving, in the middle of a batch too, disturbs nothing
+    again.load(run.saved())
+    assert distance(run.weights(), again.weights()) == 0
+    # The secrets of noise and participation are in no checkpoint.
+    for resumed in (again, run):
+        resumed.optimizer.generator.set_state(run.optimizer.generator.get_state())
+        drawing = run.loader.batch_sampler.generator
+        resumed.loader.batch_sampler.generator.set_state(drawing.get_state())
+        resumed.fit(1)
+    assert distance(run.contents(), again.contents()) == 0
+    assert run.shuffler.shuffles == again.shuffler.shuffles == 8
+    if own_generator:
+        assert distance(quiet.contents(), run.contents()) == 0
+    assert again.engine.accountant.state_dict() == run.engine.accountant.state_dict()
 
 
 def test_a_checkpoint_shows_permutations_to_come_but_none_that_were():
-    run = prepare(shuffle=True, own_generator=False)
-    first = run.shuffler.state_dict()["key"]
-    run.train(1)
-    state = torch.load(checkpoint(run), weights_only=False)["opacus_shuffle"]
-    assert state["generator"] is None
-    # the saved key is the one that as many draws lead to, and leads to the next ones
-    chain = KeyChain(first)
-    keys = [first] + [(chain.next_generator(), chain.key)[1] for _ in range(run.shuffler.shuffles)]
-    assert keys[-1] == state["key"]
-    assert len(set(keys)) == len(keys)
-    chain, again = KeyChain(state["key"]), KeyChain(state["key"])
-    for _ in range(3):
-        assert torch.equal(
-            torch.randperm(50, generator=chain.next_generator()),
-            torch.randperm(50, generator=again.next_generator()),
-        )
-    before = weights(run.network)
-    expected = run.shuffler.spec.sample(KeyChain(state["key"]).next_generator())
+    keys, run = [], SeededRun(shuffle=spec_of("mlp"), own_generator=False)
+    run.fit(1, after=lambda: keys.append(saved(run)["opacus_shuffle"]["key"]))
+    assert len(set(keys)) == STEPS
+    file, before = run.saved(), run.weights()
     run.shuffler.shuffle_()
-    run.shuffler.spec.apply_(run.network, run.shuffler.spec.invert(expected))
-    assert distance(before, weights(run.network)) == 0
+    other = SeededRun(shuffle=spec_of("mlp"), own_generator=False).load(file)
+    assert distance(before, other.weights()) == 0
+    other.shuffler.shuffle_()
+    assert distance(run.weights(), other.weights()) == 0  # the next one is known
 
 
-def test_two_draws_of_a_chain_have_nothing_in_common_and_two_chains_differ():
-    chain = KeyChain()
-    draws = [torch.randint(2**62, (4,), generator=chain.next_generator()) for _ in range(5)]
-    draws.append(torch.randint(2**62, (4,), generator=KeyChain().next_generator()))
-    assert len({int(number) for draw in draws for number in draw}) == 24
-    assert len(KeyChain().key) == 32
+DAMAGES = [
+    {"key": b"x"},
+    {"key": "x" * 32},
+    {"steps": -1},
+    {"shuffles": None},
+    {"generator": 3},
+    {},
+]
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
-def test_a_secret_of_another_kind_is_refused_and_nothing_loaded(own_generator):
-    run = prepare(shuffle=True, own_generator=own_generator).train(1)
-    again = prepare(shuffle=True, own_generator=not own_generator)
-    before = contents(again)
-    with pytest.raises(ValueError, match="generator of your own"):
-        resume(again, checkpoint(run))
-    assert distance(before, contents(again)) == 0
-    assert again.engine.accountant.history == []
-
-
-@pytest.mark.parametrize("state", [None, {}, {"key": b""}])
-def test_what_is_no_state_is_refused(state):
-    with pytest.raises(ValueError, match="WeightShuffler"):
-        prepare(shuffle=True).shuffler.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"key": b"x"},
-        {"key": "x" * 32},
-        {"steps": -1},
-        {"shuffles": None},
-        {"generator": torch.zeros(3)},
-        {"generator": 3},
-        None,
-    ],
-)
-def test_a_damaged_secret_is_refused_before_anything_is_loaded(damage):
-    own_generator = damage is not None and "generator" in damage
-    run, again = (prepare(shuffle=True, own_generator=own_generator) for _ in range(2))
-    file = checkpoint(run.train(1))
-    saved = torch.load(file, weights_only=False)
-    saved["opacus_shuffle"] = None if damage is None else {**saved["opacus_shuffle"], **damage}
-    spoilt = io.BytesIO()
-    torch.save(saved, spoilt)
-    spoilt.seek(0)
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_a_secret_that_is_damaged_or_of_another_kind_is_refused_before_anything_is_loaded(
+    damage, own_generator
+):
+    run, again = (
+        SeededRun(shuffle=spec_of("mlp"), own_generator=own)
+        for own in (own_generator, own_generator != (damage == {}))
+    )
+    content = saved(run.fit(1))
+    content["opacus_shuffle"].update(damage)
     before = contents(again)
     with pytest.raises(ValueError, match="state"):
-        resume(again, spoilt)
-    assert distance(before, contents(again)) == 0
-    assert again.engine.accountant.history == []
+        again.load(signed(content))
+    assert contents(again) == before
 
 
-def test_a_checkpoint_without_a_module_is_refused_as_opacus_does(tmp_path):
-    run = prepare(shuffle=True)
-    with pytest.raises(TypeError, match="'module'"):
-        run.engine.save_checkpoint(path=tmp_path / "checkpoint.pt")
-    assert not any(tmp_path.iterdir())
+# ---- whole or not at all --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, None])
-def test_a_file_that_is_no_checkpoint_is_refused_in_words(tmp_path, share):
-    model = torch.nn.Linear(4, 2)
-    engine = PrivacyEngine(accountant="shuffled_checkin")
-    data = DataLoader(TensorDataset(torch.zeros(40, 4)), batch_size=4)
-    model, *_ = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=data,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        local_noise=True,
+def complete(name, *, width=40, groups=1, counts=False, **options):
+    """A run with everything that a checkpoint may hold, and its schedulers."""
+    network = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, 3))
+    if counts:
+        network.register_buffer("scale", torch.ones(3))
+    parameters = list(network.parameters())
+    parts = [parameters] if groups == 1 else [parameters[:2], parameters[2:]]
+    adam = torch.optim.Adam([{"params": part} for part in parts], lr=0.01)
+    run = private(name, toy={"module": network, "optimizer": adam}, **options)
+    noise = StepNoise(optimizer=run.optimizer, step_size=1, gamma=0.9)
+    clip = StepGradClip(optimizer=run.optimizer, step_size=1, gamma=1.0)
+    return run.train(), {"noise_scheduler": noise, "grad_clip_scheduler": clip}
+
+
+def put(value, *path):
+    """A change of one entry somewhere in a checkpoint."""
+
+    def spoil(content):
+        *inner, last = path
+        functools.reduce(lambda held, key: held[key], inner, content)[last] = value
+
+    return spoil
+
+
+def with_rounds(change):
+    """A change of the rounds, by Opacus's name for them or ours."""
+
+    def spoil(content):
+        key = "history" if "history" in content[ROUNDS] else "rounds"
+        content[ROUNDS][key] = change(content[ROUNDS][key])
+
+    return spoil
+
+
+def with_lineage(content):
+    lineage = {"rounds": [("a", 4, 4)], "digest": ""}
+    if content[ACCOUNT]["lineage"] is None:
+        content[ROUNDS]._metadata = lineage
+    else:
+        content[ACCOUNT]["lineage"] = lineage
+
+
+def shorter(rounds):
+    return [(*entry[:-1], 1) for entry in rounds]
+
+
+def louder(rounds):
+    if len(rounds[0]) == 3:
+        return [(9.0, rate, steps) for _, rate, steps in rounds]
+    return [({**fields, "noise_multiplier": 9.0}, steps) for fields, steps in rounds]
+
+
+SPOILT = {
+    "no weights": lambda content: content.pop(WEIGHTS),
+    "no accounting": lambda content: content.pop(ROUNDS),
+    "a shorter history": with_rounds(shorter),
+    "no history": with_rounds(lambda rounds: None),
+    "more noise": with_rounds(louder),
+    "a lineage that is none": with_lineage,
+    "a weight of another shape": put(torch.zeros(7), WEIGHTS, "_module.2.bias"),
+    "a weight too many": put(torch.zeros(7), WEIGHTS, "_module.9.bias"),
+    "no optimizer's groups": put([], "optimizer_state_dict", "param_groups"),
+    "no optimizer's state": put(3, "optimizer_state_dict", "state"),
+    "no scheduler": put([3], "grad_clip_scheduler_state_dict"),
+    "another width": {"width": 30},
+    "other groups": {"groups": 2},
+    "a buffer more": {"counts": True},
+    "another accountant": {"name": "shuffle_gauss"},
+}
+
+
+@functools.cache
+def units(width=40):
+    """Permutations of the complete run's network."""
+    return find_permutations(complete("rdp", width=width)[0].network, torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("damage", SPOILT)
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+def test_a_spoilt_or_another_run_s_checkpoint_changes_nothing(name, damage):
+    spoil = SPOILT[damage]
+    other = {"name": name, **spoil} if isinstance(spoil, dict) else {"name": name}
+    shuffle = {"shuffle_weights": units()} if name == "shuffled_checkin" else {}
+    more = {"shuffle_weights": units(other.get("width", 40))} if shuffle else {}
+    (run, parts), (source, theirs) = complete(name, **shuffle), complete(**other, **more)
+    content = saved(source, **theirs)
+    if callable(spoil):
+        spoil(content)
+    before = contents(run, *parts.values())
+    torch.save(signed(content), file := io.BytesIO())
+    with pytest.raises((ValueError, RuntimeError, TypeError, KeyError, AttributeError)):
+        run.load(file, allow_rewind=True, **parts)
+    assert contents(run, *parts.values()) == before
+    run.train()
+
+
+def test_a_refused_load_leaves_the_noise_secret():
+    run = private().train()
+    with pytest.raises(ValueError, match="another run"):
+        run.load(private().train().saved())
+    assert run.train().engine.privacy_report(DELTA).to_dict()["private"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
+    run, path = private("rdp"), tmp_path / "run.pt"
+    parts = {"path": path, "module": run.model, "optimizer": run.optimizer}
+    run.engine.save_checkpoint(**parts)
+    before = path.read_bytes()
+    with pytest.raises(Exception, match=r"pickle|local"):
+        run.engine.save_checkpoint(**parts, checkpoint_dict={"function": lambda: None})
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["run.pt"]
+    run.engine.load_checkpoint(path=str(path), module=run.model, torch_load_kwargs={"mmap": True})
+    run.engine.save_checkpoint(path=path, module=run.model)
+    with pytest.warns(UserWarning, match="optimizer_state_dict has 0 items"):
+        run.load(path)
+
+
+def test_what_is_no_file_is_named_with_the_remedy_and_nothing_changes(tmp_path):
+    run = private()
+    before, none = contents(run), tmp_path / "none" / "none.pt"
+    for path, said in {
+        "": "got ''",
+        "\0": "got '.x00'",
+        None: "got None",
+        tmp_path: "got ",
+    }.items():
+        for work in (
+            run.load,
+            lambda path: run.engine.save_checkpoint(path=path, module=run.model),
+        ):
+            with pytest.raises(ValueError, match=rf"path must be .*{said}"):
+                work(path)
+    with pytest.raises(FileNotFoundError, match=r"engine\.save_checkpoint has written.*none\.pt"):
+        run.load(none)
+    assert contents(run) == before
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_half_a_file_is_refused_wherever_it_ends(legacy, tmp_path):
+    run, other, path = private().train(), private(), tmp_path / "run.pt"
+    options = {"_use_new_zipfile_serialization": not legacy}
+    run.engine.save_checkpoint(path=path, module=run.model, torch_save_kwargs=options)
+    whole, before = path.read_bytes(), contents(other)
+    for end in (
+        0,
+        1,
+        2,
+        10,
+        100,
+        *(len(whole) * tenth // 10 for tenth in range(1, 10, 2)),
+        len(whole) - 1,
+    ):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"path must be a checkpoint.*run\.pt.*an earlier one"):
+            other.load(path)
+        assert contents(other) == before
+    path.write_bytes(whole)
+    other.engine.load_checkpoint(path=path, module=other.model)
+
+
+# ---- loading runs no code -------------------------------------------------------------------
+
+TOLD = [
+    {},
+    {"weights_only": True},
+    {"weights_only": False},
+    {"weights_only": 0},
+    {"pickle_module": pickle},
+    {"mmap": True},
+    {"encoding": "latin1"},
+]
+
+
+def test_no_checkpoint_runs_code_whatever_torch_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    run, place, path = private(), tmp_path / "touched", tmp_path / "run.pt"
+    before, hidden = contents(run), saved(run)
+    hidden["optimizer_state_dict"]["param_groups"][0]["lr"] = Touching(place)
+    files = [pickle.dumps(Touching(place))]
+    for content, zipped in itertools.product((Touching(place), hidden), (True, False)):
+        torch.save(content, file := io.BytesIO(), _use_new_zipfile_serialization=zipped)
+        files.append(file.getvalue())
+    for content, told in itertools.product(files, TOLD):
+        path.write_bytes(content)
+        for file in (path, str(path), io.BytesIO(content)):
+            with pytest.raises(ValueError, match="allow_pickle=True"):
+                run.load(file, torch_load_kwargs=told)
+    assert not place.exists()
+    assert contents(run) == before
+
+
+def test_a_book_of_rounds_runs_no_code(tmp_path):
+    place, book = tmp_path / "touched", tmp_path / "book.pt"
+    evil = {"settings": "", "round": 1, "begun": False, "result": Touching(place), "accountant": {}}
+    torch.save(evil, book)
+    with pytest.raises(ValueError, match="is no book of rounds"):
+        Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=DELTA, path=book)
+    assert not place.exists()
+
+
+def says(run, sentence):
+    """Whether report, statement and dictionary all say so."""
+    report = run.engine.privacy_report(DELTA)
+    texts = (
+        " ".join(str(report).split()),
+        report.statement(),
+        " ".join(report.to_dict()["unchecked"]),
     )
-    path = tmp_path / "run.pt"
-    engine.save_checkpoint(path=path, module=model)
-    whole = path.read_bytes()
-    path.write_bytes(b"no checkpoint" if share is None else whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match="path must be a checkpoint that"):
-        engine.load_checkpoint(path=path, module=model)
+    return all(sentence in text for text in texts)
+
+
+@both
+def test_a_file_that_could_run_code_is_loaded_on_demand_and_named_for_ever(name, tmp_path):
+    run, other, later = (private(name) for _ in range(3))
+    mine = {"mine": Touching(tmp_path / "touched")}
+    with pytest.warns(UserWarning, match=r"checkpoint holds helpers\..*allow_pickle=True alone"):
+        file = run.train().saved(checkpoint_dict=mine)
+    told = {"torch_load_kwargs": {"weights_only": True}}
+    for wrong in ({"allow_pickle": 1}, {"allow_pickle": True, **told}):
+        with pytest.raises(ValueError, match="allow_pickle"):
+            other.load(file, **wrong)
+    other.load(file, allow_pickle=True)
+    assert (tmp_path / "touched").exists()
+    later.load(other.saved())
+    for loaded in (other, later):
+        assert says(loaded, "a file read with allow_pickle=True, which could run code")
+        assert loaded.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
+    assert run.engine.privacy_report(DELTA).to_dict()["unchecked"] == []
+
+
+@both
+def test_a_file_that_says_nothing_of_ours_is_named_in_report_and_statement(name):
+    stock = Run(engine=opacus.PrivacyEngine(accountant=name)).train()
+    stripped = saved(private(name).train())
+    del stripped[ACCOUNT]
+    for content, options in ((stripped, {"local_noise": name != "rdp"}), (stock.saved(), {})):
+        run = Run(name, **options).load(content)
+        assert says(run, "a checkpoint of Opacus's own engine, which says neither how")
+    if name == "rdp":  # nor is it counted as anybody's beginning
+        with pytest.raises(ValueError, match="of another run than the 4 rounds"):
+            private(name).train().load(stock.saved())
+
+
+# ---- changed after it was saved -------------------------------------------------------------
+
+
+def of_rounds(change, *, bare=False):
+    """A change of the accountant's rounds, whose metadata stay or are lost."""
+
+    def edit(content, _):
+        if bare:
+            content[ROUNDS] = OrderedDict(content[ROUNDS])
+        with_rounds(change)(content)
+
+    return edit
+
+
+def from_the_earlier(*keys):
+    return lambda content, earlier: content.update({key: earlier[key] for key in keys})
+
+
+FALSE_ROUNDS = {"fewer": shorter, "none": lambda rounds: [], "more noise": louder}
+CHANGED = {
+    **{
+        f"{what}, {'no ' * bare}metadata": of_rounds(change, bare=bare)
+        for bare in (False, True)
+        for what, change in FALSE_ROUNDS.items()
+    },
+    "an earlier account": from_the_earlier(ROUNDS),
+    "an earlier account and what is told of it": from_the_earlier(ROUNDS, ACCOUNT),
+    "other weights": lambda content, _: content[WEIGHTS]["_module.2.bias"].add_(1.0),
+    "another optimizer": lambda content, _: put(
+        9.0, "optimizer_state_dict", "param_groups", 0, "lr"
+    )(content),
+    "nothing told": lambda content, _: content[ACCOUNT].pop("predictable"),
+    "told otherwise": lambda content, _: content[ACCOUNT].update(unchecked=["nothing"]),
+    "told nothing at all": lambda content, _: content.update({ACCOUNT: None, "opacus_shuffle": {}}),
+}
+
+
+@functools.cache
+def two_checkpoints(name):
+    """Of one run, with one that has loaded the later of them, and one that has run nothing."""
+    run, other = private(name).train(), private(name)
+    earlier = saved(run)
+    run.train()
+    return earlier, saved(run), other.load(run.saved()), private(name)
+
+
+@both
+@pytest.mark.parametrize("edit", CHANGED)
+def test_a_checkpoint_that_was_changed_after_it_was_saved_is_refused(name, edit):
+    earlier, content, *runs = two_checkpoints(name)
+    earlier, content = copy.deepcopy((earlier, content))
+    CHANGED[edit](content, earlier)
+    for run, allow_rewind in itertools.product(runs, (False, True)):
+        before = contents(run)
+        with pytest.raises(ValueError, match=r"changed after it was saved|has lost its _metadata"):
+            run.load(copy.deepcopy(content), allow_rewind=allow_rewind)
+        assert contents(run) == before

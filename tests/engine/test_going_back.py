@@ -1,353 +1,343 @@
-"""No checkpoint, and nothing else that is loaded, makes an engine forget what it released."""
+"""What was released cannot be taken back: no load, fork, kill or interrupt makes it forgotten."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import io
-import pickle
+import itertools
+import os
+import random
+import signal
+import threading
+import time
 import warnings
-from collections import OrderedDict
 
 import opacus
 import pytest
 import torch
-from helpers.toy import make_toy, run_epoch, way_of
-from opacus.utils.batch_memory_manager import BatchMemoryManager
+from helpers.private_runs import Run, private, same
 
-from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine
 
-OURS, OPACUS = ("shuffled_checkin", "shuffle_gauss"), ("rdp", "prv", "gdp")
-every_accountant = pytest.mark.parametrize("name", OURS + OPACUS)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:GDP accounting", "ignore:the checkpoint holds"),
+    pytest.mark.filterwarnings("ignore:Secure RNG"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
+]
+DELTA = 1e-5
 STEPS = 4  # of an epoch
-pytestmark = pytest.mark.filterwarnings("ignore:GDP accounting")
-stays = pytest.mark.filterwarnings("ignore:the checkpoint holds")
+OPACUS_OWN = pytest.mark.parametrize(
+    "name", ["gdp", *(pytest.param(n, marks=pytest.mark.zoo) for n in ("rdp", "prv"))]
+)
+
+every_accountant = pytest.mark.parametrize(
+    "name",
+    [
+        "shuffled_checkin",
+        "gdp",
+        *(pytest.param(name, marks=pytest.mark.zoo) for name in ("shuffle_gauss", "rdp", "prv")),
+    ],
+)
+both = pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
 
 
-class Run:
-    """A small private run."""
+def silent(run):
+    """The ε, of which no warning says that rounds are left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        return run.engine.get_epsilon(DELTA)
 
-    def __init__(self, name: str, *, grad_sample_mode: str = "hooks", **toy) -> None:
-        self.engine = PrivacyEngine(accountant=name)
-        keywords = {} if name in OPACUS else way_of(name)
-        made = self.engine.make_private(
-            **make_toy(**toy), noise_multiplier=2.0, grad_sample_mode=grad_sample_mode, **keywords
-        )
-        self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
-        self.criterion = made[2] if len(made) > 3 else torch.nn.CrossEntropyLoss()
 
-    def train(self, epochs: int = 1) -> Run:
-        for _ in range(epochs):
-            run_epoch(self.model, self.optimizer, self.loader, self.criterion)
-        return self
+def told(run, rounds):
+    """That rounds are left out is said by the ε, and by every text of a report."""
+    with pytest.warns(PrivacyAssumptionWarning, match=f"{rounds} rounds that ran are left out"):
+        run.engine.get_epsilon(DELTA)
+    report = run.engine.privacy_report(DELTA)
+    assert report.to_dict()["rewound"] == rounds
+    for text in (" ".join(str(report).split()), report.statement()):
+        assert f"{rounds} rounds that ran are left out of this account" in text
 
-    def saved(self) -> io.BytesIO:
-        file = io.BytesIO()
-        self.engine.save_checkpoint(path=file, module=self.model, optimizer=self.optimizer)
-        return file
 
-    def load(self, file: io.BytesIO, **keywords) -> Run:
-        file.seek(0)
-        self.engine.load_checkpoint(
-            path=file, module=self.model, optimizer=self.optimizer, **keywords
-        )
-        return self
+def refuses(run, file, said):
+    """A checkpoint is refused, with everything as before."""
+    weights, history = run.weights(), copy.deepcopy(run.engine.accountant.history)
+    with pytest.raises(ValueError, match=said):
+        run.load(file)
+    assert run.engine.accountant.history == history
+    assert same(run.weights(), weights)
 
-    @property
-    def rounds(self) -> int:
-        return sum(steps for *_, steps in self.engine.accountant.history)
+
+# ---- an earlier, a later, another run's checkpoint ------------------------------------------
 
 
 @every_accountant
 def test_going_back_to_an_earlier_checkpoint_keeps_the_rounds_since(name):
-    run = Run(name).train(2)
-    weights, file = copy.deepcopy(run.model.state_dict()), run.saved()
-    spent = run.train(1).engine.get_epsilon(1e-5)
+    run = private(name).train().train()
+    weights, file = run.weights(), run.saved()
+    spent = run.train().engine.get_epsilon(DELTA)
     with pytest.warns(UserWarning, match=f"{STEPS} more, .* stay in the account"):
         run.load(file)
-    assert all(torch.equal(weights[key], value) for key, value in run.model.state_dict().items())
-    assert (run.rounds, run.engine.get_epsilon(1e-5)) == (3 * STEPS, spent)
-    assert run.train(1).rounds == 4 * STEPS
-    last = run.saved()
-    assert Run(name).load(last).rounds == 4 * STEPS
-    with pytest.warns(UserWarning, match="stay in the account"):
-        assert run.load(file).rounds == 4 * STEPS
+    assert same(run.weights(), weights)
+    assert (run.accounted, silent(run)) == (3 * STEPS, spent)
+    again = private(name).load(run.train().saved())  # one that ran nothing holds what it holds
+    assert again.engine.accountant.state_dict() == run.engine.accountant.state_dict()
+    assert silent(again) == silent(run) > spent
 
 
-def refuses(run: Run, file: io.BytesIO) -> None:
-    """Whether a checkpoint of another run is refused, with everything as before."""
-    before, weights = (
-        copy.deepcopy(run.engine.accountant.history),
-        copy.deepcopy(run.model.state_dict()),
-    )
-    spent = run.engine.get_epsilon(1e-5)
-    with pytest.raises(
-        ValueError,
-        match=f"of another run than the {run.rounds} rounds that ran here.*into a new engine",
-    ):
-        run.load(file)
-    assert (run.engine.accountant.history, run.engine.get_epsilon(1e-5)) == (before, spent)
-    assert all(torch.equal(weights[key], value) for key, value in run.model.state_dict().items())
-
-
-@stays
 @every_accountant
 def test_of_two_accounts_of_one_run_the_longer_one_holds(name):
-    run = Run(name).train(1)
+    run = private(name).train()
     first = run.saved()
-    later = Run(name).load(first).train(1)  # a process that goes on from there
-    assert run.load(later.saved()).rounds == 2 * STEPS
-    assert run.load(first).load(first).load(later.saved()).rounds == 2 * STEPS
-    assert run.train(1).load(first).rounds == 3 * STEPS
-    assert later.load(run.saved()).train(1).rounds == 4 * STEPS
-    assert run.load(later.saved()).rounds == 4 * STEPS
+    later = private(name).load(first).train()  # a process that goes on from there
+    assert run.load(later.saved()).load(first).load(later.saved()).accounted == 2 * STEPS
+    assert run.train().load(first).accounted == 3 * STEPS
+    assert later.load(run.saved()).train().accounted == 4 * STEPS
+    assert silent(run.load(later.saved())) == silent(later) > 0
 
 
-@stays
 @every_accountant
 def test_runs_that_are_others_or_have_parted_are_refused(name):
-    run, other = Run(name).train(1), Run(name).train(1)  # equal numbers are not equal rounds
-    refuses(run, other.saved())
+    run = private(name).train()
+    another = f"of another run than the {STEPS} rounds that ran here.*into a new engine"
+    refuses(run, private(name).train().saved(), another)  # equal numbers are not equal rounds
     first = run.saved()
-    one, two = (Run(name).load(first).train(1) for _ in range(2))  # one checkpoint, loaded twice
-    refuses(one, two.saved())
-    refuses(run.train(1), one.saved())
-    refuses(two, run.saved())
-    assert one.load(first).rounds == 2 * STEPS
-    with pytest.warns(PrivacyAssumptionWarning, match=f"{STEPS} rounds that ran are left out"):
-        one.load(two.saved(), allow_rewind=True).engine.get_epsilon(1e-5)
-    assert Run(name).load(two.saved()).rounds == 2 * STEPS
-
-
-@stays
-@every_accountant
-def test_what_goes_on_after_it_was_taken_back_is_another_end_of_the_run(name):
-    run = Run(name).train(1)
-    first, longer = run.saved(), run.train(1).saved()
-    run.load(first, allow_rewind=True).train(1)
-    assert run.rounds == 2 * STEPS
-    with pytest.raises(
-        ValueError, match="has parted from them"
-    ):  # of as many rounds, which are others
-        run.load(longer)
-    again = Run(name).load(first, allow_rewind=True).load(longer)  # nothing is left out of it
-    assert again.rounds == 2 * STEPS
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PrivacyAssumptionWarning)
-        again.engine.get_epsilon(1e-5)
-
-
-@pytest.mark.parametrize("name", OPACUS)
-def test_a_history_that_was_shortened_and_grew_as_long_again_is_told_of(name):
-    """It was looked at only when asked for: by then it was as long as before."""
-    run = Run(name).train(1)
-    state = copy.deepcopy(run.engine.accountant.state_dict())
-    run.train(1).engine.accountant.load_state_dict(state)
-    run.train(2)
-    assert run.rounds == 3 * STEPS
-    with pytest.warns(PrivacyAssumptionWarning, match=f"{2 * STEPS} rounds that ran are left out"):
-        run.engine.get_epsilon(1e-5)
+    one, two = (private(name).load(first).train() for _ in range(2))  # one checkpoint, loaded twice
+    for other, file in ((one, two.saved()), (run.train(), one.saved()), (two, run.saved())):
+        refuses(other, file, "has parted from them at a fork")
+    assert one.load(first).accounted == 2 * STEPS
+    one.load(two.saved(), allow_rewind=True)
+    told(one, STEPS)
 
 
 @every_accountant
-def test_an_engine_that_ran_nothing_holds_what_the_checkpoint_holds(name):
-    run = Run(name).train(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PrivacyAssumptionWarning)
-        warnings.filterwarnings("error", message="the checkpoint holds")
-        again = Run(name).load(run.saved())
-        assert again.load(run.saved()).engine.get_epsilon(1e-5) == run.engine.get_epsilon(1e-5)
-    assert again.engine.accountant.history == run.engine.accountant.history
-    assert again.engine.accountant.state_dict() == run.engine.accountant.state_dict()
-
-
-@stays
-@every_accountant
-def test_a_rewound_account_says_so_for_ever(name):
-    run = Run(name).train(1)
-    file = run.saved()
-    run.train(1).load(file, allow_rewind=True)
-    again = Run(name).load(run.train(1).saved())
-    for each in (run, again):
-        assert each.rounds == 2 * STEPS
-        with pytest.warns(PrivacyAssumptionWarning, match=f"{STEPS} rounds that ran are left out"):
-            each.engine.get_epsilon(1e-5)
-        if name in OURS:
-            report = each.engine.privacy_report(1e-5)
-            assert report.to_dict()["rewound"] == STEPS
-            for text in (" ".join(str(report).split()), report.statement()):
-                assert f"{STEPS} rounds that ran are left out of this account" in text
+def test_a_rewound_account_says_so_for_ever_and_its_going_on_is_another_end_of_the_run(name):
+    run = private(name).train()
+    first = run.saved()
+    longer = run.train().saved()
     with pytest.raises(ValueError, match="allow_rewind must be"):
-        run.load(file, allow_rewind="yes")
+        run.load(first, allow_rewind="yes")
+    run.load(first, allow_rewind=True)
+    assert run.accounted == STEPS
+    run.train()
+    for rewound in (run, private(name).load(run.saved())):
+        assert rewound.accounted == 2 * STEPS
+        told(rewound, STEPS)
+        refuses(rewound, longer, "has parted from them")  # of as many rounds, which are others
+    untouched = private(name).load(first, allow_rewind=True).load(longer)
+    assert untouched.accounted == 2 * STEPS
+    assert silent(untouched) > 0  # nothing is left out of it
 
 
-@stays
-@pytest.mark.parametrize("name", OURS)
-def test_an_accountant_alone_never_forgets_either(name):
-    accountant = Run(name).train(1).engine.accountant
-    state = accountant.state_dict()
-    step = {"noise_multiplier": accountant.history[0][0], "sample_rate": accountant.history[0][1]}
-    accountant.step(**step)
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(accountant)))
-    accountant.load_state_dict(pickle.loads(pickle.dumps(state)))
-    assert len(accountant) == STEPS + 1
-    for each in (accountant, copied):
-        each.step(**step)
-    with pytest.raises(
-        ValueError, match="has parted from them"
-    ):  # both have gone on from the same rounds
-        accountant.load_state_dict(copied.state_dict())
-    for bare in (
-        dict(state),
-        OrderedDict(state),
-    ):  # which says nothing of its origins: it may be anyone's
-        with pytest.raises(ValueError, match=r"has lost its _metadata.*copy\.deepcopy"):
-            accountant.load_state_dict(bare)
-    assert len(accountant) == STEPS + 2
+@OPACUS_OWN
+def test_what_opacus_s_own_accountant_loads_by_itself_is_not_forgotten_in_silence(name):
+    """It was looked at only when asked for: by then the history was as long as before."""
+    run = private(name).train()
+    state = copy.deepcopy(run.engine.accountant.state_dict())
+    assert silent(run.train()) > 0
+    run.engine.accountant.load_state_dict(state)
+    assert run.train().train().accounted == 3 * STEPS
+    told(run, 2 * STEPS)
+    assert private(name).load(run.saved()).accounted == run.accounted
+    if name == "gdp":  # a step that it refuses leaves its history as it was
+        run.optimizer.noise_multiplier = 1.0
+        with pytest.raises(ValueError, match="have to stay constant"):
+            run.train()
+        assert run.accounted == 3 * STEPS
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_history_that_is_set_in_the_place_of_rounds_that_ran_is_told_of(name):
-    run = Run(name).train(1)
-    for accountant in (run.engine.accountant, Run(name).load(run.saved()).engine.accountant):
-        before = list(accountant.history)
-        with pytest.raises(ValueError, match="triples"):
-            accountant.history = [(2.0, 0.25)]
-        assert (accountant.history, accountant.rewound) == (before, 0)
-        accountant.history = [(*before[0][:2], 1)]
-        with pytest.warns(PrivacyAssumptionWarning, match=f"{STEPS} rounds that ran are left out"):
-            accountant.get_epsilon(1e-5)
-    fresh = Run(name).engine.accountant
-    for steps in (1, 2):  # as Opacus's calibration does
-        fresh.history = [(*before[0][:2], steps)]
-    assert fresh.rewound == 0
+@both
+def test_an_engine_keeps_no_weights_whose_steps_another_one_accounts_for(name):
+    run, other, written = private(name).train(), PrivacyEngine(accountant=name), io.BytesIO()
+    before, file = run.weights(), run.saved()
+    for module in (run.model, run.network):
+        for work, path in ((other.save_checkpoint, written), (other.load_checkpoint, file)):
+            with pytest.raises(ValueError, match="module was made private by another engine"):
+                work(path=path, module=module)
+    assert written.getvalue() == b""
+    assert same(run.weights(), before)
 
 
-@pytest.mark.parametrize("name", [*OURS, *OPACUS])
-@pytest.mark.parametrize("trained", [True, False])
-def test_no_accountant_takes_the_place_of_the_one_that_steps_are_recorded_by(name, trained):
-    run = Run(name)
-    if trained:
-        run.train(1)
-    own = run.engine.accountant
-    for other in (copy.deepcopy(own), opacus.accountants.create_accountant("rdp"), None):
-        with pytest.raises(
-            ValueError, match=r"engine\.accountant cannot be replaced after make_private, got a "
-        ):
-            run.engine.accountant = other
-    run.engine.accountant = own
-    assert run.train(1).engine.accountant is own
-    assert run.rounds == (1 + trained) * STEPS
+# ---- in the middle of a batch ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPACUS)
-def test_a_checkpoint_of_opacus_itself_is_another_run_unless_nothing_ran(name):
-    stock = opacus.PrivacyEngine(accountant=name)
-    model, optimizer, loader = stock.make_private(**make_toy(), noise_multiplier=2.0)
-    run_epoch(model, optimizer, loader)
-    file = io.BytesIO()
-    stock.save_checkpoint(path=file, module=model, optimizer=optimizer)
-    run = Run(name).load(file).load(file)
-    assert run.engine.accountant.history == stock.accountant.history
-    assert run.engine.accountant.history[0][2] == STEPS
-    refuses(Run(name).train(1), file)
-
-
-@pytest.mark.parametrize("name", OPACUS)
-def test_what_opacus_own_accountant_loads_by_itself_is_not_forgotten_in_silence(name):
-    run = Run(name).train(1)
-    state = run.engine.accountant.state_dict()
-    run.train(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PrivacyAssumptionWarning)
-        run.engine.get_epsilon(1e-5)
-    run.train(1).engine.accountant.load_state_dict(state)
-    for _ in range(2):
-        with pytest.warns(PrivacyAssumptionWarning, match="rounds that ran are left out"):
-            run.engine.get_epsilon(1e-5)
-        run.train(1)
-    assert Run(name).load(run.saved()).rounds == run.rounds
-
-
-def test_a_step_that_gdp_refuses_leaves_its_history_as_it_was():
-    run = Run("gdp").train(1)
-    spent, run.optimizer.noise_multiplier = run.engine.get_epsilon(1e-5), 1.0
-    with pytest.raises(ValueError, match="have to stay constant"):
-        run.train(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PrivacyAssumptionWarning)
-        assert (run.rounds, run.engine.get_epsilon(1e-5)) == (STEPS, spent)
-
-
-@stays
-@pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"grad_sample_mode": "ghost"}, {"grad_sample_mode": "ew"}], ids=str
+    ("name", "mode"), [("rdp", "hooks"), ("shuffled_checkin", "ghost"), ("shuffled_checkin", "ew")]
 )
-@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
-def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, options, with_optimizer):
-    run = Run(name, records=240, batch_size=60, **options)
-    run.train(1)
-    file = run.saved()
-    batches = iter(run.loader)
-    for step in range(2):  # the backward pass before the load, and after it
+def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, mode):
+    run = private(name, mode, records=240, batch_size=60).train()
+    file, batches = run.saved(), iter(run.loader)
+    for after in (False, True):  # the backward pass before the load, and after it
         x, y = next(batches)
         run.optimizer.zero_grad()
         loss = run.criterion(run.model(x), y)
-        if not step:
+        if not after:
             loss.backward()
         file.seek(0)
-        run.engine.load_checkpoint(
-            path=file, module=run.model, optimizer=run.optimizer if with_optimizer else None
-        )
-        loaded = [each.detach().clone() for each in run.model.parameters()]
-        assert all(each.grad is None for each in run.model.parameters())
-        if step:
-            with pytest.raises(
-                ValueError, match=r"before the last one|no gradient per record can be had"
-            ):
+        run.engine.load_checkpoint(path=file, module=run.model)
+        loaded = run.weights()
+        assert all(parameter.grad is None for parameter in run.network.parameters())
+        if after:
+            with pytest.raises(ValueError, match=r"before the last one|no gradient per record can"):
                 loss.backward()
         with pytest.raises(ValueError, match=r"no fresh batch.* checkpoint was loaded or"):
             run.optimizer.step()
-        assert all(map(torch.equal, loaded, run.model.parameters()))
-        assert run.rounds == STEPS
-    x, y = next(batches)
+        assert same(run.weights(), loaded)
+        assert run.accounted == STEPS
+    with run.split(8) as loader:
+        run.train(itertools.islice(loader, 3))
+        run.load(file)
+    assert all(parameter.summed_grad is None for parameter in run.network.parameters())
+    assert run.train().accounted == 2 * STEPS
+
+
+@both
+def test_a_load_accounts_before_the_weights_are_there(name):
+    run, accounted = private(name), []
+    file = private(name).train().saved()
+    run.model.register_load_state_dict_post_hook(lambda *_: accounted.append(run.accounted))
+    run.load(file)
+    assert accounted == [STEPS]
+
+
+# ---- forked, killed and interrupted ---------------------------------------------------------
+
+
+def counting(name, path):
+    """A run whose weights know how many releases they contain."""
+    run = private(name)
+    run.network.register_buffer("releases", torch.zeros((), dtype=torch.int64))
+    run.plain.register_step_post_hook(lambda *_: run.network.releases.add_(1))
+    run.save = functools.partial(
+        run.engine.save_checkpoint, path=path, module=run.model, optimizer=run.optimizer
+    )
+    return run
+
+
+def train_for_ever(run, moments):
+    for batch in run.batches:
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        if not moments.randrange(5):  # in the middle of a batch, too
+            run.save()
+        run.optimizer.step()
+        if not moments.randrange(3):
+            run.save()
+
+
+def forked(work):
+    """Starts a child that does this, and tells by its exit status whether it came to the end."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def status(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@both
+def test_a_run_that_is_killed_while_it_trains_and_saves_loses_no_accounting(name, tmp_path):
+    path, contained = tmp_path / "run.pt", 0
+    counting(name, path).save()
+    for seed in range(4):
+        run, moments, before = counting(name, path), random.Random(seed), path.stat().st_ino
+        run.load(path)
+        child = forked(lambda run=run, moments=moments: train_for_ever(run, moments))
+        while path.stat().st_ino == before:
+            time.sleep(1e-3)
+        time.sleep(0.03 * random.Random(seed).random())
+        os.kill(child, signal.SIGKILL)
+        assert status(child) == -signal.SIGKILL
+        resumed = counting(name, path).load(path)
+        assert resumed.accounted == int(resumed.network.releases) >= contained
+        contained = resumed.accounted
+    assert contained
+
+
+@both
+def test_a_checkpoint_is_not_kept_if_training_went_on_while_it_was_written(name, tmp_path):
+    path = tmp_path / "run.pt"
+    run = counting(name, path).train()
+    run.save()
+    before = path.read_bytes()
+
+    class Late:
+        def __reduce__(self):  # while it is pickled
+            thread = threading.Thread(target=run.train)
+            thread.start()
+            thread.join()
+            return int, ()
+
+    with pytest.raises(ValueError, match="step was taken while the checkpoint was written"):
+        run.save(checkpoint_dict={"mine": Late()})
+    assert path.read_bytes() == before
+    run.save()
+    assert counting(name, None).load(path).accounted == 8
+
+
+@both
+def test_forked_processes_that_train_on_have_parted_draw_their_own_noise_and_own_batches(
+    name, tmp_path
+):
+    run = private(name).train()
     run.optimizer.zero_grad()
-    run.criterion(run.model(x), y).backward()
-    run.optimizer.step()
-    assert run.rounds == STEPS + 1
+    run.backward(next(iter(run.loader)))
 
-
-@stays
-def test_a_load_in_the_middle_of_a_split_batch_forgets_its_sum():
-    run = Run("shuffled_checkin", records=240, batch_size=60)
-    file = run.train(1).saved()
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=8, optimizer=run.optimizer
-    ) as loader:
-        for number, (x, y) in enumerate(loader):
-            run.optimizer.zero_grad()
-            run.criterion(run.model(x), y).backward()
-            if number == 2:
-                run.load(file)
-                assert all(each.summed_grad is None for each in run.model.parameters())
-                break
+    def train(path):
+        with pytest.raises(ValueError, match="or the process forked"):  # the batch is the parent's
             run.optimizer.step()
-    assert run.optimizer.num_records == 0
-    assert run.train(1).rounds == 2 * STEPS
+        run.train()
+        run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+
+    paths = [tmp_path / "one.pt", tmp_path / "two.pt"]
+    for path in paths:
+        assert status(forked(lambda path=path: train(path))) == 0
+    run.optimizer.step()
+    assert run.accounted == STEPS + 1
+    one, two = (private(name).load(path) for path in paths)
+    assert one.accounted == two.accounted == 2 * STEPS
+    weights = [other.weights()["0.weight"] for other in (run.train(), one, two)]
+    assert not any(itertools.starmap(torch.equal, itertools.combinations(weights, 2)))
+    for other, path in ((run, paths[0]), (one, paths[1])):
+        refuses(other, path, r"another run than the \d+ rounds .* or has parted from them at a fo")
 
 
-@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
-def test_an_engine_keeps_no_weights_whose_steps_another_one_accounts_for(name):
-    run, other = Run(name).train(1), PrivacyEngine(accountant=name)
-    file, written = run.saved(), io.BytesIO()
-    before = copy.deepcopy(run.model.state_dict())
-    for module in (run.model, run.model._module):
-        with pytest.raises(ValueError, match="module was made private by another engine"):
-            other.save_checkpoint(path=written, module=module)
-        file.seek(0)
-        with pytest.raises(ValueError, match="module was made private by another engine"):
-            other.load_checkpoint(path=file, module=module)
-    assert written.getvalue() == b""
-    assert all(torch.equal(each, before[key]) for key, each in run.model.state_dict().items())
-    assert len(other.accountant) == 0
+# ---- weights without their account ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "options"),
+    [
+        ("shuffled_checkin", "ghost", {"shuffle_weights": True}),
+        ("shuffled_checkin", "no wrapper", {}),
+        ("rdp", "hooks", {}),
+    ],
+)
+def test_weights_of_another_run_are_told_of_and_a_run_s_own_come_back_without_a_word(
+    name, mode, options
+):
+    run, again, theirs = (private(name, mode, **options) for _ in range(3))
+    without = r"without their account.*own privacy loss.*engine\.load_checkpoint"
+    state = theirs.train().model.state_dict()
+    for foreign in (state, dict(state), torch.load(theirs.saved())["module_state_dict"]):
+        with pytest.warns(PrivacyAssumptionWarning, match=without):
+            again.model.load_state_dict(foreign)
+    first, file = copy.deepcopy(run.train().model.state_dict()), run.saved()
+    later = run.train().model.state_dict()
+    stock = Run(engine=opacus.PrivacyEngine(accountant=name)) if name == "rdp" else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="weights were loaded into")
+        run.model.load_state_dict(first)
+        again.load(file)
+        again.model.load_state_dict(first)
+        if stock is not None:  # whose checkpoints bring an account
+            private(name).load(stock.train().saved())
+    with pytest.warns(PrivacyAssumptionWarning, match=without):
+        again.model.load_state_dict(later)  # of rounds that this account does not hold

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import copy
-import pickle
+import re
+import warnings
 
 import pytest
 import torch
-from helpers.toy import make_toy, run_epoch
-from opacus.grad_sample import GradSampleModuleExpandedWeights
-from opacus.validators.errors import UnsupportedModuleError
+from helpers.private_runs import Run
+from helpers.toy import make_toy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
 
 
 def private(accountant="shuffled_checkin", **changes):
@@ -26,31 +24,14 @@ def private(accountant="shuffled_checkin", **changes):
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 def test_evaluation_mode_while_training_is_named_also_of_one_layer(mode):
-    toy = make_toy()
-    model, optimizer, loader = private("subsampled_shuffle", **toy, grad_sample_mode=mode)
-    for asleep in (model, toy["module"][2]):
+    run = Run(mode=mode)
+    said = r"Linear ran in evaluation mode; call model.train\(\) before the forward pass"
+    for asleep in (run.model, run.network[2]):
         asleep.eval()
-        with pytest.raises(
-            ValueError,
-            match=r"Linear ran in evaluation mode; call model.train\(\) before the forward pass",
-        ):
-            run_epoch(model, optimizer, loader)
-        model.train()
-    run_epoch(*private("subsampled_shuffle", grad_sample_mode=mode))
-
-
-def test_what_watches_a_network_is_copied_and_pickled_with_it():
-    model = private("subsampled_shuffle")[0]
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert each.eval()(torch.randn(3, 5)).shape == (3, 3)
-
-
-def test_unsupported_layers_are_named_with_their_remedy():
-    network = nn.Sequential(
-        nn.Linear(5, 4), nn.ModuleDict({"norm": nn.BatchNorm1d(4)})["norm"], nn.Linear(4, 3)
-    )
-    with pytest.raises(UnsupportedModuleError, match=r"1 \(BatchNorm1d\).*get_compatible_module"):
-        private(module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=said):
+            run.step()
+        run.model.train()
+    assert run.train().accounted == 4
 
 
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
@@ -60,53 +41,30 @@ def test_embeddings_that_a_forward_pass_rescales_are_refused(accountant, frozen)
     network = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
     network[0].requires_grad_(not frozen)
     data = TensorDataset(torch.randint(0, 9, (24, 3)), torch.randint(0, 3, (24,)))
-    optimizer, before = (
-        torch.optim.SGD(network.parameters(), lr=0.1),
-        network[0].weight.detach().clone(),
-    )
-    with pytest.raises(
-        ValueError, match="module has embeddings with max_norm at 0: every forward pass rescales"
-    ):
-        private(
-            accountant,
-            module=network,
-            optimizer=optimizer,
-            data_loader=DataLoader(data, batch_size=6),
-        )
+    before = network[0].weight.detach().clone()
+    said = "module has embeddings with max_norm at 0: every forward pass rescales"
+    with pytest.raises(ValueError, match=said):
+        Run(accountant, toy={"module": network, "data_loader": DataLoader(data, batch_size=6)})
     assert torch.equal(network[0].weight, before)
 
 
-Pair = collections.namedtuple("Pair", "x y")
+WITHOUT_EMPTY_ONES = {  # batches with something plain beside their tensors
+    "dictionary": lambda x, y: {"x": x, "y": y, "length": 5},
+    "nested": lambda x, y: ({"x": x, "names": ["a"] * len(x)}, y),
+    "number": lambda x, y: (x, y, torch.tensor(3.0)),
+}
 
 
-def batches(kind):
-    """What a loader yields: tensors, and beside them something plain."""
-
-    def collate(rows):
-        x, y = default_collate(rows)
-        return {
-            "dictionary": {"x": x, "y": y, "length": 5},
-            "tuple": (x, y, 5),
-            "nested": ({"x": x, "names": ["a"] * len(x)}, y),
-            "named": Pair(x, y),
-            "number": (x, y, torch.tensor(3.0)),
-        }[kind]
-
-    return collate
-
-
-@pytest.mark.parametrize("kind", ["dictionary", "tuple", "nested", "named", "number"])
+@pytest.mark.parametrize("kind", WITHOUT_EMPTY_ONES)
 def test_batches_that_cannot_be_empty_are_refused_where_some_will_be(kind):
-    toy = make_toy()
-    data = toy["data_loader"].dataset
-    with pytest.raises(
-        ValueError,
-        match=r"data_loader yields batches with a .* at a batch.* for a batch of no records",
-    ):
-        private(data_loader=DataLoader(data, batch_size=2, collate_fn=batches(kind)))
-    private(
-        "subsampled_shuffle", data_loader=DataLoader(data, batch_size=2, collate_fn=batches(kind))
-    )  # none is empty
+    def collate(rows):
+        return WITHOUT_EMPTY_ONES[kind](*default_collate(rows))
+
+    loader = DataLoader(make_toy()["data_loader"].dataset, batch_size=2, collate_fn=collate)
+    said = r"data_loader yields batches with a .* at a batch.* for a batch of no records"
+    with pytest.raises(ValueError, match=said):
+        private(data_loader=loader)
+    private("subsampled_shuffle", data_loader=loader)  # none is empty
 
 
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
@@ -114,7 +72,7 @@ def test_a_first_batch_without_records_has_the_form_of_the_others(accountant):
     rows = [{"x": torch.randn(5), "y": index % 3} for index in range(40)]
     model, optimizer, loader = private(accountant, data_loader=DataLoader(rows, batch_size=1))
     empty = loader.collate_fn([])
-    assert {name: tuple(each.shape) for name, each in empty.items()} == {"x": (0, 5), "y": (0,)}
+    assert {name: tuple(part.shape) for name, part in empty.items()} == {"x": (0, 5), "y": (0,)}
     for batch in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
@@ -125,39 +83,51 @@ def test_a_first_batch_without_records_has_the_form_of_the_others(accountant):
 def test_embeddings_train_on_batches_of_no_records(mode):
     network = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3))
     data = TensorDataset(torch.randint(0, 9, (40, 3)), torch.randint(0, 3, (40,)))
-    toy = {
-        "module": network,
-        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
-        "max_grad_norm": 1.0,
-    }
-    engine = PrivacyEngine(accountant="shuffled_checkin")
-    loader = DataLoader(data, batch_size=1)
-    made = engine.make_private(
-        **toy, data_loader=loader, noise_multiplier=1.0, grad_sample_mode=mode
-    )
-    run_epoch(made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
-    assert sum(steps for *_, steps in engine.accountant.history) == 40
-
-
-def test_expanded_weights_take_empty_batches_when_they_are_let():
-    layer = nn.Linear(3, 1)
-    model = GradSampleModuleExpandedWeights(layer)
-    let_layers_be_empty(model, layer)
-    model(torch.zeros(0, 3)).sum().backward()
-    assert [tuple(parameter.grad_sample.shape) for parameter in model.parameters()] == [
-        (0, 1, 3),
-        (0, 1),
-    ]
-    let_layers_be_empty(layer, layer)  # nothing to do
+    toy = {"module": network, "data_loader": DataLoader(data, batch_size=1)}
+    assert Run("shuffled_checkin", mode, toy=toy).train().accounted == 40
 
 
 def test_expanded_weights_say_that_records_are_not_passed_by_keyword():
     model, _, loader = private("subsampled_shuffle", grad_sample_mode="ew")
     with pytest.raises(
         ValueError,
-        match=r"grad_sample_mode='ew' needs the records as first positional argument .*got input by",
+        match=r"grad_sample_mode='ew' needs the records as first positional .*got input by",
     ):
         model(input=next(iter(loader))[0])
+
+
+class Stepped(nn.Module):
+    """Is trained by a method of its own, and never called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_toy()["module"]
+
+    def forward(self, pairs):
+        return self.training_step(*pairs)
+
+    def training_step(self, x, y):
+        return nn.functional.cross_entropy(self.body(x), y)
+
+
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("called", [True, False])
+def test_a_network_that_nobody_calls_is_trained_with_one_warning(accountant, called):
+    """PyTorch runs no hook of it, so that nothing can look at its first batch."""
+    run = Run(accountant, "no wrapper", toy={"module": Stepped()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.network.eval()(run.batch())
+        run.network.train()
+        for batch in run.loader:
+            run.optimizer.zero_grad()
+            loss = run.network(batch) if called else run.network.training_step(*batch)
+            loss.backward()
+            run.optimizer.step()
+    said = r"layers were not looked at .*\(the network itself was not called\): no ε holds unless"
+    messages = [str(warning.message) for warning in caught]
+    assert sum(bool(re.search(said, message)) for message in messages) == (not called)
+    assert run.updates > 0
 
 
 class Checkpointed(nn.Module):
@@ -168,37 +138,23 @@ class Checkpointed(nn.Module):
         self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
 
     def forward(self, x):
-        return checkpoint(
-            lambda each: self.last(torch.tanh(self.first(each))), x, use_reentrant=False
-        )
+        return checkpoint(lambda x: self.last(torch.tanh(self.first(x))), x, use_reentrant=False)
 
 
-def stepping(mode, between, **changes):
+def stepping(mode, between):
     """A step, with something between its forward and its backward pass."""
-    toy = make_toy() | changes
-    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(
-        **toy, noise_multiplier=1.0, grad_sample_mode=mode
-    )
-    model, optimizer, criterion = (
-        made[0],
-        made[1],
-        made[2] if mode == "ghost" else nn.CrossEntropyLoss(),
-    )
-    x, y = next(iter(made[-1]))
-    loss = criterion(model(x), y)
-    loss = between(model, x, loss) or loss
+    run = Run(mode=mode)
+    x, y = run.batch()
+    loss = run.criterion(run.model(x), y)
+    loss = between(run.model, x, loss) or loss
     loss.backward()
-    optimizer.step()
+    run.optimizer.step()
 
 
 UNFIT = {
     "another pass": (
         lambda model, x, loss: model(x).sum() and None,
         "ran forward more often than backward",
-    ),
-    "another pass on fewer": (
-        lambda model, x, loss: model(x[:1]).sum() and None,
-        "ran last on 1 records, and the loss is of",
     ),
     "gradients of gradients": (
         lambda model, x, loss: (
@@ -217,51 +173,24 @@ def test_passes_that_do_not_go_together_say_why(mode, what):
         stepping(mode, between)
 
 
-def test_a_second_pass_is_named_with_ghost_clipping():
-    with pytest.raises(
-        ValueError,
-        match=r"0 \(Linear\) runs twice before a backward pass.*use grad_sample_mode='hooks'",
-    ):
-        stepping("ghost", UNFIT["another pass"][0])
-
-
 @pytest.mark.parametrize(
     ("mode", "why"), [("hooks", "more often than backward.*checkpoint"), ("ghost", "checkpoint")]
 )
 def test_checkpointed_layers_are_refused_by_name(mode, why):
-    module = Checkpointed()
     with pytest.raises(ValueError, match=why):
-        stepping(
-            mode,
-            lambda *_: None,
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        )
+        Run(mode=mode, toy={"module": Checkpointed()}).step()
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 def test_a_step_after_the_backward_pass_of_a_copy_is_refused(mode):
-    made = private("subsampled_shuffle", grad_sample_mode=mode)
-    twin, optimizer = copy.deepcopy(made[0]), made[1]
-    x, y = next(iter(made[-1]))
+    run = Run(mode=mode)
+    x, y = run.batch()
+    run.model = copy.deepcopy(run.model)
     with torch.no_grad():
-        assert twin(x).shape == (len(x), 3)
-
-    def step():
-        nn.functional.cross_entropy(twin(x), y).backward()
-        optimizer.step()
-
-    with pytest.raises(
-        ValueError, match="no copy of it" if mode == "ew" else "is a copy of a private network"
-    ):
-        step()
-
-
-@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
-def test_an_optimizer_that_needs_a_closure_is_refused(accountant):
-    network = nn.Linear(5, 3)
-    with pytest.raises(ValueError, match="optimizer is LBFGS"):
-        private(accountant, module=network, optimizer=torch.optim.LBFGS(network.parameters()))
+        assert run.model(x).shape == (len(x), 3)
+    said = "no copy of it" if mode == "ew" else "is a copy of a private network"
+    with pytest.raises(ValueError, match=said):
+        run.step((x, y))
 
 
 class Cut(nn.Module):
@@ -278,37 +207,11 @@ class Cut(nn.Module):
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_rows_that_are_no_records_later_are_refused_with_a_loader_of_one_s_own_too(clipping):
-    module = Cut(1)
-    toy = make_toy() | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
-    toy["max_grad_norm"] = 1.0 if clipping == "flat" else [1.0] * 4
-    made = PrivacyEngine(accountant="rdp").make_private(
-        **toy, noise_multiplier=1.0, poisson_sampling=False, clipping=clipping
-    )
-    module.pieces = 2
+    toy = {"module": Cut(1), "max_grad_norm": 1.0 if clipping == "flat" else [1.0] * 4}
+    run = Run("rdp", toy=toy, poisson_sampling=False, clipping=clipping)
+    run.network.pieces = 2
     with pytest.raises(ValueError, match="let no layer turn one record into several"):
-        run_epoch(*made)
-
-
-def test_indices_that_are_spread_in_memory_train_with_ghost_clipping():
-    class Places(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.places, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.last(
-                (x[..., None] * self.places(torch.arange(5).expand(len(x), 5))).mean(1)
-            )
-
-    module = Places()
-    before = [each.detach().clone() for each in module.parameters()]
-    stepping(
-        "ghost",
-        lambda *_: None,
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-    )
-    assert not any(map(torch.equal, before, module.parameters()))
+        run.train()
 
 
 SHARED = {
@@ -343,69 +246,28 @@ def test_losses_that_are_divided_by_other_records_labels_are_refused_where_they_
         assert private(accountant, **changes)
 
 
-def test_a_network_that_is_private_already_is_refused_with_the_earlier_run_untouched():
-    toy = make_toy()
-    model, optimizer, loader = private("subsampled_shuffle", **toy)
-    with pytest.raises(
-        ValueError,
-        match=r"module is a Sequential that an earlier make_private has made private.*to_standard",
-    ):
-        private("subsampled_shuffle", **toy)
-    run_epoch(model, optimizer, loader)
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_parameters_that_were_thawed_since_are_named_by_make_private(mode):
+    network = make_toy()["module"]
+    network[0].requires_grad_(False)
+    run = Run(mode=mode, toy={"module": network})
+    network[0].requires_grad_(True)
+    thawed = "parameters 0.weight, 0.bias were frozen when module was made private.*to_standard_mod"
+    with pytest.raises(ValueError, match=thawed):
+        Run(mode=mode, toy={"module": run.model})
+    assert Run(mode=mode, toy={"module": run.model.to_standard_module()}).train().accounted == 4
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_parameters_that_were_thawed_since_are_named_by_make_private(mode):
-    toy = make_toy()
-    network = toy["module"]
-    first, rest = network[0], [each for layer in network[1:] for each in layer.parameters()]
-    first.requires_grad_(False)
-    model = private(module=network, optimizer=torch.optim.SGD(rest, lr=0.1), grad_sample_mode=mode)[
-        0
-    ]
-    first.requires_grad_(True)
-    thawed = r"parameters 0.weight, 0.bias were frozen when module was made private.*to_standard_module\(\)"
-    with pytest.raises(ValueError, match=thawed):
-        private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            grad_sample_mode=mode,
-        )
-    plain = model.to_standard_module()
-    again = private(
-        "subsampled_shuffle", module=plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1)
-    )
-    run_epoch(*again)
-
-
-def test_a_critic_of_a_generator_gives_gradients_without_its_hooks():
-    """So does a network whose inputs' gradients are looked at."""
-    model, optimizer, loader = private("subsampled_shuffle")
-    generator = nn.Linear(2, 5)
-    second = torch.optim.SGD(generator.parameters(), lr=0.1)
-    run_epoch(model, optimizer, loader)
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"or was frozen meanwhile.*model.disable_hooks\(\)"):
-        model(generator(torch.randn(4, 2))).sum().backward()
-    model.requires_grad_(True)
-    model.disable_hooks()
-    model(generator(torch.randn(4, 2))).sum().backward()
-    second.step()
-    optimizer.zero_grad()
-    model.enable_hooks()
-    run_epoch(model, optimizer, loader)
-
-
 @pytest.mark.parametrize("used", [True, False])
-def test_gradients_of_inputs_in_evaluation_mode_name_the_remedy_with_ghost_clipping_too(used):
-    model, _, criterion, loader = private("subsampled_shuffle", grad_sample_mode="ghost")
+def test_gradients_of_inputs_in_evaluation_mode_name_the_remedy(used, mode):
+    run = Run(mode=mode)
     if used:
-        x, y = next(iter(loader))
-        criterion(model(x), y).backward()
-    model.eval()
+        run.backward()
+    run.model.eval()
     x = torch.randn(3, 5, requires_grad=True)
     with pytest.raises(ValueError, match=r"Linear ran in evaluation mode.*model.disable_hooks\(\)"):
-        model(x).sum().backward()
-    model.disable_hooks()
-    model(x).sum().backward()
+        run.model(x).sum().backward()
+    run.model.disable_hooks()
+    run.model(x).sum().backward()
     assert x.grad is not None

@@ -1,361 +1,147 @@
-"""A seed makes a run repeatable and not private, and says so; secure mode draws all that matters from the operating system."""
+"""Noise, participation and permutations come from the cipher; what can be drawn again is named."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import json
 import warnings
 
 import opacus
 import pytest
 import torch
-from helpers.toy import make_toy, run_epoch
-from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from helpers.private_runs import OURS, Run, same
+from helpers.toy import make_toy
 from torch.utils.data import DataLoader, Dataset
 
-from opacus_shuffle import PrivacyEngine, WeightShuffling
-from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.engine.privacy_engine import ShuffleMixin
-from opacus_shuffle.engine.schemes import base
+from opacus_shuffle import PrivacyEngine, WeightShuffling, find_permutations
+from opacus_shuffle.core.randomness import SecretGenerator, is_secret
 
-ACCOUNTANTS = [
-    "shuffle_gauss",
-    "subsampled_shuffle",
-    "shuffled_checkin",
-    "shuffled_fw",
-    "shuffled_sums",
-    "rdp",
-]
-every_accountant = pytest.mark.parametrize("accountant", ACCOUNTANTS)
-quietly = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+DELTA = 1e-5
+every_accountant = pytest.mark.parametrize("name", [*OURS, "rdp"])
+NOT_PRIVATE = "not private: whoever knows"
 
 
-def weights_after(engine, toy, *, twice=False, **options):
-    options = {"noise_multiplier": 2.0, "shuffle_weights": True, **options}
-    toy = copy.deepcopy({**toy, "optimizer": None})
-    toy["optimizer"] = torch.optim.SGD(toy["module"].parameters(), lr=0.05)
-    made = engine.make_private(**toy, **options)
-    run_epoch(made[0], made[1], made[-1], made[2] if len(made) > 3 else None)
-    return torch.cat([parameter.detach().flatten() for parameter in made[0].parameters()])
+@functools.cache
+def spec():
+    """What the small network moves: found once for all tests."""
+    return find_permutations(make_toy()["module"], torch.zeros(2, 5))
 
 
-@quietly
-@every_accountant
-def test_a_seed_repeats_sampling_noise_and_permutations_and_another_does_not(accountant):
-    toy = make_toy()
-    first, again, other = (
-        weights_after(PrivacyEngine(accountant=accountant, seed=seed), toy) for seed in (0, 0, 1)
-    )
-    assert torch.equal(first, again)
-    assert not torch.allclose(first, other)
+def seeded(name, seed, **options):
+    """A run of a seeded engine on the same weights and data."""
+    torch.manual_seed(0)
+    engine = PrivacyEngine(accountant=name, seed=seed)
+    return Run(name, engine=engine, **{"shuffle_weights": spec(), **options})
 
 
-@quietly
-def test_a_second_run_of_a_seeded_engine_has_other_noise_than_the_first_and_is_repeatable_too():
-    toy = make_toy()
-    engines = [PrivacyEngine(accountant="shuffled_checkin", seed=0) for _ in range(2)]
-    (first, second), (again, twice) = (
-        [weights_after(engine, toy) for _ in range(2)] for engine in engines
-    )
-    assert torch.equal(first, again)
-    assert torch.equal(second, twice)
-    assert not torch.allclose(first, second)
+def report(run):
+    return run.engine.privacy_report(DELTA)
 
 
-def test_a_seed_says_once_that_the_run_is_not_private_and_so_do_report_and_dictionary(recwarn):
-    engine = PrivacyEngine(accountant="shuffled_checkin", seed=0)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)
-    run_epoch(model, optimizer, loader)
-    assert len([each for each in recwarn if "not private" in str(each.message)]) == 1
-    report = engine.privacy_report(1e-5)
-    assert "This run is not private: whoever knows seed=0" in " ".join(str(report).split())
-    assert "not private" in report._repr_html_()
-    assert "not private: seed=0" in repr(report)
-    assert json.loads(json.dumps(report.to_dict()))["predictable"] == ["seed=0"]
-    assert report.to_dict()["private"] is False
+# ---- secret by default ----------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Secure RNG")
-@pytest.mark.parametrize("which", ["data_loader", "noise_generator"])
-def test_a_generator_of_the_user_is_said_to_make_the_run_predictable(which):
-    toy, options = make_toy(), {}
-    if which == "data_loader":
-        toy["data_loader"] = DataLoader(
-            toy["data_loader"].dataset, batch_size=6, generator=torch.Generator().manual_seed(1)
-        )
-    else:
-        options["noise_generator"] = torch.Generator().manual_seed(1)
-    engine = PrivacyEngine(accountant="shuffled_checkin")
-    with pytest.warns(UserWarning, match=rf"not private: whoever knows .*{which}"):
-        model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, **options)
-    run_epoch(model, optimizer, loader)
-    assert any(which in each for each in engine.privacy_report(1e-5).to_dict()["predictable"])
-
-
-def test_a_secret_run_is_private_and_warns_of_nothing():
-    engine = PrivacyEngine(accountant="shuffled_checkin")
-    toy = make_toy()
-    toy["data_loader"] = DataLoader(
-        toy["data_loader"].dataset, batch_size=6, generator=SecretGenerator()
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_epoch(model, optimizer, loader)
-    found = engine.privacy_report(1e-5).to_dict()
-    assert (found["private"], found["predictable"]) == (True, [])
-
-
-@quietly
-def test_what_was_predictable_stays_so_in_a_checkpoint():
-    saved = PrivacyEngine(accountant="shuffled_checkin", seed=0)
-    run_epoch(*saved.make_private(**make_toy(), noise_multiplier=2.0))
-    secret = PrivacyEngine(accountant="shuffled_checkin")
-    secret.make_private(**make_toy(), noise_multiplier=2.0)
-    secret.accountant.load_state_dict(saved.accountant.state_dict())
-    assert secret.privacy_report(1e-5).to_dict()["predictable"] == ["seed=0"]
-    plain = PrivacyEngine(accountant="shuffled_checkin").accountant
-    plain.load_state_dict(saved.accountant.state_dict())
-    assert plain.state_dict()["predictable"] == ["seed=0"]
-
-
-AFTERWARDS = {
-    "another generator": lambda optimizer, loader: setattr(
-        optimizer, "generator", torch.Generator().manual_seed(0)
-    ),
-    "PyTorch's own": lambda optimizer, loader: setattr(optimizer, "generator", None),
-    "a seed": lambda optimizer, loader: optimizer.generator.manual_seed(0),
-    "a state": lambda optimizer, loader: optimizer.generator.set_state(
-        torch.Generator().get_state()
-    ),
-    "a seed of the sampler": lambda optimizer, loader: loader.batch_sampler.generator.manual_seed(
-        0
-    ),
-    "another generator of the sampler": lambda optimizer, loader: setattr(
-        loader.batch_sampler, "generator", torch.Generator().manual_seed(0)
-    ),
-}
-
-
-@quietly
-@every_accountant
-@pytest.mark.parametrize("change", AFTERWARDS)
-def test_a_generator_that_is_no_secret_any_more_is_named_from_the_next_step_on(accountant, change):
-    engine = PrivacyEngine(accountant=accountant)
-    model, optimizer, loader = engine.make_private(
-        **make_toy(), noise_multiplier=2.0, shuffle_weights=True
-    )
-    run_epoch(model, optimizer, loader)
-    assert engine.privacy_report(1e-5).to_dict()["private"] is True
-    AFTERWARDS[change](optimizer, loader)
-    with pytest.warns(UserWarning, match="This run is not private: whoever knows") as told:
-        run_epoch(model, optimizer, loader)
-    assert len([each for each in told if "not private" in str(each.message)]) == 1
-    report = engine.privacy_report(1e-5)
-    (name,) = report.to_dict()["predictable"]
-    assert report.to_dict()["private"] is False
-    for text in (str(report), report.statement(), repr(report)):
-        assert name in " ".join(text.split())
-    assert "not private" in report.statement()
-
-
-@quietly
-@pytest.mark.parametrize("accountant", ["shuffled_checkin", "shuffled_sums", "prv"])
-def test_a_secure_stream_that_was_seeded_before_the_run_is_named(accountant):
-    engine = PrivacyEngine(accountant=accountant, secure_mode=True)
-    engine.secure_rng.manual_seed(0)
-    run_epoch(*engine.make_private(**make_toy(), noise_multiplier=2.0))
-    assert engine.privacy_report(1e-5).to_dict()["predictable"] == ["optimizer.generator"]
-
-
-@quietly
-@pytest.mark.parametrize("afterwards", [True, False])
-def test_a_generator_in_the_place_of_pytorch_s_own_is_named_with_opacus_s_accountants_too(
-    afterwards,
-):
-    own, engine = torch.Generator().manual_seed(0), PrivacyEngine(accountant="rdp")
-    passed = {} if afterwards else {"noise_generator": own}
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, **passed)
-    optimizer.generator = own
-    run_epoch(model, optimizer, loader)
-    assert engine.privacy_report(1e-5).to_dict()["predictable"] == ["optimizer.generator"]
-    assert engine.privacy_report(1e-5).to_dict()["pytorch_noise"] is afterwards
-
-
-@quietly
-@pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
-def test_a_statement_tells_every_norm_that_rounds_were_clipped_to(accountant):
-    engine = PrivacyEngine(accountant=accountant)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)
-    run_epoch(model, optimizer, loader)
-    assert "clipped to norm 1)" in engine.privacy_report(1e-5).statement()
-    optimizer.max_grad_norm = 50.0
-    run_epoch(model, optimizer, loader)
-    assert "clipped to norm 1 to 50)" in engine.privacy_report(1e-5).statement()
-
-
-@quietly
-def test_the_noise_of_a_stock_engine_is_named_in_reports_of_our_accountants():
-    stock = opacus.PrivacyEngine(accountant="shuffle_gauss")
-    run_epoch(*stock.make_private(**make_toy(), noise_multiplier=20.0))
-    report = stock.accountant.report(1e-5)
-    assert (
-        "whoever knows the state of the generator of opacus.PrivacyEngine's noise"
-        in report.statement()
-    )
-    assert report.to_dict()["private"] is False
-
-
-@quietly
-def test_noise_participation_and_permutations_of_a_seed_are_different_streams(monkeypatch):
-    made, uses = base.seeded_generator, []
-    monkeypatch.setattr(
-        base,
-        "seeded_generator",
-        lambda device, seed, use: uses.append(use) or made(device, seed, use),
-    )
-    engine = PrivacyEngine(accountant="shuffled_checkin", seed=0)
-    _, optimizer, loader = engine.make_private(
-        **make_toy(), noise_multiplier=2.0, shuffle_weights=True
-    )
-    assert len(uses) >= 3
-    assert len(set(uses)) == len(uses)
-    streams = [optimizer.generator, loader.batch_sampler.generator]
-    assert (
-        len({id(each) for each in streams}) == len({each.words(1).item() for each in streams}) == 2
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"seed": -1}, "seed"),
-        ({"seed": 1.5}, "seed"),
-        ({"seed": True}, "seed"),
-        ({"seed": 0, "secure_mode": True}, "secure_mode"),
-        ({"secure_mode": "yes"}, "secure_mode"),
-    ],
-)
-def test_bad_seeds_are_refused_by_name(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        PrivacyEngine(**arguments)
-
-
-@quietly
 @every_accountant
 @pytest.mark.parametrize("secure", [True, False])
-def test_noise_participation_and_permutations_are_drawn_from_the_cipher(
-    accountant, secure, monkeypatch
-):
-    engine = PrivacyEngine(accountant=accountant, secure_mode=secure)
-    model, optimizer, loader = engine.make_private(
-        **make_toy(), noise_multiplier=2.0, shuffle_weights=True
-    )
-    assert isinstance(optimizer.generator, SecretGenerator)
-    assert optimizer.generator.secure is secure
-    assert isinstance(loader.batch_sampler.generator, SecretGenerator)
+def test_noise_participation_and_permutations_are_drawn_from_the_cipher(name, secure, monkeypatch):
+    engine = PrivacyEngine(accountant=name, secure_mode=secure)
+    run = Run(name, engine=engine, shuffle_weights=spec())
+    drawing = (run.optimizer.generator, run.loader.batch_sampler.generator)
+    assert all(map(is_secret, drawing))
+    assert run.optimizer.generator.secure is secure
+    assert secure or len(set(map(id, drawing))) == 2
 
     def refuse(*_, **__):
         raise AssertionError("PyTorch's own generator was asked")
 
-    for name in ("normal", "rand", "randperm", "randint"):
-        monkeypatch.setattr(torch, name, refuse)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    run_epoch(model, optimizer, loader)
-    assert sum(steps for *_, steps in engine.accountant.history) == 4
-    assert not any(
-        torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
-    )
+    before = run.weights()
+    with monkeypatch.context() as patch:
+        for function in ("normal", "rand", "randn", "randperm", "randint", "bernoulli"):
+            patch.setattr(torch, function, refuse)
+        run.train()
+    assert run.accounted == 4
+    assert not any(torch.equal(value, before[key]) for key, value in run.weights().items())
+    told = report(run).to_dict()
+    assert (told["private"], told["predictable"]) == (True, [])
 
 
-@quietly
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"grad_sample_mode": "ghost"},
-        {"grad_sample_mode": "functorch", "local_noise": True},
-        {"grad_sample_mode": "ew"},
-        {"clipping": "per_layer", "max_grad_norm": [1.0] * 4},
-        {"local_noise": True, "shuffle_weights": True},
-    ],
-    ids=str,
-)
-def test_secure_noise_has_the_size_that_is_accounted_in_every_way_of_training(options):
-    engine = PrivacyEngine(accountant="shuffle_gauss", secure_mode=True)
-    toy = {**make_toy(), **options}
-    toy["module"][2].weight.data.zero_()
-    made = engine.make_private(**toy, noise_multiplier=3.0)
-    model, optimizer, loader = made[0], made[1], made[-1]
-    criterion = made[2] if len(made) > 3 else nn.CrossEntropyLoss()
-    stds = []
-    for _ in range(4):
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(0 * model(x), y).backward()
-            optimizer.step()
-            stds.append(
-                torch.cat([each.grad.flatten() for each in model.parameters()]).square().mean()
-            )
-    norm = 2.0 if "clipping" in options else 1.0
-    scale = 6**0.5 if options.get("local_noise") else 1.0
-    assert float(torch.stack(stds).mean().sqrt()) * 6 == pytest.approx(3.0 * norm * scale, rel=0.05)
-
-
-def test_secure_mode_has_no_warning_of_being_off_and_refuses_seeds():
+def test_a_secret_run_warns_of_nothing_and_two_share_nothing():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        engine = PrivacyEngine(accountant="rdp", secure_mode=True)
-    with pytest.raises(ValueError, match="seed is prohibited in secure mode"):
-        engine.make_private(**make_toy(), noise_multiplier=1.0, noise_generator=torch.Generator())
-    module = nn.Linear(5, 3)
-    parallel = DistributedDataParallel.__new__(DistributedDataParallel)
-    nn.Module.__init__(parallel)
-    parallel.module = module
-    toy = {
-        **make_toy(),
-        "module": parallel,
-        "optimizer": torch.optim.SGD(module.parameters(), lr=1.0),
+        warnings.filterwarnings("error", message=".*not private")
+        with_own = Run("shuffled_checkin", loader={"generator": SecretGenerator()}).train()
+    assert report(with_own).to_dict()["private"]
+    secrets = []
+    for _ in range(2):
+        torch.manual_seed(7)  # with a flag of ours this is no seed of Opacus's accountants either
+        run = Run("rdp", shuffle_weights=spec())
+        streams = (run.optimizer.generator, run.loader.batch_sampler.generator)
+        secrets += [
+            *(int(stream.words(1)[0]) for stream in streams),
+            run.engine.shuffler.state_dict()["key"],
+        ]
+    assert len(set(secrets)) == 6
+
+
+# ---- seeds ----------------------------------------------------------------------------------
+
+
+@every_accountant
+def test_a_seed_repeats_sampling_noise_and_permutations_and_another_does_not(name):
+    first, again, other = (seeded(name, seed).train() for seed in (0, 0, 1))
+    weights = [run.weights() for run in (first, again, other)]
+    # A second run of the engine has other noise than the first, and is repeatable too.
+    for run in (first, again):
+        torch.manual_seed(0)
+        second = Run(name, engine=run.engine, shuffle_weights=spec())
+        weights.append(second.train().weights())
+    assert same(weights[0], weights[1])
+    assert same(weights[3], weights[4])
+    sorted_weights = {
+        tuple(tensors["0.weight"].flatten().sort()[0].tolist()) for tensors in weights
     }
-    with pytest.raises(ValueError, match="secure_mode=True is for one process"):
-        engine.make_private(**toy, noise_multiplier=1.0)
+    assert len(sorted_weights) == 3
 
 
-def test_the_mixin_takes_seeds_before_other_engines_of_opacus():
-    class Both(ShuffleMixin, PrivacyEngineAdaptiveClipping):
-        pass
+def test_noise_participation_and_permutations_of_a_seed_are_different_streams(monkeypatch):
+    """Whoever sees the order of the weights must not know the noise: no word comes twice."""
+    run = seeded("shuffled_checkin", 0)
+    again = Run("shuffled_checkin", engine=run.engine, shuffle_weights=spec())
+    streams = [
+        stream
+        for seeded_run in (run, again)
+        for stream in (
+            seeded_run.optimizer.generator,
+            seeded_run.loader.batch_sampler.generator,
+            seeded_run.loader.generator,
+        )
+    ]
+    words = [tuple(stream.words(4).tolist()) for stream in streams]
+    drawn = SecretGenerator.words
 
-    with pytest.warns(UserWarning, match="seed=3"):
-        assert Both(accountant="rdp", seed=3).seed == 3
+    def note(stream, count):
+        drawn_words = drawn(stream, count)
+        words.append(tuple(drawn_words[:4].tolist()))
+        return drawn_words
 
-
-@quietly
-def test_a_generator_of_one_s_own_for_the_permutations_goes_before_the_seed():
-    engine = PrivacyEngine(accountant="rdp", seed=0)
-    own = torch.Generator().manual_seed(4)
-    engine.make_private(
-        **make_toy(), noise_multiplier=1.0, shuffle_weights=WeightShuffling(generator=own)
-    )
-    assert engine.shuffler._generator is own
+    monkeypatch.setattr(SecretGenerator, "words", note)
+    again.engine.shuffler.shuffle_()
+    assert len(set(words)) == len(words) >= 7
 
 
 class Augmented(Dataset):
     """Records that are other ones each time."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 24
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, index):
         return torch.full((5,), float(index)) + torch.rand(5), index % 3
 
 
-@quietly
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("accountant", "options"),
+    ("name", "options"),
     [
         ("shuffled_checkin", {}),
         ("shuffle_gauss", {"poisson_sampling": False}),
@@ -363,18 +149,127 @@ class Augmented(Dataset):
     ],
 )
 def test_a_seed_repeats_what_workers_draw_and_the_order_of_a_loader_of_one_s_own(
-    accountant, options, workers
+    name, options, workers
 ):
     def batches():
-        toy = make_toy()
-        toy["data_loader"] = own = DataLoader(
-            Augmented(), batch_size=6, num_workers=workers, shuffle=True
-        )
-        _, _, loader = PrivacyEngine(accountant=accountant, seed=0).make_private(
-            **toy, noise_multiplier=2.0, **options
-        )
-        found = [x if workers else x.floor() for x, _ in loader]
+        own = DataLoader(Augmented(), batch_size=6, num_workers=workers, shuffle=True)
+        run = seeded(name, 0, toy={"data_loader": own}, shuffle_weights=False, **options)
         assert own.generator is own.sampler.generator is None
-        return torch.cat(found)
+        return torch.cat([x if workers else x.floor() for x, _ in run.loader])
 
     assert torch.equal(batches(), batches())
+
+
+def test_a_generator_of_one_s_own_for_the_permutations_goes_before_the_seed():
+    own = torch.Generator().manual_seed(4)
+    before = own.get_state()
+    seeded("rdp", 0, shuffle_weights=WeightShuffling(generator=own)).step()
+    assert not torch.equal(before, own.get_state())
+
+
+# ---- whatever can be drawn again is named ---------------------------------------------------
+
+
+def assert_named(run, *names):
+    """Report, dictionary and statement say that the run is not private, and by what."""
+    answers = report(run).to_dict()
+    assert (answers["private"], answers["predictable"]) == (False, list(names))
+    for text in (str(report(run)), report(run).statement(), repr(report(run)), json.dumps(answers)):
+        assert all(name in " ".join(text.split()) for name in names)
+    assert "not private" in report(run).statement()
+
+
+def test_a_seed_says_once_that_the_run_is_not_private_and_a_checkpoint_does_not_forget_it(recwarn):
+    run = seeded("shuffled_checkin", 0, shuffle_weights=False).train()
+    assert len([warning for warning in recwarn if "not private" in str(warning.message)]) == 1
+    for named in (run, Run("shuffled_checkin").load(run.saved())):
+        assert_named(named, "seed=0")
+
+
+@pytest.mark.parametrize(
+    ("which", "options"),
+    [
+        ("the generator of data_loader", {"loader": {"generator": torch.Generator()}}),
+        ("noise_generator", {"noise_generator": torch.Generator()}),
+    ],
+)
+def test_a_generator_that_the_user_passes_is_named_once(which, options):
+    with pytest.warns(UserWarning, match=f"{NOT_PRIVATE} {which}"):
+        run = Run("shuffled_checkin", **options)
+    assert_named(run.train(), which)
+
+
+AFTERWARDS = {
+    "another generator": lambda run: setattr(run.optimizer, "generator", torch.Generator()),
+    "PyTorch's own": lambda run: setattr(run.optimizer, "generator", None),
+    "a seed": lambda run: run.optimizer.generator.manual_seed(0),
+    "a state": lambda run: run.optimizer.generator.set_state(torch.Generator().get_state()),
+    "a seed of the sampler": lambda run: run.loader.batch_sampler.generator.manual_seed(0),
+    "another one of the sampler": lambda run: setattr(
+        run.loader.batch_sampler, "generator", torch.Generator()
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        *zip(
+            AFTERWARDS,
+            (
+                "shuffled_checkin",
+                "shuffled_sums",
+                "subsampled_shuffle",
+                "rdp",
+                "rdp",
+                "shuffled_fw",
+            ),
+            strict=True,
+        )
+    ],
+)
+def test_a_generator_that_is_no_secret_any_more_is_named_from_the_next_step_on(name, change):
+    run = Run(name, shuffle_weights=spec()).train()
+    assert report(run).to_dict()["private"] is True
+    AFTERWARDS[change](run)
+    with pytest.warns(UserWarning, match=NOT_PRIVATE) as told:
+        run.train()
+    assert len([warning for warning in told if "not private" in str(warning.message)]) == 1
+    sampler = "the generator of the data loader's sampler"
+    assert_named(run, sampler if "sampler" in change else "optimizer.generator")
+
+
+@pytest.mark.parametrize("name", ["shuffled_checkin", "rdp"])
+def test_a_secure_stream_that_was_seeded_before_the_run_is_named(name):
+    engine = PrivacyEngine(accountant=name, secure_mode=True)
+    engine.secure_rng.manual_seed(0)
+    assert_named(Run(name, engine=engine).train(), "optimizer.generator")
+
+
+@pytest.mark.parametrize("afterwards", [True, False])
+def test_pytorch_s_own_noise_is_said_to_be_it_and_what_takes_its_place_is_named(afterwards):
+    own = torch.Generator().manual_seed(0)
+    run = Run("rdp", **({} if afterwards else {"noise_generator": own}))
+    if afterwards:
+        assert report(run.train()).to_dict()["pytorch_noise"] is True
+    run.optimizer.generator = own
+    assert_named(run.train(), "optimizer.generator")
+    assert report(run).to_dict()["pytorch_noise"] is afterwards
+
+
+def test_a_stock_engine_s_statement_says_whose_noise_it_is():
+    stock = Run(engine=opacus.PrivacyEngine(accountant="shuffle_gauss"), sigma=20.0).train()
+    said = stock.engine.accountant.report(DELTA)
+    assert "whoever knows the state of the generator of opacus.PrivacyEngine" in said.statement()
+    assert said.to_dict()["private"] is False
+
+
+# ---- secure mode ----------------------------------------------------------------------------
+
+
+def test_secure_mode_has_no_warning_of_being_off_and_takes_no_seed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = PrivacyEngine(accountant="rdp", secure_mode=True)
+    with pytest.raises(ValueError, match="seed is prohibited in secure mode"):
+        Run(engine=engine, noise_generator=torch.Generator())

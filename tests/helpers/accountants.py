@@ -1,4 +1,4 @@
-"""The accountants that plain numbers describe, with histories of their own, for the tests that all of them pass."""
+"""The accountants that plain numbers describe, for tests that all of them pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 
 DELTA = 1e-5
 WEIGHTS = {"dimension": 1000, "batch_clip": 50.0}
-"""What is permuted, and a clipping of sums with which WS's estimate is positive up to σ = 2: it says 0 where σ² exceeds c′."""
+"""What is permuted, and a clipping with which WS's estimate is positive up to σ = 2."""
 
 # shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py),
 # the others by plain numbers.
@@ -23,15 +23,11 @@ every_accountant = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.
 every_shuffler_of_reports = pytest.mark.parametrize("kind", FAMILY, ids=lambda kind: kind.name)
 
 
-def every_bound_named(beginning):
-    return pytest.mark.parametrize(
-        ("kind", "bound"),
-        [(c, b) for c in KINDS for b in bounds_of(c) if b.startswith(beginning)],
-        ids=lambda value: value if isinstance(value, str) else value.name,
-    )
-
-
-every_bound = every_bound_named("")
+every_bound = pytest.mark.parametrize(
+    ("kind", "bound"),
+    [(kind, bound) for kind in KINDS for bound in bounds_of(kind)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 
 
 def weights_of(kind):
@@ -39,11 +35,15 @@ def weights_of(kind):
     return WEIGHTS if kind is ShuffledWeights else {}
 
 
-def accountant_of(kind, history=(), *, num_users=1000, local_noise=None, **options):
+def accountant_of(kind, history=(), *, num_users=1000, local_noise=None, **weights):
     """An accountant that knows what it needs, with local noise if it has any."""
     local_noise = kind in FAMILY if local_noise is None else local_noise
-    options = weights_of(kind) | options
-    accountant = ShuffleAccountant(kind, num_users=num_users, local_noise=local_noise, **options)
+    batch_size = weights.pop("batch_size", None)
+    accountant = ShuffleAccountant(
+        kind, num_users=num_users, batch_size=batch_size, local_noise=local_noise
+    )
+    if fields := weights_of(kind) | weights:
+        accountant.plan(kind(noise_multiplier=1.0, num_users=num_users, sample_rate=1e-6, **fields))
     accountant.history = list(history)
     return accountant
 

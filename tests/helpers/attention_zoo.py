@@ -20,7 +20,7 @@ network = collect(TRANSFORMERS)
 
 
 class Attention(nn.Module):
-    """Linear projections around a method that mixes heads of shape (batch, head, token, dimension)."""
+    """Linear projections around a method that mixes heads (batch, head, token, dimension)."""
 
     def __init__(
         self, *, kv_heads: int = HEADS, qk: int = 4, value: int = 4, packed: bool = False
@@ -92,11 +92,11 @@ def stack(attention: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
 
 
 # nn.MultiheadAttention and its twin in Opacus
-# ---------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 class TorchEncoder(nn.Module):
-    """nn.TransformerEncoder between embeddings and a head; sizes as in the table of known groups."""
+    """nn.TransformerEncoder between embeddings and a head; sizes as in the table of groups."""
 
     def __init__(
         self, *, norm_first: bool = False, batch_first: bool = True, opacus: bool = False
@@ -140,11 +140,6 @@ def opacus_encoder():
 
 
 @network
-def opacus_encoder_batch_first():
-    return torch_encoder(opacus=True, batch_first=True)
-
-
-@network
 def torch_encoder_decoder():
     def wiring(m, source, target):
         memory = m.encoder(m.source(source))
@@ -173,20 +168,8 @@ def torch_encoder_decoder():
     return Wired(wiring, **parts), (sentences(), torch.randint(0, 20, (BATCH, 5)))
 
 
-@network
-def latent_queries():
-    def wiring(m, ids):
-        x = m.tokens(ids)
-        pooled, _ = m.attention(m.queries.expand(len(ids), -1, -1), x, x)
-        return m.head(torch.tanh(pooled).flatten(1))
-
-    parts = {"tokens": nn.Embedding(VOCABULARY, WIDTH), "queries": torch.randn(1, 3, WIDTH)}
-    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    return Wired(wiring, **parts, attention=attention, head=nn.Linear(3 * WIDTH, 4)), sentences()
-
-
 # Ways to pack query, key and value
-# --------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 class UnboundAttention(Attention):
@@ -195,14 +178,6 @@ class UnboundAttention(Attention):
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         b, n, d = x.shape
         return self.qkv(x).reshape(b, n, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
-
-
-class InterleavedAttention(Attention):
-    """As in BLOOM: one projection seen as (head, 3, dimension), indexed."""
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        qkv = self.qkv(x).view(*x.shape[:2], HEADS, 3, WIDTH // HEADS).transpose(1, 2)
-        return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]
 
 
 class SplitAttention(Attention):
@@ -266,21 +241,8 @@ def nano_gpt():
     return model, sentences()
 
 
-@network
-def interleaved():
-    return stack(lambda: InterleavedAttention(packed=True))
-
-
 # Other shapes of heads
-# --------------------------------------------------------------------------------------------------------
-
-
-class RepeatingAttention(Attention):
-    """Grouped queries: every key and value head repeated for its queries."""
-
-    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        repeat = HEADS // self.kv_heads
-        return super().mix(q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
+# ------------------------------------------------------------------------------------------
 
 
 class ExpandingAttention(Attention):
@@ -322,29 +284,6 @@ class EinsumAttention(nn.Module):
         return torch.einsum("bhts,bhsk,hkd->btd", weights, v, self.wo)
 
 
-class CosineAttention(Attention):
-    """Unit queries and keys, a learned temperature per head, learned biases per head and distance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature, self.biases = (
-            nn.Parameter(torch.ones(HEADS, 1, 1)),
-            nn.Parameter(torch.zeros(2 * TOKENS - 1, HEADS)),
-        )
-
-    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        at = torch.arange(TOKENS)
-        bias = (
-            self.biases[(at[:, None] - at + TOKENS - 1).flatten()]
-            .view(TOKENS, TOKENS, HEADS)
-            .permute(2, 0, 1)
-        )
-        scores = (
-            F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * self.temperature
-        )
-        return torch.softmax(scores + bias, -1) @ v
-
-
 class AlibiAttention(Attention):
     """A constant slope per head: heads are told apart."""
 
@@ -352,17 +291,6 @@ class AlibiAttention(Attention):
         at = torch.arange(TOKENS)
         bias = -(at[:, None] - at).abs() * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q))
-
-
-class NormedAttention(Attention):
-    """Queries and keys normalised by weights that all heads share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_q, self.norm_k = nn.RMSNorm(4), nn.RMSNorm(4)
-
-    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return super().mix(self.norm_q(q), self.norm_k(k), v)
 
 
 class RMSNorm(nn.Module):
@@ -391,11 +319,6 @@ class GatedMLP(nn.Module):
 
 
 @network
-def grouped_queries_by_repeating():
-    return stack(lambda: RepeatingAttention(kv_heads=2))
-
-
-@network
 def grouped_queries_by_expanding():
     return stack(lambda: ExpandingAttention(kv_heads=2, qk=6))
 
@@ -417,22 +340,12 @@ def einsum_attention():
 
 
 @network
-def cosine_attention():
-    return stack(CosineAttention)
-
-
-@network
 def alibi():
     return stack(AlibiAttention)
 
 
-@network
-def queries_and_keys_with_a_shared_norm():
-    return stack(NormedAttention)
-
-
 # Streams and tokens
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def sinusoids() -> torch.Tensor:
@@ -445,14 +358,6 @@ def sinusoidal_positions():
     model, ids = stack(Attention)
     del model.positions
     model.register_buffer("positions", sinusoids())
-    return model, ids
-
-
-@network
-def sinusoidal_positions_outside_the_state():
-    model, ids = stack(Attention)
-    del model.positions
-    model.register_buffer("positions", sinusoids(), persistent=False)
     return model, ids
 
 

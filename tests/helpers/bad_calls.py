@@ -1,4 +1,4 @@
-"""Calls with one bad argument each: they answer, or raise a ValueError or TypeError that names it, within seconds."""
+"""Calls with one bad argument each: they answer, or raise an error that names it, and soon."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-SECONDS = 60
-"""Of processor time, of one call: what hangs takes minutes, whatever else the machine does."""
+SECONDS = 300
+"""Of processor time, of one call: what hangs takes hours, whatever else the machine does."""
 BAD = [
     *(
         math.nan,
@@ -64,7 +64,10 @@ NEVER: dict[type, tuple[Any, ...]] = {
     float: (*_NAN, True, np.bool_(True), "1", *_WORDS, {}, torch.tensor(math.nan)),
     str: (*_NAN, "", *_WORDS, {}, -1, 0.5),
 }
-"""What cannot stand for an argument whose valid value is of this class; of any other class: ``_WORDS`` and the numbers."""
+"""What cannot stand for an argument whose valid value is of this class.
+
+For one of any other class: ``_WORDS`` and the numbers.
+"""
 
 
 class Hang(BaseException):
@@ -105,7 +108,10 @@ def verdict(
     *,
     never: bool = False,
 ) -> str | None:
-    """What is wrong with a call; None if it answers (unless it never should), or its error has one of the argument's names."""
+    """What is wrong with a call; None if nothing is.
+
+    It answers (unless it never should), or its error has one of the argument's names.
+    """
     try:
         with limited(SECONDS), warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -124,7 +130,9 @@ def verdict(
 def require_named_refusals(
     function: Callable[..., Any], valid: Mapping[str, Any], **said: tuple[str, ...] | None
 ) -> None:
-    """Asserts that a call answers whatever one of its arguments is, or names it, and refuses what is clearly none.
+    """Asserts that a call answers whatever one of its arguments is, or names it.
+
+    What is clearly no such argument, it refuses.
 
     Args:
         function: What is called, with keywords.
@@ -134,13 +142,13 @@ def require_named_refusals(
     """
     first = verdict(function, valid, ())
     assert first is None, f"the valid arguments: {first}"
-    found = []
+    complaints = []
     for name, value in valid.items():
         words = (name, name.removeprefix("target_"), *(said.get(name) or _ALSO.get(name, ())))
         free = value is None or (name in said and said[name] is None)
         never = () if free else NEVER.get(type(value), (*_NAN, *_WORDS, -1, 2**70))
         for bad in (*BAD, *never):
-            refused = any(bad is each for each in never)
+            refused = any(bad is impossible for impossible in never)
             if (wrong := verdict(function, {**valid, name: bad}, words, never=refused)) is not None:
-                found.append(f"{name}={bad!r:.40} {wrong}"[:200])
-    assert not found, "\n".join(found)
+                complaints.append(f"{name}={bad!r:.40} {wrong}"[:200])
+    assert not complaints, "\n".join(complaints)

@@ -19,8 +19,8 @@ FREE, STAYS = symmetric(HIDDEN) + symmetric(NEXT), symmetric(NEXT)
 
 
 @torch.no_grad()
-def found(*middle: nn.Module | Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """What is found around these layers of six units, after a check on inputs and weights that nothing was found on."""
+def bits_between(*middle: nn.Module | Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """The size of what is found around these layers of six units, checked on other inputs."""
     torch.manual_seed(0)
     layers = [part if isinstance(part, nn.Module) else Apply(part) for part in middle]
     front = nn.Sequential(nn.Linear(5, HIDDEN), nn.Tanh(), *layers).double()

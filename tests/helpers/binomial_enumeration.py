@@ -1,4 +1,4 @@
-"""Exact distributions of integers plus binomial noise, from the ratio of a binomial's neighbouring probabilities alone.
+"""Exact distributions of integers plus binomial noise, by enumeration.
 
 No part of SciPy's binomial or of the library. A δ from losses on a grid is computed twice, losses
 rounded up and rounded down, so the truth lies between.
@@ -19,7 +19,7 @@ ROUNDING = 2.0**-34
 
 
 def binomial_distribution(trials, probability, reach=math.inf):
-    """(first, probabilities) of the outcomes within ``reach`` standard deviations, scaled to add up to 1."""
+    """The first outcome within ``reach`` standard deviations, and probabilities from it on."""
     mean, deviation = trials * probability, math.sqrt(trials * probability * (1 - probability))
     first = max(0, math.floor(mean - reach * deviation)) if math.isfinite(reach) else 0
     last = min(trials, math.ceil(mean + reach * deviation)) if math.isfinite(reach) else trials
@@ -35,7 +35,7 @@ def binomial_distribution(trials, probability, reach=math.inf):
 
 
 def moved_pair(distribution, one, other):
-    """Distributions of the sums under two values w of one user, each rounded at random, on common outcomes."""
+    """Distributions of the sums under two values of one user, each rounded at random."""
     first, masses = distribution
     low = min(math.floor(one), math.floor(other))
     size = len(masses) + max(math.floor(one), math.floor(other)) - low + 1
@@ -50,7 +50,7 @@ def moved_pair(distribution, one, other):
 
 
 def exact_delta(pairs, epsilon):
-    """δ(ε) of independent coordinates (P_j, Q_j) in this direction: a sum over all outcomes, up to three coordinates."""
+    """δ(ε) of up to three independent coordinates (P_j, Q_j), summed over all outcomes."""
     left, right = np.ones(()), np.ones(())
     for p, q in pairs:
         left, right = np.multiply.outer(left, p), np.multiply.outer(right, q)
@@ -63,7 +63,7 @@ def both_ways(pairs, epsilon):
 
 
 def delta_of_losses(pairs, epsilons, step, repeats=1):
-    """(below, above) δ(ε) of independent coordinates: losses rounded down and up to multiples of ``step``, convolved."""
+    """Bounds on δ(ε) of independent coordinates, by losses rounded down and up to multiples."""
     answers = []
     for upward in (False, True):
         infinite, total = 0.0, None
@@ -87,7 +87,7 @@ def delta_of_losses(pairs, epsilons, step, repeats=1):
 
 
 def convolved(one, other, upward, negligible=1e-13):
-    """The sum's distribution, its tails cut so that δ only grows (``upward``) or shrinks; and what must be added to δ then."""
+    """The sum's distribution with tails cut so that δ only grows (``upward``) or shrinks."""
     masses = np.maximum(fftconvolve(one[1], other[1]), 0)
     below, above = np.cumsum(masses), np.cumsum(masses[::-1])[::-1]
     start = int(np.searchsorted(below, negligible))

@@ -17,7 +17,7 @@ ACCOUNT, WEIGHTS, ROUNDS = (
 
 
 def signed(saved: Any) -> Any:
-    """A changed checkpoint with a new digest, as someone writes it who knows how: then other checks have to find the change."""
+    """A changed checkpoint with a new digest, as someone writes it who knows how."""
     if isinstance(saved, dict) and {ACCOUNT, WEIGHTS, ROUNDS} <= saved.keys():
         told = {key: value for key, value in saved[ACCOUNT].items() if key != "digest"}
         names = (
@@ -25,7 +25,8 @@ def signed(saved: Any) -> Any:
             ROUNDS,
             "opacus_shuffle",
             "optimizer_state_dict",
-            *(f"{each}_scheduler_state_dict" for each in ("noise", "grad_clip")),
+            "noise_scheduler_state_dict",
+            "grad_clip_scheduler_state_dict",
         )
         parts = [(name, saved[name]) for name in names if name in saved]
         saved[ACCOUNT] = {**told, "digest": fingerprint(parts, told)}
@@ -33,10 +34,10 @@ def signed(saved: Any) -> Any:
 
 
 def through_json(state: Any) -> Any:
-    """An accountant's state with its metadata, as JSON keeps it: with lists in the place of tuples."""
-    found = OrderedDict(json.loads(json.dumps(state)))
-    found._metadata = json.loads(json.dumps(state._metadata))
-    return found
+    """An accountant's state with its metadata, as JSON keeps it: with lists for tuples."""
+    kept = OrderedDict(json.loads(json.dumps(state)))
+    kept._metadata = json.loads(json.dumps(state._metadata))
+    return kept
 
 
 class Touching:

@@ -89,7 +89,7 @@ def mean_excesses(run, seeds, users=600, **options):
             "generator": seeded(1000 + seed),
             **BUDGET,
         }
-        estimate = solve(run, Quadratic(3), data, **common, **options)
+        estimate = solve(run, Quadratic(3), data, **{**common, **options})
         excesses.append(float((estimate.theta - mean).square().sum()) / 2)
         bound = estimate.excess_loss_bound
     return np.array(excesses), bound

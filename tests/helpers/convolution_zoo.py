@@ -73,27 +73,8 @@ def grouped_conv():
     return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten()), torch.randn(IMAGE)
 
 
-@network
-def channel_shuffle():
-    layers = [
-        nn.Conv2d(3, 8, 3),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 1, groups=2),
-        nn.ChannelShuffle(2),
-        nn.Conv2d(8, 8, 3, groups=8),
-    ]
-    layers += [
-        nn.Conv2d(8, 12, 1, groups=2),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(12, 4),
-    ]
-    return nn.Sequential(*layers), torch.randn(IMAGE)
-
-
 class ResidualBlock(nn.Module):
-    """Two convolutions with GroupNorm around a skip connection, which has a convolution of its own where sizes change."""
+    """Two convolutions with GroupNorm around a skip connection, itself one where sizes change."""
 
     def __init__(self, channels: int, out: int, groups: int) -> None:
         super().__init__()
@@ -217,7 +198,7 @@ def text_cnn():
 
 
 # Recurrent
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def recurrent(layer: nn.Module) -> nn.Module:

@@ -1,13 +1,15 @@
-"""The distribution of a coordinate's count, worked out by hand, and a χ² test that counts are of it."""
+"""The distribution of a coordinate's count, by hand, and a χ² test of counts."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
 from scipy.stats import chi2
 
+from helpers import binomial_enumeration
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
 from opacus_shuffle.protocols.grid_sum import GridSum
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -16,6 +18,9 @@ UNLIKELY = 1e-6
 
 
 PLAN = GridPlan(41, 6, 0.3, 4)
+
+# Beyond 14 standard deviations lies less than 1e-40.
+binomial_distribution = functools.partial(binomial_enumeration.binomial_distribution, reach=14)
 
 
 def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
@@ -26,24 +31,6 @@ def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
         protocol, users, dimension, Promise(1.0, 1e-2, "tight", fraction), plan, low=-1.0, span=2.0
     )
     return protocol
-
-
-def binomial_distribution(trials, probability):
-    """(first, probabilities) of all outcomes within 14 standard deviations; beyond lies less than 1e-40."""
-    mean, deviation = trials * probability, math.sqrt(trials * probability * (1 - probability))
-    first, last = (
-        max(0, math.floor(mean - 14 * deviation)),
-        min(trials, math.ceil(mean + 14 * deviation)),
-    )
-    y = np.arange(first, last)
-    logs = np.concatenate(
-        [
-            [0.0],
-            np.cumsum(np.log((trials - y) / (y + 1)) + math.log(probability / (1 - probability))),
-        ]
-    )
-    masses = np.exp(logs - logs.max())
-    return first, masses / masses.sum()
 
 
 def rounded(masses, value, low, size):

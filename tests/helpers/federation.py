@@ -1,4 +1,4 @@
-"""Small formats of reports, the secrets of their clients and server, and rounds in which all report."""
+"""Small formats of reports, the secrets of clients and server, and rounds in which all report."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ CLIENTS = [f"the-secret-of-client-{number}" for number in range(20)]
 SERVER = "the-secret-of-the-server"
 
 
-def all_report(shuffler: Shuffler, number: int, count: int | None = None) -> None:
-    for sender in range(shuffler.format.most_reports if count is None else count):
-        shuffler.submit(str(sender), shuffler.format.encode(number, torch.zeros(3)))
+def all_report(
+    shuffler: Shuffler, number: int, count: int | None = None, *, start: int = 0
+) -> None:
+    for sender in range(shuffler.format.num_users if count is None else count):
+        shuffler.submit(str(start + sender), shuffler.format.encode(number, torch.zeros(3)))
 
 
 def ledger_of(reports, shuffler=None, **options) -> Ledger:
     return Ledger(reports, shuffler or Shuffler(reports), **{"delta": 1e-5, **options})
+
+
+def run_once(ledger: Ledger) -> None:
+    ledger.run(lambda number: all_report(ledger.shuffler, number), lambda total: {"sum": total})

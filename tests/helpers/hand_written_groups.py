@@ -1,4 +1,4 @@
-"""Permutation groups worked out by hand: their sizes in closed form, and random elements of some, entry by entry.
+"""Permutation groups worked out by hand: sizes in closed form, and random elements of some.
 
 A size is log2 of the number of permutations, at each of three levels: ``paper`` (hidden units;
 query-key dimensions per head; one permutation of value dimensions for all heads), ``heads`` (value
@@ -27,7 +27,7 @@ def wreath(inner: int, outer: int) -> float:
 
 
 class Size(NamedTuple):
-    """log2 of the group's order at each level; NaN where what a level means for such a network is a matter of taste."""
+    """log2 of the group's order at each level; NaN where a level's meaning is a matter of taste."""
 
     paper: float
     heads: float
@@ -46,7 +46,7 @@ def everywhere(bits: float) -> Size:
 
 
 def units(*sizes: int) -> Size:
-    """Hidden units of a perceptron or channels of a convolution, for each layer of the given size."""
+    """Hidden units or channels, for each layer of the given size."""
     return everywhere(sum(map(symmetric, sizes)))
 
 
@@ -63,7 +63,7 @@ def only_residual(bits: float) -> Size:
 def attention(
     heads: int, qk: int, value: int, *, kv_heads: int | None = None, ordered: bool = False
 ) -> Size:
-    """One attention layer with so many free query-key and value dimensions per head; ``ordered`` heads keep their order."""
+    """An attention layer with so many free dimensions per head; ``ordered`` heads stay."""
     kv_heads = kv_heads or heads
     order = 0 if ordered else symmetric(kv_heads) + kv_heads * symmetric(heads // kv_heads)
     dimensions = kv_heads * (symmetric(qk) + symmetric(value))
@@ -71,36 +71,22 @@ def attention(
 
 
 # Of every zoo
-# -----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 DENSE = {
     "mlp": units(64, 48),
     "mlp_without_biases": units(10, 8),
-    "mlp_with_normalised_hidden_units": units(10, 8),
     "gated_linear_units": units(9),
     "maxout": everywhere(wreath(3, 5)),
-    "mean_over_the_major_axis": everywhere(wreath(3, 5)),
-    "outer_product": units(5, 3),
     "autoencoder_with_one_matrix": units(9),
     "symmetric_matrix": units(9),
-    "layer_used_again_and_again": units(9),
-    "highway": units(6, 7) + stream(9),
     "low_rank_adapter": only_residual(symmetric(4) + symmetric(9)),
-    "weight_normalised": units(9),
     "unused_parameter": units(9),
-    "hidden_layer_returned": units(6),
     "siamese": units(9, 6),
-    "hypernetwork": units(6, 5),
-    "graph_convolution": units(9),
+    "units_paired_with_each_other": everywhere(wreath(2, 2)),
     "ensemble": everywhere(wreath(6, 4)),
     "mixture_of_experts": everywhere(wreath(6, 4)),
     "sorted_units": units(9, 6),
-    "neighbours_meet": units(6, 7),
-    "pieces_mixed_alike": only_residual(sum(map(symmetric, (6, 7, 4, 3)))),
-    "places_rolled": units(3),
-    "places_less_their_surroundings": only_residual(sum(map(symmetric, (6, 7, 3)))),
-    "units_paired_with_each_other": everywhere(wreath(2, 2)),
-    "bilinear": units(6, 7, 5, 6, 8),
 }
 
 IMAGES = {
@@ -129,20 +115,14 @@ TRANSFORMERS = {
     # In cross-attention one packed matrix reads both streams, so its columns can only move
     # together.
     "torch_encoder_decoder": SMALL * 2 + attention(4, 4, 4) + stream(16),
-    "latent_queries": only_residual(symmetric(3) + 2 * symmetric(16) + attention(4, 4, 4).residual),
     "timm_vit": SMALL * 2 + stream(16),
     "nano_gpt": SMALL * 2 + stream(16),
-    "interleaved": SMALL * 2 + stream(16),
-    "grouped_queries_by_repeating": (attention(4, 4, 4, kv_heads=2) + units(24)) * 2 + stream(16),
     "grouped_queries_by_expanding": (attention(4, 6, 4, kv_heads=2) + units(24)) * 2 + stream(16),
     "multi_query": (attention(4, 4, 5, kv_heads=1) + units(24)) * 2 + stream(16),
     "llama_by_hand": (attention(4, 0, 4, kv_heads=2) + units(24)) * 2 + stream(16),
     "einsum_attention": (attention(4, 5, 3) + units(24)) * 2 + stream(16),
-    "cosine_attention": SMALL * 2 + stream(16),
     "alibi": (attention(4, 4, 4, ordered=True) + units(24)) * 2 + stream(16),
-    "queries_and_keys_with_a_shared_norm": (attention(4, 0, 4) + units(4, 24)) * 2 + stream(16),
     "sinusoidal_positions": SMALL * 2 + stream(16),
-    "sinusoidal_positions_outside_the_state": SMALL * 2,
     "attention_pooling": units(16, 7),
     "mlp_mixer": units(7, 24) * 2 + stream(16),
 }
@@ -154,11 +134,9 @@ GPT2 = (attention(4, 8, 8) + units(128)) * 2 + stream(32)
 HUGGING_FACE = {
     "BertForSequenceClassification": TABLE * 2 + stream(32) + units(32),
     "BertForMaskedLM": TABLE * 2 + stream(32),
-    "RobertaForSequenceClassification": TABLE * 2 + stream(32) + units(32),
     "DistilBertForSequenceClassification": TABLE * 2 + stream(32) + units(32),
     "ViTForImageClassification": TABLE * 2 + stream(32),
     "GPT2LMHeadModel": GPT2,
-    "GPT2ForSequenceClassification": GPT2,
     "LlamaForCausalLM": LLAMA,
     "GPTNeoXForCausalLM": (attention(4, 4, 8) + units(64)) * 2 + stream(32),
     "ElectraForSequenceClassification": TABLE * 2 + stream(32, 16) + units(32),
@@ -168,17 +146,12 @@ HUGGING_FACE = {
     "T5EncoderModel": TABLE * 2 + Size(0, -symmetric(4), -symmetric(4)),
     # The encoder's stream is an output, and the shared embeddings hold the decoder's to it.
     "T5ForConditionalGeneration": TABLE * 2 + attention(4, 8, 8),
-    "OPTForCausalLM": TABLE * 2 + stream(32),
     "BloomForCausalLM": (attention(4, 8, 8, ordered=True) + units(128)) * 2 + stream(32),
     # Its fused projection is taken apart by lists of positions along the heads, so heads and their
     # dimensions stay: the full group has attention(4, 0, 8, kv_heads=1) besides in each layer.
     "FalconForCausalLM": units(64) * 2 + stream(32),
-    "MistralForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
-    "GemmaForCausalLM": LLAMA,
     "PhiForCausalLM": (attention(4, 4, 8, kv_heads=2) + units(64)) * 2 + stream(32),
-    "DeiTForImageClassification": TABLE * 2 + stream(32),
     "SwinForImageClassification": attention(2, 4, 4)
     + units(32)
     + attention(4, 4, 4)
@@ -195,7 +168,7 @@ VIT_B, BERT_BASE, GPT2_SMALL = BASE, BASE + units(768), BASE
 
 
 # Elements, entry by entry
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 Moves = dict[str, dict[int, torch.Tensor]]
 """Per parameter and axis, where each index comes from."""
@@ -217,14 +190,6 @@ class HandMade:
             [block * inner + self.order(inner) for block in self.order(outer).tolist()]
         )
 
-    def heads(self, count: int, qk: int, value: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of query-key rows and of value rows: heads in one order, dimensions per head."""
-        order = self.order(count).tolist()
-        return (
-            torch.cat([head * qk + self.order(qk) for head in order]),
-            torch.cat([head * value + self.order(value) for head in order]),
-        )
-
     def axis(self, index: torch.Tensor, axis: int, *names: str) -> None:
         for name in names:
             self.moves[name][axis] = index
@@ -235,14 +200,12 @@ class HandMade:
         *,
         out: torch.Tensor | None = None,
         into: torch.Tensor | None = None,
-        turned: bool = False,
     ) -> None:
-        """A Linear, convolution or norm; ``turned`` for weights stored as (in, out)."""
+        """A Linear, convolution or norm."""
         if out is not None:
-            self.axis(out, 1 if turned else 0, f"{name}.weight")
-            self.axis(out, 0, f"{name}.bias")
+            self.axis(out, 0, f"{name}.weight", f"{name}.bias")
         if into is not None:
-            self.axis(into, 0 if turned else 1, f"{name}.weight")
+            self.axis(into, 1, f"{name}.weight")
 
 
 def mlp(module: nn.Sequential, hand: HandMade) -> None:
@@ -273,75 +236,9 @@ def resnet(module: nn.Module, hand: HandMade) -> None:
     hand.layer("fc", into=stage)
 
 
-def bert_body(module: nn.Module, hand: HandMade) -> torch.Tensor:
-    """Embeddings and layers; the residual stream's order."""
-    config = module.config
-    width, heads = config.hidden_size, config.num_attention_heads
-    residual = hand.order(width)
-    embeddings = [
-        f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")
-    ]
-    hand.axis(residual, 1, *embeddings)
-    hand.layer("bert.embeddings.LayerNorm", out=residual)
-    for number in range(config.num_hidden_layers):
-        name = f"bert.encoder.layer.{number}"
-        qk, value = hand.heads(heads, width // heads, width // heads)
-        for port, index in (("query", qk), ("key", qk), ("value", value)):
-            hand.layer(f"{name}.attention.self.{port}", out=index, into=residual)
-        hand.layer(f"{name}.attention.output.dense", out=residual, into=value)
-        hidden = hand.order(config.intermediate_size)
-        hand.layer(f"{name}.intermediate.dense", out=hidden, into=residual)
-        hand.layer(f"{name}.output.dense", out=residual, into=hidden)
-        for norm in ("attention.output.LayerNorm", "output.LayerNorm"):
-            hand.layer(f"{name}.{norm}", out=residual)
-    return residual
-
-
-def bert_classifier(module: nn.Module, hand: HandMade) -> None:
-    """The pooler's units are hidden units of their own."""
-    residual = bert_body(module, hand)
-    pooled = hand.order(module.config.hidden_size)
-    hand.layer("bert.pooler.dense", out=pooled, into=residual)
-    hand.layer("classifier", into=pooled)
-
-
-def bert_masked_lm(module: nn.Module, hand: HandMade) -> None:
-    """The head's matrix is that of the embeddings, so what it reads has the stream's order."""
-    residual = bert_body(module, hand)
-    hand.layer("cls.predictions.transform.dense", out=residual, into=residual)
-    hand.layer("cls.predictions.transform.LayerNorm", out=residual)
-
-
-def gpt2(module: nn.Module, hand: HandMade) -> None:
-    """Matrices stored as (in, out), query, key and value side by side, the head tied."""
-    config = module.config
-    width, heads = config.n_embd, config.n_head
-    residual = hand.order(width)
-    hand.axis(residual, 1, "transformer.wte.weight", "transformer.wpe.weight")
-    for number in range(config.n_layer):
-        name = f"transformer.h.{number}"
-        qk, value = hand.heads(heads, width // heads, width // heads)
-        hand.layer(
-            f"{name}.attn.c_attn",
-            out=torch.cat([qk, width + qk, 2 * width + value]),
-            into=residual,
-            turned=True,
-        )
-        hand.layer(f"{name}.attn.c_proj", out=residual, into=value, turned=True)
-        hidden = hand.order(4 * width)
-        hand.layer(f"{name}.mlp.c_fc", out=hidden, into=residual, turned=True)
-        hand.layer(f"{name}.mlp.c_proj", out=residual, into=hidden, turned=True)
-        for norm in ("ln_1", "ln_2"):
-            hand.layer(f"{name}.{norm}", out=residual)
-    hand.layer("transformer.ln_f", out=residual)
-
-
 ELEMENTS: dict[str, Callable[[nn.Module, HandMade], None]] = {
     "mlp": mlp,
     "resnet": resnet,
-    "BertForSequenceClassification": bert_classifier,
-    "BertForMaskedLM": bert_masked_lm,
-    "GPT2LMHeadModel": gpt2,
 }
 
 

@@ -1,4 +1,4 @@
-"""Single operations on parameters, what moves of their operands and results, and whether it does so rightly."""
+"""Single operations on parameters: what moves of operands and results, and if rightly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from helpers.zoo import DOUBLE
 from opacus_shuffle.permutation.finding.nesting import build_spec
 from opacus_shuffle.permutation.finding.trace import Tracer
-from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Learned, TracedRun
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
@@ -33,15 +33,14 @@ class Operation(nn.Module):
 
 def labelled(operation: Operation) -> PermutationSpec:
     """What moves, results among it, where nothing keeps results in place."""
-    written: set[int] = set()
+    learned = Learned()
     for _ in range(3):
-        run = TracedRun(operation, written=written)
+        run = TracedRun(operation, learned)
         with torch.no_grad(), Tracer(operation, run):
             results = [result.clone() for result in operation()]
-        written |= run.newly_written
     for number, result in enumerate(results):
         name = f"result {number}"
-        run.parameters[name], run.tensors[name] = run.dimensions(result), result
+        run.tensors[name] = result
         run.used.add(name)
     return build_spec(run, "residual")
 

@@ -1,4 +1,4 @@
-"""A mechanism in three pieces, which would be three new files: a frozen class, its bounds, and a scheme to train by.
+"""A mechanism in three pieces: a frozen class, its bounds, and a scheme to train by.
 
 A report carries Laplace noise of its own, and everyone takes part in every round: T rounds of scale
 b cost T·Δ/b.
@@ -26,7 +26,7 @@ PROVED, ESTIMATE = opacus_shuffle.Guarantee.PROVED, opacus_shuffle.Guarantee.EST
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaplaceReports(Mechanism):
-    """Every user's clipped report with Laplace noise of scale ``noise_multiplier`` on every entry."""
+    """Every user's clipped report with Laplace noise of this scale on every entry."""
 
     name: ClassVar[str] = "laplace_reports"
     sampling: ClassVar[None] = None

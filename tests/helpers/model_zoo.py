@@ -38,7 +38,7 @@ network = collect(NETWORKS)
 def build(
     builder: Builder, *, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[nn.Module, Any]:
-    """The network in evaluation mode with random weights, and its input; the global generator stays where it was."""
+    """The network in evaluation mode with random weights, and its input; no global draw."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module, sample = builder()
@@ -70,7 +70,7 @@ def cast(sample: Any, dtype: torch.dtype) -> Any:
 
 
 def another(sample: Any, seed: int = 1) -> Any:
-    """An input of the same shapes and other values: normal numbers, shuffled tokens, the same masks."""
+    """An input of the same shapes: normal numbers, shuffled tokens, the same masks."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(leaf: Any) -> Any:
@@ -98,7 +98,7 @@ def run(module: nn.Module, sample: Any) -> list[torch.Tensor]:
 
 
 def gradients(module: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
-    """Gradients of one fixed nonlinear function of all that the network returns, left in ``.grad`` too."""
+    """Gradients of a fixed nonlinear function of the outputs, left in ``.grad`` too."""
     module.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(0)
     outputs = run(module, sample)
@@ -109,7 +109,7 @@ def gradients(module: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
 
 
 def entry_moves(spec: Any, module: nn.Module, plan: Any) -> dict[str, torch.Tensor]:
-    """Where each entry of each parameter comes from under a plan, read off a copy whose entries are numbered."""
+    """Where each entry of each parameter comes from under a plan, read off a numbered copy."""
     numbered = copy.deepcopy(module).double()
     with torch.no_grad():
         for parameter in numbered.parameters():
@@ -130,12 +130,12 @@ class Apply(nn.Module):
 
 
 def plain_hidden_layer() -> nn.Module:
-    """Six hidden units and seven linear ones that move whatever reads them, for networks of which little else can."""
+    """Six hidden units and seven linear ones that move whatever reads them."""
     return nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 7))
 
 
 class Wired(nn.Module):
-    """Named layers and parameters, and the forward that wires them, given as a function of the module and its inputs."""
+    """Named layers and parameters, and the forward that wires them, a function of both."""
 
     def __init__(self, wiring: Callable[..., Any], **parts: nn.Module | torch.Tensor) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Wired(nn.Module):
 
 
 # Perceptrons
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @network
@@ -170,20 +170,6 @@ def mlp_without_biases():
 
 
 @network
-def mlp_with_normalised_hidden_units():
-    layers = [
-        nn.Linear(7, 10),
-        nn.Softmax(-1),
-        nn.Linear(10, 8),
-        nn.LayerNorm(8),
-        nn.PReLU(8),
-        nn.Linear(8, 4),
-        nn.LogSoftmax(-1),
-    ]
-    return nn.Sequential(*layers), torch.randn(BATCH, 7)
-
-
-@network
 def gated_linear_units():
     return nn.Sequential(nn.Linear(7, 2 * 9), nn.GLU(), nn.Linear(9, 4)), torch.randn(BATCH, 7)
 
@@ -197,28 +183,6 @@ def maxout():
         nn.Linear(5, 4),
     ]
     return nn.Sequential(*layers), torch.randn(BATCH, 7)
-
-
-@network
-def mean_over_the_major_axis():
-    layers = [
-        nn.Linear(7, 3 * 5),
-        nn.Tanh(),
-        nn.Unflatten(1, (3, 5)),
-        Apply(lambda x: x.mean(1)),
-        nn.Linear(5, 4),
-    ]
-    return nn.Sequential(*layers), torch.randn(BATCH, 7)
-
-
-@network
-def outer_product():
-    def wiring(m, x):
-        return m.out((m.one(x).sin().unsqueeze(2) * m.two(x).cos().unsqueeze(1)).flatten(1))
-
-    return Wired(
-        wiring, one=nn.Linear(7, 5), two=nn.Linear(7, 3), out=nn.Linear(15, 4)
-    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -240,35 +204,6 @@ def symmetric_matrix():
 
 
 @network
-def layer_used_again_and_again():
-    def wiring(m, x):
-        h = torch.tanh(m.into(x))
-        for _ in range(3):
-            h = torch.tanh(m.again(h))
-        return m.out(h)
-
-    return Wired(
-        wiring, into=nn.Linear(7, 9), again=nn.Linear(9, 9), out=nn.Linear(9, 4)
-    ), torch.randn(BATCH, 7)
-
-
-@network
-def highway():
-    def wiring(m, x):
-        h = m.into(m.before(x))
-        gate = torch.sigmoid(m.gate(h))
-        return m.out(gate * torch.tanh(m.change(h)) + (1 - gate) * h)
-
-    layers = {
-        "into": nn.Linear(7, 9),
-        "gate": nn.Linear(9, 9),
-        "change": nn.Linear(9, 9),
-        "out": nn.Linear(9, 4),
-    }
-    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
-
-
-@network
 def low_rank_adapter():
     def wiring(m, x):
         h = m.base(x) + 2 * m.b(m.a(x))
@@ -284,29 +219,12 @@ def low_rank_adapter():
 
 
 @network
-def weight_normalised():
-    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(7, 9)), nn.ReLU(), nn.Linear(9, 4)]
-    return nn.Sequential(*layers), torch.randn(BATCH, 7)
-
-
-@network
 def unused_parameter():
     def wiring(m, x):
         return m.out(torch.relu(m.into(x)))
 
     return Wired(
         wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4), idle=nn.Linear(11, 5)
-    ), torch.randn(BATCH, 7)
-
-
-@network
-def hidden_layer_returned():
-    def wiring(m, x):
-        h = torch.relu(m.one(x))
-        return m.out(torch.relu(m.two(h))), h
-
-    return Wired(
-        wiring, one=nn.Linear(7, 9), two=nn.Linear(9, 6), out=nn.Linear(6, 4)
     ), torch.randn(BATCH, 7)
 
 
@@ -324,28 +242,18 @@ def siamese():
 
 
 @network
-def hypernetwork():
-    def wiring(m, x, z):
-        z = torch.relu(m.code(z))
-        h = torch.tanh(torch.bmm(x.unsqueeze(1), m.first(z).view(-1, 7, 5)))
-        return torch.bmm(h, m.second(z).view(-1, 5, 4)).squeeze(1)
-
-    layers = {"code": nn.Linear(3, 6), "first": nn.Linear(6, 35), "second": nn.Linear(6, 20)}
-    return Wired(wiring, **layers), (torch.randn(BATCH, 7), torch.randn(BATCH, 3))
-
-
-@network
-def graph_convolution():
-    adjacency = torch.softmax(torch.randn(6, 6), -1)
-
+def units_paired_with_each_other():
     def wiring(m, x):
-        return m.out(adjacency.to(x) @ torch.relu(m.into(adjacency.to(x) @ x)))
+        h = m.norm(m.into(x))
+        return m.out((h.unsqueeze(2) * h.sin().unsqueeze(1)).flatten(1))
 
-    return Wired(wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4)), torch.randn(BATCH, 6, 7)
+    return Wired(
+        wiring, into=nn.Linear(7, 4), norm=nn.GroupNorm(2, 4), out=nn.Linear(16, 4)
+    ), torch.randn(BATCH, 7)
 
 
 # Experts
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @network
@@ -370,20 +278,8 @@ def mixture_of_experts():
     ), torch.randn(BATCH, 7)
 
 
-@network
-def mixture_of_the_best_experts():
-    def wiring(m, x):
-        weight, best = torch.softmax(m.router(x), -1).topk(2, dim=-1)
-        h = F.gelu(torch.einsum("bd,bkdf->bkf", x, m.into[best]))
-        return torch.einsum("bkf,bkfo,bk->bo", h, m.out[best], weight)
-
-    return Wired(
-        wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)
-    ), torch.randn(BATCH, 7)
-
-
 # What no rule should guess
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @network
@@ -396,91 +292,3 @@ def sorted_units():
         nn.Linear(6, 4),
     ]
     return nn.Sequential(*layers), torch.randn(BATCH, 7)
-
-
-@network
-def written_in_place():
-    def wiring(m, x):
-        x = m.before(x)
-        h = x.new_zeros(len(x), 9)
-        h[:, 2:] = m.two(x)
-        h[:, :4] += m.one(x)
-        h[:, 5] = h[:, 0].clone() * h[:, 1].clone()
-        return m.out(torch.relu_(h))
-
-    layers = {"one": nn.Linear(7, 4), "two": nn.Linear(7, 7), "out": nn.Linear(9, 4)}
-    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
-
-
-@network
-def neighbours_meet():
-    def wiring(m, x):
-        h = torch.relu(m.one(m.before(x)))
-        return (
-            m.out(torch.tanh(h[:, 1:] - h[:, :-1]))
-            + m.rolled(h * h.roll(1, -1))
-            + m.even(h[:, ::2])
-        )
-
-    layers = {
-        "one": nn.Linear(7, 9),
-        "out": nn.Linear(8, 4),
-        "rolled": nn.Linear(9, 4),
-        "even": nn.Linear(5, 4),
-    }
-    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
-
-
-@network
-def pieces_mixed_alike():
-    def wiring(m, x):
-        pieces = m.into(m.before(x)).unflatten(1, (4, 3))
-        return m.out((pieces + torch.tanh(pieces @ m.weight)).flatten(1))
-
-    parts = {"into": nn.Linear(7, 12), "weight": torch.randn(3, 3), "out": nn.Linear(12, 4)}
-    return Wired(wiring, before=plain_hidden_layer(), **parts), torch.randn(BATCH, 7)
-
-
-@network
-def places_rolled():
-    def wiring(m, x):
-        places = m.into(x).unflatten(1, (4, 3))
-        return m.out((places * places.roll(1, 1)).flatten(1))
-
-    return Wired(wiring, into=nn.Linear(7, 12), out=nn.Linear(12, 4)), torch.randn(BATCH, 7)
-
-
-@network
-def places_less_their_surroundings():
-    def wiring(m, x):
-        places = m.into(m.before(x)).unflatten(1, (3, 4))
-        return m.out((places - F.avg_pool1d(places, 3, 1, 1)).flatten(1))
-
-    layers = {"before": plain_hidden_layer(), "into": nn.Linear(7, 12), "out": nn.Linear(12, 4)}
-    return Wired(wiring, **layers), torch.randn(BATCH, 7)
-
-
-@network
-def units_paired_with_each_other():
-    def wiring(m, x):
-        h = m.norm(m.into(x))
-        return m.out((h.unsqueeze(2) * h.sin().unsqueeze(1)).flatten(1))
-
-    return Wired(
-        wiring, into=nn.Linear(7, 4), norm=nn.GroupNorm(2, 4), out=nn.Linear(16, 4)
-    ), torch.randn(BATCH, 7)
-
-
-@network
-def bilinear():
-    def wiring(m, x):
-        x = m.before(x)
-        return m.out(torch.relu(m.both(torch.relu(m.one(x)), torch.relu(m.two(x)))))
-
-    layers = {
-        "one": nn.Linear(7, 5),
-        "two": nn.Linear(7, 6),
-        "both": nn.Bilinear(5, 6, 8),
-        "out": nn.Linear(8, 4),
-    }
-    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from opacus_shuffle.permutation.moving.gather import gather_
-from opacus_shuffle.permutation.moving.moves import WORDS, Move
+from opacus_shuffle.permutation.moving.gather import WORDS, Move, gather_
 
 DTYPES = [
     *(

@@ -1,4 +1,4 @@
-"""A pytest plugin that lets Opacus's own test files run with another engine in the place of Opacus's, and without torchvision.
+"""A pytest plugin: Opacus's own test files with another engine, and without torchvision.
 
 ``python -m pytest -p helpers.opacus_suite --engine=ours [--accountant=shuffled_checkin] ...``. The
 little of torchvision that those files use is made here: ``FakeData``, ``Compose``, ``ToTensor``,
@@ -94,7 +94,7 @@ class Normalize:
     """Takes off the mean and divides by the standard deviation."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self.mean, self.std = (torch.tensor(each)[:, None, None] for each in (mean, std))
+        self.mean, self.std = (torch.tensor(numbers)[:, None, None] for numbers in (mean, std))
 
     def __call__(self, picture: torch.Tensor) -> torch.Tensor:
         return (picture - self.mean) / self.std
@@ -115,9 +115,13 @@ class Compose:
 def resnet18() -> nn.Module:
     """A network that Opacus refuses for its batch norm, and trains once that is replaced."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Conv2d(3, 8, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
         nn.Linear(8, 1000),
-    )  # fmt: skip
+    )
 
 
 def _install_stub() -> None:

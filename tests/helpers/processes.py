@@ -11,7 +11,7 @@ import torch.distributed
 
 
 def found_on_ranks(work: Callable[[str], Any], *, size: int, folder: Path) -> list[Any]:
-    """What each of so many processes returns from ``work``, a function of a module, which gets the folder's name."""
+    """What each of so many processes returns from ``work``, which gets the folder's name."""
     start = (
         "spawn" if torch.cuda.is_available() else "fork"
     )  # which imports nothing anew, and which CUDA forbids

@@ -1,4 +1,4 @@
-"""Random networks: hidden units sent through a random chain of operations that mix, split, pair and tell apart their axes."""
+"""Random networks: hidden units sent through a random chain of operations on their axes."""
 
 from __future__ import annotations
 
@@ -78,40 +78,15 @@ def square_with_skip(draft, x):
 
 
 @step
-def symmetric(draft, x):
-    i = draft.weight(x.shape[-1], x.shape[-1])
-    return lambda w, x: x @ (w[i] + w[i].T)
-
-
-@step
 def there_and_back(draft, x):
     i = draft.weight(x.shape[-1], x.shape[-1])
     return lambda w, x: torch.tanh(x @ w[i]) @ w[i].T
 
 
 @step
-def weight_used_before(draft, x):
-    fits = [
-        (i, turn)
-        for i, p in enumerate(draft.weights)
-        for turn in (0, 1)
-        if p.dim() == 2 and p.shape[turn] == x.shape[-1]
-    ]
-    i, turn = draft.choose.choice(fits or [(0, 0)])
-    return when(bool(fits), lambda w, x: x @ (w[i] if turn == 0 else w[i].T))
-
-
-@step
 def factor_per_entry(draft, x):
     i = draft.weight(*x.shape[1:] if draft.choose.random() < 0.5 else x.shape[-1:])
     return lambda w, x: x * w[i]
-
-
-@step
-def weight_seen_otherwise(draft, x):
-    n, k = x.shape[-1], draft.divisor(x.shape[-1])
-    i = draft.weight(n // k, k) if draft.choose.random() < 0.5 else draft.weight(k, n // k)
-    return lambda w, x: x * w[i].T.reshape(-1) + w[i].reshape(-1)
 
 
 @step
@@ -183,13 +158,6 @@ def permute(draft, x):
 
 
 @step
-def piece(draft, x):
-    dim = draft.axis(x)
-    start = draft.choose.randrange(x.shape[dim])
-    return lambda w, x: x.narrow(dim, start, max(1, (x.shape[dim] - start) // 2))
-
-
-@step
 def halves(draft, x):
     dim = draft.axis(x)
     kinds = [
@@ -199,14 +167,6 @@ def halves(draft, x):
     ]
     kind = draft.choose.choice([*kinds, lambda a, b: torch.stack([a, a * b], dim)])
     return when(x.shape[dim] % 2 == 0, lambda w, x: kind(*x.chunk(2, dim)))
-
-
-@step
-def unbind(draft, x):
-    dim = draft.axis(x)
-    return when(
-        x.dim() > 2 and x.shape[dim] < 5, lambda w, x: x.unbind(dim)[0] * x.unbind(dim)[-1].tanh()
-    )
 
 
 @step
@@ -224,11 +184,6 @@ def pairs(draft, x):
 
 
 @step
-def fused_attention(draft, x):
-    return when(x.dim() == 4, lambda w, x: F.scaled_dot_product_attention(x, x.sin(), x.cos()))
-
-
-@step
 def einsum(draft, x):
     pattern = draft.choose.choice(["nab,abc->nac", "nab,abc->nc", "nab,abc->nbc"])
     return when(
@@ -242,33 +197,6 @@ def convolution(draft, x):
     groups = draft.divisor(x.shape[1])
     i = draft.weight(2 * groups, x.shape[1] // groups, 3)
     return when(x.dim() == 3, lambda w, x: F.conv1d(x, w[i], padding=1, groups=groups))
-
-
-@step
-def pool(draft, x):
-    return when(
-        x.dim() == 3 and x.shape[2] > 1,
-        lambda w, x: x - F.avg_pool1d(x, 3, 1, 1, count_include_pad=False),
-    )
-
-
-@step
-def chosen(draft, x):
-    dim = draft.axis(x)
-    index = torch.tensor([draft.choose.randrange(x.shape[dim]) for _ in range(x.shape[dim])])
-    return lambda w, x: x + x.index_select(dim, index).sin()
-
-
-@step
-def written(draft, x):
-    dim = draft.axis(x)
-
-    def shifted(w: Weights, x: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros_like(x)
-        result.narrow(dim, 1, x.shape[dim] - 1).copy_(x.narrow(dim, 0, x.shape[dim] - 1))
-        return result.mul_(0.5).add_(x)
-
-    return when(x.shape[dim] > 1, shifted)
 
 
 def random_network(seed: int) -> tuple[nn.Module, torch.Tensor]:

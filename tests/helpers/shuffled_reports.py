@@ -1,4 +1,4 @@
-"""The true shuffled mechanism for a few users, by enumeration of cells, with no part of the library's bounds.
+"""The true shuffled mechanism for a few users, by enumeration of cells, without our bounds.
 
 Cutting the line into cells and looking at the cells only is post-processing, so δ of the shuffled
 *cells* is at most the true δ. It is a finite sum.
@@ -55,7 +55,7 @@ def shuffled_cells(records, sigma):
 
 
 def view_cells(records, sigma, rate, sampling):
-    """As ``shuffled_cells``, flat, for a random set of participants: the number of reports is seen, too."""
+    """As ``shuffled_cells``, flat, for random participants: the number of reports is seen, too."""
     users = len(records)
     if sampling is None:
         chances = {users: 1.0}

@@ -7,22 +7,17 @@ so do its permutations, which :func:`unshuffle` draws once more to take them bac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_shuffle import PrivacyEngine, prepare_model
-from opacus_shuffle.engine import noise
-from opacus_shuffle.engine.weights.shuffler import WeightShuffler
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
-from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
+from helpers.private_runs import Run
+from opacus_shuffle import PermutationSpec, WeightShuffling, find_permutations, prepare_model
 
 SHUFFLE_SEED = 20_260_101
 RECORDS, BATCH, EPOCHS = 32, 8, 2
@@ -36,11 +31,8 @@ one of weights at most 1 times as large (learning rates are at most epsilon, or 
 gradients), 10 times with momentum; some ten steps leave it below 1e-12.
 """
 
-in_order = {"poisson_sampling": False}
-"""The loader's own batches, in their order, so that a run can go on where it was."""
-
 # Networks
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -93,7 +85,7 @@ class LowRank(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Units with a buffer that goes with them, and one layer under two names."""
+    """One layer under two names, and units with a buffer that each pass assigns anew."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +94,10 @@ class Buffered(nn.Module):
         self.register_buffer("scale", torch.rand(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.again(self.middle(torch.tanh(self.one(x) * self.scale))))
+        scale = self.scale.clone()
+        if self.training and len(x):
+            self.scale = 0.9 * self.scale + 0.1 * self.one.weight.detach().abs().mean(1)
+        return self.out(self.again(self.middle(torch.tanh(self.one(x) * scale))))
 
 
 def mlp() -> nn.Module:
@@ -125,47 +120,19 @@ def low_rank() -> nn.Module:
     return nn.Sequential(LowRank(5, 12), nn.Tanh(), LowRank(12, 10), nn.Tanh(), LowRank(10, 3))
 
 
-def bert() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = {
-        "vocab_size": 20,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 12,
-    }
-    config |= {
-        "max_position_embeddings": 6,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "num_labels": 3,
-    }
-    return prepare_model(
-        transformers.BertForSequenceClassification(transformers.BertConfig(**config))
-    )
-
-
 def gpt2() -> nn.Module:
+    """With input embeddings that are its output layer's weights, too."""
     transformers = pytest.importorskip("transformers")
-    config = {
-        "vocab_size": 20,
-        "n_positions": 6,
-        "n_embd": 8,
-        "n_layer": 1,
-        "n_head": 2,
-        "use_cache": False,
-    }
-    config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    network = prepare_model(transformers.GPT2LMHeadModel(transformers.GPT2Config(**config)))
-    assert network.lm_head.weight is network.transformer.wte.weight
-    return network
+    sizes = {"vocab_size": 20, "n_positions": 6, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    off = {"use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, **off)
+    return prepare_model(transformers.GPT2LMHeadModel(config))
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "conv": conv,
     "encoder": Encoder,
-    "bert": bert,
     "gpt2": gpt2,
     "low rank": low_rank,
     "buffered": Buffered,
@@ -173,7 +140,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> nn.Module:
-    """A network in double precision with weights that are neither 0 nor 1; the global random state stays."""
+    """A network in double precision with weights that are neither 0 nor 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         network = NETWORKS[name]().double()
@@ -186,7 +153,7 @@ def build(name: str) -> nn.Module:
 def records(name: str, count: int = RECORDS, dtype: torch.dtype = torch.float64) -> TensorDataset:
     """Inputs and targets for a network."""
     generator = torch.Generator().manual_seed(2)
-    if name in ("bert", "gpt2"):
+    if name == "gpt2":
         x = torch.randint(20, (count, 6), generator=generator)
     else:
         shape = {"conv": (1, 6, 6), "encoder": (4, 5)}.get(name, (5,))
@@ -212,18 +179,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.03, eps=0.03, momentum=0.9, centered=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.03, eps=0.03),
 }
-STATE = {
-    "SGD": set(),
-    "Nesterov": {"momentum_buffer"},
-    "Adam": {"exp_avg", "exp_avg_sq"},
-    "AMSGrad": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    "RMSprop": {"square_avg", "momentum_buffer", "grad_avg"},
-    "Adagrad": {"sum"},
-}
 
 
 def in_record(**keywords: Any) -> dict[str, Any]:
-    """The same keywords of ``make_private``, with those about shuffling in the record that it takes."""
+    """The same keywords of ``make_private``, those about shuffling in the record that it takes."""
     fields = {
         name: keywords.pop(name)
         for name in ("batch_clip", "dimension", "unshuffled_noise_multiplier")
@@ -239,149 +198,122 @@ def in_record(**keywords: Any) -> dict[str, Any]:
 
 
 # Runs
-# -------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Run:
-    """A private set-up; ``model`` is what to call, ``network`` what the weights are in."""
+@functools.cache
+def spec_of(name: str, level: str = "residual") -> PermutationSpec:
+    """What of a network may move: found once for all tests that use it."""
+    return find_permutations(build(name), records(name)[:2][0], groups=level)
 
-    network: nn.Module
-    plain_optimizer: torch.optim.Optimizer
-    engine: PrivacyEngine
-    model: nn.Module
-    returned: Any
-    optimizer: Any
-    loader: DataLoader
-    criterion: Any
+
+class SeededRun(Run):
+    """A run from seeds, without noise by default, whose permutations can be drawn once more."""
+
+    def __init__(
+        self,
+        name: str = "mlp",
+        *,
+        shuffle: bool | str | PermutationSpec = False,
+        network: nn.Module | None = None,
+        data: Any = None,
+        optimizer: str | Callable[[Any], torch.optim.Optimizer] = "Nesterov",
+        accountant: str = "rdp",
+        sigma: float = 0.0,
+        own_generator: bool = True,
+        **options: Any,
+    ) -> None:
+        network = build(name) if network is None else network
+        data = records(name, dtype=next(network.parameters()).dtype) if data is None else data
+        make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        toy = {
+            "module": network,
+            "optimizer": make([tensor for tensor in network.parameters() if tensor.requires_grad]),
+            "data_loader": DataLoader(
+                data, batch_size=BATCH, generator=torch.Generator().manual_seed(3)
+            ),
+            "max_grad_norm": options.pop("max_grad_norm", 1.0),
+        }
+        if shuffle is not False:
+            options["shuffle_weights"] = shuffle
+            if own_generator:
+                options["shuffle_generator"] = torch.Generator().manual_seed(SHUFFLE_SEED)
+        options.setdefault("noise_generator", torch.Generator().manual_seed(4))
+        super().__init__(accountant, sigma=sigma, toy=toy, **in_record(**options))
 
     @property
-    def shuffler(self) -> WeightShuffler:
-        assert self.engine.shuffler is not None
+    def shuffler(self) -> Any:
+        """What moves the weights."""
         return self.engine.shuffler
 
-    def train(
+    def backward(self, batch: Any = None) -> None:
+        """Gradients of a batch, by default of the next one."""
+        x, y = self.batch() if batch is None else batch
+        self.criterion(logits(self.model, x), y).backward()
+
+    def fit(
         self,
         epochs: int = EPOCHS,
         *,
         physical: int | None = None,
         accumulate: int = 1,
-        before: Any = None,
         after: Any = None,
-    ) -> Run:
-        """Ordinary epochs; the last step's gradients are kept. ``before`` is called after every backward pass, ``after`` after
-        every step.
-        """
+    ) -> SeededRun:
+        """Ordinary epochs, which keep the last step's gradients; ``after`` is called every step."""
         self.model.train()
-        with contextlib.ExitStack() as stack:
-            loader = self.loader
-            if physical is not None:
-                loader = stack.enter_context(
-                    BatchMemoryManager(
-                        data_loader=loader,
-                        max_physical_batch_size=physical,
-                        optimizer=self.optimizer,
-                    )
-                )
+        with self.split(physical) if physical else contextlib.nullcontext(self.loader) as loader:
             for _ in range(epochs):
-                for number, (x, y) in enumerate(loader):
+                for number, batch in enumerate(loader):
                     if number % accumulate == 0:
                         self.optimizer.zero_grad()
-                    self.criterion(logits(self.model, x), y).backward()
-                    if before is not None:
-                        before()
+                    self.backward(batch)
                     if (number + 1) % accumulate == 0:
                         self.optimizer.step()
                         if after is not None:
                             after()
         return self
 
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Copies of all that the run has got to: weights, buffers, gradients, optimizer state."""
+        contents = dict(self.network.named_buffers(remove_duplicate=False))
+        for name, parameter in self.network.named_parameters():
+            state = {"gradient": parameter.grad, **self.plain.state.get(parameter, {})}
+            contents[name] = parameter
+            contents |= {f"{name} ({key})": value for key, value in state.items()}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in contents.items()
+            if isinstance(tensor, torch.Tensor)
+        }
 
-def prepare(
-    name: str = "mlp",
-    *,
-    network: nn.Module | None = None,
-    data: Any = None,
-    shuffle: bool | str | Any = False,
-    optimizer: str | Callable[[Any], torch.optim.Optimizer] = "Nesterov",
-    mode: str = "hooks",
-    sigma: float = 0.0,
-    own_generator: bool = True,
-    engine: PrivacyEngine | None = None,
-    **options: Any,
-) -> Run:
-    """A private set-up from seeds."""
-    network = build(name) if network is None else network
-    data = records(name, dtype=next(network.parameters()).dtype) if data is None else data
-    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    plain = make([parameter for parameter in network.parameters() if parameter.requires_grad])
-    engine = PrivacyEngine(accountant="rdp") if engine is None else engine
-    if shuffle is not False:
-        options["shuffle_weights"] = shuffle
-        if own_generator:
-            options["shuffle_generator"] = torch.Generator().manual_seed(SHUFFLE_SEED)
-    results = engine.make_private(
-        module=network,
-        optimizer=plain,
-        data_loader=DataLoader(data, batch_size=BATCH, generator=torch.Generator().manual_seed(3)),
-        noise_multiplier=sigma,
-        max_grad_norm=options.pop("max_grad_norm", 1.0),
-        noise_generator=torch.Generator().manual_seed(4),
-        grad_sample_mode=mode,
-        criterion=nn.CrossEntropyLoss(),
-        **in_record(**options),
-    )
-    returned, private_optimizer, loader = results[0], results[1], results[-1]
-    criterion = results[2] if mode == "ghost" else nn.CrossEntropyLoss()
-    model = returned if isinstance(returned, nn.Module) else network
-    return Run(network, plain, engine, model, returned, private_optimizer, loader, criterion)
+    def unshuffle(self) -> None:
+        """Takes all permutations back, from weights, buffers, gradients and optimizer state."""
+        for plan in inverses(self.shuffler):
+            self.shuffler.spec.apply_(self.network, plan, self.plain)
 
 
-def drawn_each(shuffler: WeightShuffler, count: int | None = None) -> list[PermutationPlan]:
-    """The shuffler's first permutations (all so far), drawn once more."""
+def drawn(shuffler: Any) -> list[Any]:
+    """All permutations that a shuffler has drawn so far, drawn once more."""
     generator = torch.Generator().manual_seed(SHUFFLE_SEED)
-    return [
-        shuffler.spec.sample(generator)
-        for _ in range(shuffler.shuffles if count is None else count)
-    ]
+    return [shuffler.spec.sample(generator) for _ in range(shuffler.shuffles)]
 
 
-def drawn(shuffler: WeightShuffler, count: int | None = None) -> PermutationPlan:
-    """Their product."""
-    return functools.reduce(
-        shuffler.spec.compose, drawn_each(shuffler, count), shuffler.spec.identity()
-    )
-
-
-def unshuffle(run: Run) -> None:
-    """Takes all permutations back, from weights, buffers, gradients and optimizer state."""
-    spec = run.shuffler.spec
-    spec.apply_(run.network, spec.invert(drawn(run.shuffler)), run.plain_optimizer)
-
-
-def contents(run: Run) -> dict[str, torch.Tensor]:
-    """Copies of everything that a run has got to: weights, buffers, gradients, optimizer state."""
-    found = dict(run.network.named_buffers(remove_duplicate=False))
-    for name, parameter in run.network.named_parameters():
-        found[name] = parameter
-        if parameter.grad is not None:
-            found[f"{name} (gradient)"] = parameter.grad
-        for key, value in run.plain_optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                found[f"{name} ({key})"] = value
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+def inverses(shuffler: Any) -> list[Any]:
+    """The permutations that take back what a shuffler has done, the first one first."""
+    return [shuffler.spec.invert(plan) for plan in reversed(drawn(shuffler))]
 
 
 def moved(
-    spec: PermutationSpec, plan: PermutationPlan, found: dict[str, torch.Tensor]
+    spec: PermutationSpec, plans: list[Any], contents: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Contents or weights, as a permutation makes them."""
-    found = {key: tensor.clone() for key, tensor in found.items()}
-    for key, tensor in found.items():
+    """Contents or weights, as permutations make them, one after another."""
+    copies = {key: tensor.clone() for key, tensor in contents.items()}
+    for key, tensor in copies.items():
         name = key.partition(" ")[0]
         if name in spec.blocks and tensor.dim():
-            spec.move({name: [tensor]}, plan)
-    return found
+            for plan in plans:
+                spec.move({name: [tensor]}, plan)
+    return copies
 
 
 def distance(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
@@ -397,24 +329,3 @@ def distance(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 def weights(network: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the parameters."""
     return {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-
-
-@contextlib.contextmanager
-def noise_carried_along(run: Run) -> Iterator[None]:
-    """While inside, the run's noise is that of the run without shuffling, moved to where the units are."""
-
-    def moved(generate: Any) -> Any:
-        def noise_there(
-            std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False
-        ) -> torch.Tensor:
-            made = generate(std, reference, generator, secure_mode)
-            for name, tensor in run.shuffler.spec.tensors(run.network).items():
-                if getattr(tensor, "summed_grad", None) is reference:
-                    run.shuffler.spec.move({name: [made]}, drawn(run.shuffler))
-            return made
-
-        return noise_there
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise, "gaussian_noise", moved(noise.gaussian_noise))
-        yield

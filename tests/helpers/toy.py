@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ONE_NOISE = ("shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw")
-"""The accountants whose rounds a noise multiplier describes; ``shuffled_sums`` needs its protocol, and has tests of its own."""
+"""The accountants whose rounds a noise multiplier describes."""
 
 
 def make_toy(*, records: int = 24, batch_size: int = 6, **loader: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""How batches are drawn: the plan, and the samplers that keep to it."""
+"""How batches are drawn: samplers, loaders, and tickets for each batch."""

@@ -1,4 +1,4 @@
-"""What a batch of no records looks like, known before the first one is drawn.
+"""Prepares loaders and networks for batches of no records, which Poisson sampling draws.
 
 Opacus learns the form of batches from the first that has records. Where an empty one comes before
 it, a list of zeros takes its place, whatever the form is; and where batches hold more than tensors,
@@ -17,17 +17,17 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from opacus.data_loader import CollateFnWithEmpty
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import wrapped_network
-from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
+from opacus_shuffle.engine.sampling.samplers import SamplingPlan
 from opacus_shuffle.networks.sample_input import first_records
 
 NEVER = 1e-9
@@ -35,7 +35,7 @@ NEVER = 1e-9
 
 
 def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: SamplingPlan) -> None:
-    """Shows a loader of Poisson batches their form.
+    """Shows a loader of Poisson batches one batch, so that it can make empty ones.
 
     Args:
         loader: Of Opacus; any other is left alone.
@@ -49,26 +49,33 @@ def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: Sa
     if not isinstance(collate, CollateFnWithEmpty) or collate.first_batch is not None:
         return
     try:
-        batch = first_records(original)
+        collate.first_batch = first_records(original)
     except Exception:  # the first batch will tell
         return
-    collate.first_batch = batch
-    odd = next(_odd(batch, "a batch"), None)
-    chance = sampling.steps_per_epoch * math.exp(
-        sampling.num_users * math.log1p(-min(sampling.sample_rate, 1 - 1e-16))
-    )
-    if odd is not None and chance > NEVER:
+    absent = sampling.num_users * math.log1p(-min(sampling.sample_rate, 1 - 1e-16))
+    chance = sampling.steps_per_epoch * math.exp(absent)
+    leaves, _ = tree_flatten_with_path(collate.first_batch, is_leaf=_is_closed)
+    odd = [
+        f"a {type(leaf).__name__} at a batch{keystr(path)}"
+        for path, leaf in leaves
+        if not (isinstance(leaf, torch.Tensor) and leaf.dim())
+    ]
+    if odd and chance > NEVER:
         raise ValueError(
-            f"data_loader yields batches with {odd}, of which Opacus cannot make one for a batch "
-            "of no records, and Poisson "
-            f"sampling draws such batches (about {chance:.2g} per epoch): let collate_fn return "
-            "tensors in tuples, lists and "
-            "dictionaries only, or use a larger batch_size"
+            f"data_loader yields batches with {odd[0]}, of which Opacus cannot make one for a "
+            f"batch of no records, and Poisson sampling draws such batches (about {chance:.2g} per "
+            "epoch): let collate_fn return tensors in tuples, lists and dictionaries only, or use "
+            "a larger batch_size"
         )
 
 
+def _is_closed(value: Any) -> bool:
+    """Tells whether a value is a named tuple, which Opacus cannot rebuild."""
+    return isinstance(value, tuple) and type(value) is not tuple
+
+
 def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:
-    """Lets a private network see batches of no records.
+    """Lets a private network run on batches of no records.
 
     Args:
         wrapped: Opacus's wrapper or hooks. PyTorch refuses such batches where it holds expanded
@@ -76,9 +83,8 @@ def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:
         network: What it wraps. Embeddings would fail where functorch computes their gradients.
     """
     if isinstance(wrapped, GradSampleModuleExpandedWeights):
-        wrapped.forward = types.MethodType(
-            _forward, wrapped
-        )  # bound to the instance: deep copies call their own weights
+        # Bound to the instance, so that deep copies call their own weights.
+        wrapped.forward = types.MethodType(_forward, wrapped)
     for layer in network.modules():
         compute = vars(layer).get("ft_compute_sample_grad")
         if compute is not None and not isinstance(compute, functools.partial):
@@ -86,12 +92,12 @@ def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:
 
 
 def _forward(module: GradSampleModuleExpandedWeights, *args: Any, **keywords: Any) -> Any:
-    """The class's own forward, or the plain one with no per-sample gradients for a batch of no records."""
+    """Runs the network; a batch of no records runs without expanded weights."""
     if not args:
         raise ValueError(
             "grad_sample_mode='ew' needs the records as first positional argument of the network, "
-            f"got {', '.join(keywords)} "
-            "by keyword: call model(x, ...), or use grad_sample_mode='hooks'"
+            f"got {', '.join(keywords)} by keyword: call model(x, ...), or use "
+            "grad_sample_mode='hooks'"
         )
     if len(args[0]):
         return type(module).forward(module, *args, **keywords)
@@ -107,20 +113,7 @@ _forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus
 def _unless_empty(
     compute: Any, parameters: Any, activations: torch.Tensor, backprops: torch.Tensor
 ) -> Any:
-    """Each record's gradients of a layer's parameters, of no records too."""
+    """Computes each record's gradients of a layer's parameters, also of no records."""
     if len(activations):
         return compute(parameters, activations, backprops)
     return [parameter.new_zeros((0, *parameter.shape)) for parameter in parameters]
-
-
-def _odd(value: Any, path: str) -> Iterator[str]:
-    """What is neither a tensor nor a plain container, and where."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _odd(part, f"{path}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for number, part in enumerate(value):
-            yield from _odd(part, f"{path}[{number}]")
-    elif not (isinstance(value, torch.Tensor) and value.dim()):
-        what = "tensor of one number" if isinstance(value, torch.Tensor) else type(value).__name__
-        yield f"a {what} at {path}"

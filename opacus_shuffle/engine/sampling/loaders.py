@@ -1,11 +1,14 @@
-"""Data loaders that issue a ticket with every batch, when they yield it: workers may have drawn it long before.
+"""Data loaders that issue a ticket with every batch that they yield.
+
+Workers may have drawn the batch long before.
 
 >>> import torch
 >>> from torch.utils.data import TensorDataset
 >>> from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
->>> loader = DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4)
->>> loader = with_batch_sampler(loader, FixedSizeSampler(num_samples=10, batch_size=4, steps=3), TicketBook())
->>> [loader.tickets.fresh().records for _ in loader]
+>>> plain = DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4)
+>>> sampler = FixedSizeSampler(num_samples=10, batch_size=4, steps=3)
+>>> loader = with_batch_sampler(plain, sampler, TicketBook())
+>>> [loader.tickets.fresh().waiting for _ in loader]
 [4, 4, 4]
 """
 
@@ -15,7 +18,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from opacus.data_loader import DPDataLoader
@@ -31,32 +34,11 @@ class TicketedLoader(DataLoader):
     """A loader whose batch sampler leaves tickets.
 
     Attributes:
-        tickets: Where they are issued. Copies have a book of their own, which no optimizer knows.
+        tickets: Where they are issued. Deep copies and pickles have a book of their own, which no
+            optimizer knows.
     """
 
     tickets: TicketBook | None = None
-
-    def __copy__(self) -> TicketedLoader:
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TicketedLoader:
-        copied = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses to be pickled.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "the data loader that make_private returned holds the data set, and the right to step "
-            "on its batches, which no "
-            "other process has: pickle neither it nor what holds it; call make_private there"
-        )
 
     def __iter__(self) -> Any:
         if self.tickets is None:
@@ -66,58 +48,40 @@ class TicketedLoader(DataLoader):
                 "in_order must be True, for batches are accounted in the order in which they were "
                 "drawn; got False"
             )
-        batches: Any = super().__iter__()
-        return _Yielded(self, batches, self.tickets)
+        batches: Any = super().__iter__()  # has the sampler begin to note what it draws
+        return _with_tickets(self, batches, getattr(self.batch_sampler, "drawn", None))
 
 
 class TicketedDPDataLoader(TicketedLoader, DPDataLoader):
     """Opacus's Poisson loader, with tickets."""
 
 
-class _Yielded:
-    """The batches of one pass over a loader.
+def _with_tickets(
+    loader: TicketedLoader, batches: Iterator[Any], drawn: deque[Part] | None
+) -> Iterator[Any]:
+    """Yields a loader's batches, each with its ticket, in the order in which they were drawn.
 
-    Args:
-        loader: What they are of. Its sampler has just begun to note what it draws; if it does not,
-            no ticket is issued.
-        batches: What it yields, in the order in which it was drawn.
-        tickets: Where tickets are issued.
+    A pass ends with its first error: with workers nobody knows whether a batch was lost by it.
     """
-
-    def __init__(self, loader: DataLoader, batches: Iterator[Any], tickets: TicketBook) -> None:
-        self._loader, self._batches, self._tickets = loader, batches, tickets
-        self._drawn = self._began = self._noted()
-
-    def _noted(self) -> deque[Part] | None:
-        return getattr(self._loader.batch_sampler, "drawn", None)
-
-    def __iter__(self) -> _Yielded:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def __next__(self) -> Any:
-        if self._loader.persistent_workers and self._noted() is not self._began:
-            self._tickets.issue(None)
+    tickets: Any = loader.tickets
+    while True:
+        sampler: Any = loader.batch_sampler
+        if loader.persistent_workers and getattr(sampler, "drawn", None) is not drawn:
+            tickets.issue(None)
             raise ValueError(
                 "this pass over the data loader ended when a later one began, as "
-                "persistent_workers=True gives both the same "
-                "workers: end one pass before the next, or leave out persistent_workers=True"
+                "persistent_workers=True gives both the same workers: end one pass before the "
+                "next, or leave out persistent_workers=True"
             )
         try:
-            batch = next(self._batches)
+            batch = next(batches)
         except StopIteration:
-            raise
+            return
         except BaseException:
-            self._tickets.issue(None)
-            if self._loader.num_workers:
-                self._drawn = None  # one batch has been lost, or none: nobody knows
-            elif self._drawn:
-                self._drawn.popleft()
+            tickets.issue(None)
             raise
-        self._tickets.issue(self._drawn.popleft() if self._drawn else None, batch)
-        return batch
+        tickets.issue(drawn.popleft() if drawn else None, batch)
+        yield batch
 
 
 def with_batch_sampler(
@@ -126,16 +90,16 @@ def with_batch_sampler(
     tickets: TicketBook,
     kind: type[TicketedLoader] = TicketedLoader,
 ) -> DataLoader:
-    """A copy of the loader, with another batch sampler and tickets, and with workers of its own."""
+    """Copies a loader, with another batch sampler and with tickets."""
     loader: Any = copy.copy(data_loader)
     vars(loader).update(_iterator=None, in_order=True, tickets=tickets)
-    set_batch_sampler(loader, sampler)
+    _set_batch_sampler(loader, sampler)
     loader.__class__, tickets.loader = kind, weakref.ref(loader)
     return loader  # type: ignore[no-any-return]
 
 
 def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
-    """A copy of the user's own loader, with tickets.
+    """Copies the user's own loader, with tickets.
 
     Raises:
         ValueError: If it yields batches in another way than a plain ``DataLoader``.
@@ -143,48 +107,45 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
     if type(data_loader) not in (DataLoader, TicketedLoader):
         raise ValueError(
             "poisson_sampling=False needs a plain torch DataLoader, got a "
-            f"{type(data_loader).__name__}: what another class "
-            "yields is unknown"
+            f"{type(data_loader).__name__}: what another class yields is unknown"
         )
     return with_batch_sampler(data_loader, OwnBatches(data_loader.batch_sampler), tickets)  # type: ignore[arg-type]
 
 
 def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoader:
-    """A copy of the user's own loader whose workers, and whose order, are drawn from this generator, or from the user's own."""
+    """Copies a loader that draws its order and its workers' seeds from this generator."""
     loader: Any = copy.copy(data_loader)
     vars(loader).update(_iterator=None, generator=loader.generator or generator)
-    batches = data_loader.batch_sampler
-    order = getattr(batches, "sampler", None)
+    order = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(order, RandomSampler) and order.generator is None:
-        order, batches = copy.copy(order), copy.copy(batches)
-        order.generator, batches.sampler = generator, order  # type: ignore[union-attr]
-        set_batch_sampler(loader, batches)  # type: ignore[arg-type]
+        order, batches = copy.copy(order), copy.copy(loader.batch_sampler)
+        order.generator, batches.sampler = generator, order
+        _set_batch_sampler(loader, batches)
     return loader  # type: ignore[no-any-return]
 
 
-def set_batch_sampler(loader: DataLoader, sampler: TicketedSampler) -> None:
-    """Replaces what ``DataLoader`` forbids to set, but asks for anew in every epoch."""
+def _set_batch_sampler(loader: DataLoader, sampler: Any) -> None:
+    """Sets a loader's batch sampler, which ``DataLoader`` forbids after it was made."""
     object.__setattr__(loader, "batch_sampler", sampler)
 
 
 def _physical_loader(
     dataset: Any, *, batch_sampler: BatchSplittingSampler, **keywords: Any
 ) -> DataLoader:
-    """What ``BatchMemoryManager`` builds: Opacus's own loader, or one with the parts of our tickets."""
+    """Builds the loader of physical batches that ``BatchMemoryManager`` iterates over."""
     tickets: TicketBook | None = getattr(batch_sampler.optimizer, "tickets", None)
     if tickets is None or not isinstance(batch_sampler.sampler, TicketedSampler):
         return DataLoader(dataset, batch_sampler=batch_sampler, **keywords)
-    own = tickets.loader()
     if isinstance(batch_sampler.sampler, SplitBatches):
         raise ValueError(
             "data_loader is split already: pass the loader that make_private returned to "
             "BatchMemoryManager"
         )
+    own = tickets.loader()
     if own is None or batch_sampler.sampler is not own.batch_sampler or dataset is not own.dataset:
         raise ValueError(
             "data_loader is not the one that make_private returned with this optimizer, whose "
-            "batches are those that are "
-            "accounted: pass both of the same call to BatchMemoryManager"
+            "batches are those that are accounted: pass both of the same call to BatchMemoryManager"
         )
     split = SplitBatches(
         sampler=batch_sampler.sampler,

@@ -1,38 +1,58 @@
-"""The samplers of an engine: for every batch that they draw, they leave a ticket with the loader that yields it.
+"""The samplers that draw which records are in each batch, and the plan of how many there are.
 
->>> sampler = FixedSizeSampler(num_samples=10, batch_size=4, steps=3, generator=torch.Generator().manual_seed(0))
+For every batch that they draw, they leave a ticket with the loader that yields it. How many there
+are is decided before anything is touched, in exact integers. Stock Opacus divides floats: ``int(1 /
+(1 / L))`` is L − 1 for L = 93, and ``int(n * (1 / L))`` is 0 for n = 49, B = 1. Here the number of
+steps is the loader's own length, and the averaging batch size is ``round(n / L)``.
+
+>>> sampler = FixedSizeSampler(
+...     num_samples=10, batch_size=4, steps=3, generator=torch.Generator().manual_seed(0))
 >>> [len(set(batch)) for batch in sampler]
 [4, 4, 4]
+>>> from torch.utils.data import TensorDataset
+>>> loader = DataLoader(TensorDataset(torch.zeros(930, 1)), batch_size=10)
+>>> plan = plan_sampling("shuffled_checkin", loader, "poisson")
+>>> plan.kind, plan.steps_per_epoch, plan.batch_size, plan.sample_rate == 1 / 93
+('poisson', 93, 10, True)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from opacus.utils.uniform_sampler import (
-    DistributedUniformWithReplacementSampler,
-    UniformWithReplacementSampler,
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
 )
-from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
+from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.core.participation import bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.sampling.tickets import Part, Ticket
+from opacus_shuffle.engine.sampling.tickets import Part, parts_of
 
-_LAW = ("num_samples", "sample_rate", "batch_size", "drop_last", "ranks")
+Kind = Literal["poisson", "fixed_size", "own"]
 ALONE = Ranks()
+
+_SETTINGS = ("num_samples", "sample_rate", "batch_size", "drop_last", "ranks")
 
 
 class TicketedSampler(Sampler[Any]):
-    """Mixin for batch samplers, which draw in :meth:`draw`.
+    """A mixin for batch samplers that notes each batch that it draws.
 
     Attributes:
         drawn: Of the latest iterator, the parts that were drawn and not yet yielded; workers
@@ -44,7 +64,7 @@ class TicketedSampler(Sampler[Any]):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self._planned = self._law()
+        self._planned = self._settings()
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn = deque()  # now, not at the first batch: the loader asks for it
@@ -52,43 +72,50 @@ class TicketedSampler(Sampler[Any]):
 
     def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
         for records in self.as_planned():
-            drawn.append(Part(Ticket(len(records))))
+            drawn.extend(parts_of(len(records)))
             yield records
 
     def as_planned(self) -> Iterator[Any]:
-        """The batches of an epoch, as long as they are drawn as they are accounted.
+        """Yields the batches of an epoch; refuses if the sampler was changed.
 
         Raises:
             ValueError: If the sampler was changed.
         """
         for records in self.draw():
-            if self._planned not in (None, self._law()):
-                changes = zip(_LAW, self._planned or (), self._law(), strict=True)
-                changed = ", ".join(
+            if self._planned not in (None, self._settings()):
+                changes = zip(_SETTINGS, self._planned or (), self._settings(), strict=True)
+                changed = [
                     f"{name} from {old} to {new}" for name, old, new in changes if old != new
-                )
+                ]
                 raise ValueError(
-                    f"the sampler of the data loader was changed ({changed}), or its data, so that "
-                    "its batches are not those "
-                    "that are accounted: pass another loader to make_private"
+                    f"the sampler of the data loader was changed ({', '.join(changed)}), or its "
+                    "data, so that its batches are not those that are accounted: pass another "
+                    "loader to make_private"
                 )
             yield records
 
-    def _law(self) -> tuple[Any, ...]:
-        """The numbers by which batches are drawn."""
-        return tuple(getattr(self, name, None) for name in _LAW)
+    def _settings(self) -> tuple[Any, ...]:
+        """Returns the numbers that decide how batches are drawn."""
+        return tuple(getattr(self, name, None) for name in _SETTINGS)
 
     def draw(self) -> Iterable[Any]:
-        """The batches of an epoch."""
+        """Draws the batches of an epoch."""
         return super().__iter__()
 
 
 class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
     """Opacus's Poisson sampler."""
 
+    generator: torch.Generator | None
+
+    def renew(self) -> None:
+        """Draws from a fresh secret in a forked process."""
+        if self.generator is None:
+            self.generator = SecretGenerator()
+
 
 class ExactPoissonSampler(PoissonSampler):
-    """Poisson samples at the accounted rate, to 2⁻⁵³; Opacus compares 24 bits.
+    """Draws Poisson samples at the accounted rate to 2⁻⁵³, where Opacus compares 24 bits.
 
     Args:
         ranks: The processes that draw, each for its own share of the records.
@@ -100,46 +127,18 @@ class ExactPoissonSampler(PoissonSampler):
         super().__init__(**keywords)
 
     def draw(self) -> Iterator[list[int]]:
-        """The batches of an epoch."""
+        """Draws the batches of an epoch."""
         here = self.ranks.share(self.num_samples)
         for _ in range(self.steps):
-            yield [
-                here[place]
-                for place in bernoulli_indices(len(here), self.sample_rate, self.generator)
-            ]
-
-
-class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplacementSampler):
-    """Opacus's Poisson sampler of one rank, but for its batches without a record, which Opacus leaves out.
-
-    Ranks would then add up sums of different batches, and the last ones would wait for ever.
-    """
-
-    def draw(self) -> Iterator[list[int]]:
-        """The batches of an epoch."""
-        order = torch.arange(self.total_size)
-        if self.shuffle:
-            order = torch.randperm(
-                self.total_size,
-                generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch),
-            )
-        here = order[self.rank :: self.num_replicas]
-        for _ in range(self.num_batches):
-            if isinstance(self.generator, SecretGenerator):
-                yield [
-                    int(here[place])
-                    for place in bernoulli_indices(len(here), self.sample_rate, self.generator)
-                ]
-            else:  # as Opacus draws
-                yield here[
-                    torch.rand(len(here), generator=self.generator) < self.sample_rate
-                ].tolist()
+            places = bernoulli_indices(len(here), self.sample_rate, self.generator)
+            yield [here[place] for place in places]
 
 
 class FixedSizeSampler(TicketedSampler, BatchSampler):
-    """Batches of exactly B distinct records, each a fresh uniform draw: the sampling of ``subsampled_shuffle``.
+    """Draws batches of exactly B distinct records, each a fresh uniform subset.
 
-    A ``BatchSampler``, so that Opacus's ``BatchMemoryManager`` knows its length.
+    That is the sampling of ``subsampled_shuffle``. It is a ``BatchSampler``, so that Opacus's
+    ``BatchMemoryManager`` knows its length.
 
     Args:
         num_samples: n, the size of the data set.
@@ -171,9 +170,8 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
                 f"batch_size must not exceed the data set's {num_samples} records, got {batch_size}"
             )
         self.ranks = ranks
-        super().__init__(
-            SequentialSampler(range(self.num_samples)), int(batch_size), drop_last=True
-        )
+        records = SequentialSampler(range(self.num_samples))
+        super().__init__(records, int(batch_size), drop_last=True)
         self.steps = integer("steps", steps)
         self.generator = SecretGenerator() if generator is None else generator
 
@@ -181,31 +179,30 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
         return self.steps
 
     def draw(self) -> Iterator[list[int]]:
-        """The batches of an epoch."""
+        """Draws the batches of an epoch."""
         for _ in range(self.steps):
-            yield subset(self.num_samples, self.batch_size, self.generator)[
-                self.ranks.rank :: self.ranks.size
-            ]
+            records = subset(self.num_samples, self.batch_size, self.generator)
+            yield records[self.ranks.rank :: self.ranks.size]
 
 
 class OwnBatches(TicketedSampler, BatchSampler):
-    """The batches of a loader of the user's own, as long as that, its data and its batches stay as large."""
+    """Yields a user's own batches, as long as their sizes stay the same."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self.batches = batches
         super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
 
-    def _law(self) -> tuple[Any, ...]:
+    def _settings(self) -> tuple[Any, ...]:
         own: Any = self.batches
         return len(own.sampler), None, own.batch_size, own.drop_last, None
 
     def draw(self) -> Iterable[list[int]]:
-        """The batches of an epoch."""
+        """Yields the user's own batches."""
         return self.batches
 
 
 class SplitBatches(TicketedSampler, BatchSplittingSampler):
-    """The physical batches of ``BatchMemoryManager``, cut as Opacus cuts them.
+    """Splits batches into physical ones for ``BatchMemoryManager``, as Opacus does.
 
     They carry parts of tickets, so nothing is signalled to the optimizer: signals of batches that
     were prefetched and never yielded would be obeyed by later ones.
@@ -214,11 +211,84 @@ class SplitBatches(TicketedSampler, BatchSplittingSampler):
     def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
         for records in inner.as_planned():
-            pieces = np.array_split(
-                np.asarray(records, dtype=np.int64),
-                max(1, math.ceil(len(records) / self.max_batch_size)),
-            )
-            ticket = Ticket(len(records), len(pieces))
-            for index, piece in enumerate(pieces):
-                drawn.append(Part(ticket, index, len(piece)))
+            count = max(1, math.ceil(len(records) / self.max_batch_size))
+            pieces = np.array_split(np.asarray(records, dtype=np.int64), count)
+            for part, piece in zip(parts_of(*map(len, pieces)), pieces, strict=True):
+                drawn.append(part)
                 yield piece.tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingPlan:
+    """How batches are drawn, in numbers."""
+
+    kind: Kind
+    num_users: int
+    steps_per_epoch: int
+    batch_size: int
+    sample_rate: float
+
+
+def plan_sampling(
+    accountant: str,
+    data_loader: DataLoader,
+    kind: Kind,
+    *,
+    expected: bool = False,
+    distributed: bool = False,
+) -> SamplingPlan:
+    """Plans the batches of an epoch from this loader's data.
+
+    Args:
+        accountant: Its name, for messages.
+        data_loader: A map-style loader with a batch size, in sequential or shuffled order.
+        kind: How batches are drawn. With ``"own"`` the loader's batches must all have one size.
+        expected: Opacus's own accountants take the expected size of a batch, whatever the sampler.
+        distributed: A ``DistributedSampler`` may be there, too; it is replaced, as every one is.
+
+    Raises:
+        ValueError: If the accountant does not cover these batches.
+    """
+    data = data_loader.dataset
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        raise ValueError(
+            f"data_loader must be over a data set with a length, got {type(data).__name__}"
+        )
+    users, steps = len(data), len(data_loader)
+    if users < 1 or steps < 1:
+        raise ValueError(
+            f"data_loader yields no batch: {users} records, batch_size={data_loader.batch_size}"
+        )
+    if not (expected and kind == "own"):
+        _check_sampler(accountant, kind, data_loader, distributed=expected or distributed)
+    if kind == "poisson" or expected:
+        return SamplingPlan(kind, users, steps, max(1, round(users / steps)), 1 / steps)
+    sampler: Any = data_loader.batch_sampler  # which knows its size, or was refused above
+    batch = min(sampler.batch_size, users)
+    if kind == "own" and users % batch and not data_loader.drop_last:
+        raise ValueError(
+            f"{accountant} needs batches of one size, but {users} records in batches of {batch} "
+            "end in a smaller one: pass drop_last=True, or leave out poisson_sampling=False"
+        )
+    return SamplingPlan(kind, users, steps, batch, batch / users)
+
+
+def _check_sampler(
+    accountant: str, kind: Kind, data_loader: DataLoader, *, distributed: bool
+) -> None:
+    """Refuses samplers that would be replaced without a word, such as a weighted one."""
+    sampler: Any = data_loader.sampler
+    if data_loader.batch_size is None:  # a batch sampler of its own
+        sampler = data_loader.batch_sampler
+        fits = isinstance(sampler, POISSON_SAMPLERS if kind == "poisson" else (FixedSizeSampler,))
+    elif isinstance(sampler, RandomSampler):
+        fits = not sampler.replacement and sampler.num_samples == len(data_loader.dataset)  # type: ignore[arg-type]
+    else:
+        shares = distributed and isinstance(sampler, DistributedSampler)
+        fits = shares or isinstance(sampler, SequentialSampler)
+    if not fits:
+        raise ValueError(
+            f"{accountant} cannot account for batches drawn by a {type(sampler).__name__}: pass a "
+            "DataLoader with a batch_size and shuffle=True or False (select records with "
+            "torch.utils.data.Subset)"
+        )

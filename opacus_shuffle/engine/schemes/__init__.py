@@ -1,7 +1,8 @@
-"""The ways of training, one file each; a file that is put here is found.
+"""The ways of training, one file each; a new file is found by itself.
 
 >>> import opacus
->>> [type(scheme_of(opacus.PrivacyEngine(accountant=name))).__name__ for name in ("rdp", "shuffle_gauss")]
+>>> engines = [opacus.PrivacyEngine(accountant=name) for name in ("rdp", "shuffle_gauss")]
+>>> [type(scheme_of(engine)).__name__ for engine in engines]
 ['OpacusOwn', 'GaussianReports']
 """
 
@@ -14,12 +15,12 @@ from typing import Any
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.schemes.opacus_own import OpacusOwn
 
-for _found in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_found.name}")
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def scheme_of(engine: Any) -> Scheme:
-    """The scheme that trains what the engine's accountant accounts for."""
+    """Returns the scheme that trains what the engine's accountant accounts for."""
     mechanism = getattr(engine.accountant, "mechanism_class", None)
     kind = OpacusOwn if mechanism is None else Scheme.of_mechanism(mechanism)
     return kind(engine)

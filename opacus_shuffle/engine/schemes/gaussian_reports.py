@@ -1,4 +1,4 @@
-"""Liew and Takahashi's shuffle Gaussian mechanism (SG): every record's report carries Gaussian noise of its own.
+"""Reports with Gaussian noise of their own (Liew and Takahashi, shuffle Gaussian mechanism).
 
 Without ``local_noise`` the noise is added once to the sum, as Opacus does, and stands for that of
 the reports.
@@ -28,10 +28,9 @@ class GaussianReports(Scheme):
         ShuffledCheckIn,
     )
 
-    def refuse(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Refuses what does not go with reports."""
-        super().refuse(request)
+        super().check_request(request)
         if request.local_noise:
-            one_of(
-                "grad_sample_mode", request.grad_sample_mode, ("hooks", "functorch", "ew", "ghost")
-            )
+            modes = ("hooks", "functorch", "ew", "ghost")
+            one_of("grad_sample_mode", request.grad_sample_mode, modes)

@@ -1,4 +1,4 @@
-"""Cheu, Joseph, Mao and Peng's shuffled sums (SCO Algorithm 2) in place of Gaussian noise, on secret samples.
+"""Trains with sums of bits in place of Gaussian noise (Cheu, Joseph, Mao and Peng, Algorithm 2).
 
 By default all users report in every round, and each tosses a secret coin for whether its gradient
 is in its report: the sum is Poisson-subsampled DP-SGD's. With ``poisson_sampling=False`` a secret
@@ -25,7 +25,7 @@ from opacus_shuffle.core.validation import instance_of, moderate, one_of, positi
 from opacus_shuffle.engine.clipping import Clipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan
+from opacus_shuffle.engine.sampling.samplers import Kind, SamplingPlan
 from opacus_shuffle.engine.schemes.base import Scheme, plan_on_ranks
 from opacus_shuffle.engine.shuffled_sum import ShuffledSum
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
@@ -34,13 +34,13 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
 class VectorSums(Scheme):
-    """Every record's clipped gradient in shuffled bits, whose noise bits hide it."""
+    """Sends every record's clipped gradient as shuffled bits, which noise bits hide."""
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (ShuffledSums,)
     noise_elsewhere: ClassVar[str] = "has its noise in the reports' own bits"
 
     def check(self, request: Request) -> Run:
-        """Decides what will run, with the protocol that was given or one that is built for the noise multiplier."""
+        """Decides what will run, and builds a protocol if none was given."""
         run = super().check(request)
         protocol = request.aggregator
         if protocol is None:
@@ -49,160 +49,136 @@ class VectorSums(Scheme):
             protocol = ShuffleVectorSum.with_noise_multiplier(
                 *sizes, run.noise_multiplier, delta=ROUND_DELTA, **_rounding(run.sampling)
             )
-        self.check_aggregator(protocol, request, run.sampling)
-        return dataclasses.replace(
-            run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol
-        )
+        self.check_protocol(protocol, request, run.sampling)
+        sigma = protocol.noise_multiplier
+        return dataclasses.replace(run, noise_multiplier=sigma, aggregator=protocol)
 
-    def refuse(self, request: Request) -> None:
-        """Refuses what takes a gradient per record, or binomials, that are not there."""
-        super().refuse(request)
+    def check_request(self, request: Request) -> None:
+        """Refuses modes without gradients per record, and settings that would show the coins."""
+        super().check_request(request)
         one_of("clipping (with shuffled_sums)", request.clipping, ("flat",))
         what = "grad_sample_mode (with shuffled_sums, which needs each record's gradient)"
         one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew"))
-        if request.rand_on_empty and request.poisson_sampling is not False:
-            raise ValueError(
-                "rand_on_empty=True puts a random record into an empty batch, which tells that no "
-                "coin put a record in: leave "
-                "it out (everyone reports zero then), or pass poisson_sampling=False"
-            )
 
-    def refuse_aggregator(self, request: Request) -> None:
-        """Refuses what is no protocol, or a noise multiplier beside one."""
+    def check_aggregator(self, request: Request) -> None:
+        """Refuses an aggregator that is no protocol, or comes with a noise multiplier."""
         if request.aggregator is None:
             return
         instance_of("aggregator", request.aggregator, (ShuffleVectorSum,))
         if request.noise_multiplier is not None:
             raise ValueError(
                 "noise_multiplier follows from the aggregator, got "
-                f"noise_multiplier={request.noise_multiplier!r}: leave "
-                "one of them out"
+                f"noise_multiplier={request.noise_multiplier!r}: leave one of them out"
             )
 
     def check_noise(self, request: Request) -> float:
-        """The noise multiplier, or that of the protocol."""
-        return (
-            super().check_noise(request)
-            if request.aggregator is None
-            else request.aggregator.noise_multiplier
-        )
+        """Returns the noise multiplier, or the protocol's own."""
+        if request.aggregator is None:
+            return super().check_noise(request)
+        return request.aggregator.noise_multiplier
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
-        """How batches will be drawn: by every record's own coin, or of one size where Poisson batches are not wanted."""
+        """Plans how batches are drawn: by every record's own coin, or of one size."""
         kind: Kind = "fixed_size" if request.poisson_sampling is False else "poisson"
         return plan_on_ranks(self.name, request, kind, secure_mode=self.engine.secure_mode)
 
     def noise_device(self, request: Request) -> torch.device:
-        """Binomials are drawn on the CPU."""
+        """Returns the CPU, where binomials are drawn."""
         return torch.device("cpu")
 
     @staticmethod
-    def check_aggregator(
+    def check_protocol(
         protocol: ShuffleVectorSum, request: Request, sampling: SamplingPlan
     ) -> None:
-        """Refuses a protocol that is not made for this run."""
-        norm, coins = positive("max_grad_norm", request.max_grad_norm), sampling.kind == "poisson"
-        if coins and protocol.num_users != sampling.num_users:
-            raise ValueError(
-                f"the aggregator sums num_users={protocol.num_users} reports, but all "
-                f"{sampling.num_users} records report in "
-                "every round, those that are not in the batch zero: build it with "
-                f"num_users={sampling.num_users}, or pass "
-                "poisson_sampling=False for batches of one size"
+        """Refuses a protocol that does not fit this run."""
+        norm, entries = positive("max_grad_norm", request.max_grad_norm), _entries(request)
+        coins, reports = sampling.kind == "poisson", _reports(sampling)
+        if protocol.num_users != reports:
+            who = (
+                f"but all {reports} records report in every round, those that are not in the "
+                f"batch zero: build it with num_users={reports}, or pass poisson_sampling=False "
+                "for batches of one size"
+                if coins
+                else f"a batch holds {reports} records: build it with num_users={reports}"
             )
-        if not coins and protocol.num_users != sampling.batch_size:
-            raise ValueError(
-                f"the aggregator sums num_users={protocol.num_users} reports, a batch holds "
-                f"{sampling.batch_size} records: "
-                f"build it with num_users={sampling.batch_size}"
-            )
+            raise ValueError(f"the aggregator sums num_users={protocol.num_users} reports, {who}")
         if protocol.honest_fraction < 1 and sampling.sample_rate < 1 and not coins:
             raise ValueError(
                 f"the aggregator's honest_fraction is {protocol.honest_fraction:.3g}, but batches "
-                "are samples of the data set: "
-                "who of a sample is honest is random, and dishonest ones know who of them is in "
-                "it; leave out "
-                "poisson_sampling=False, so that everyone reports, or build it with "
-                "honest_fraction=1"
+                "are samples of the data set: who of a sample is honest is random, and dishonest "
+                "ones know who of them is in it; leave out poisson_sampling=False, so that "
+                "everyone reports, or build it with honest_fraction=1"
             )
-        if protocol.dimension != _entries(request):
+        if protocol.dimension != entries:
             raise ValueError(
                 f"the aggregator's dimension is {protocol.dimension}, the optimizer trains "
-                f"{_entries(request)} entries: build "
-                f"it with dimension={_entries(request)}"
+                f"{entries} entries: build it with dimension={entries}"
             )
         if not math.isclose(protocol.max_norm, norm, rel_tol=1e-9):
             raise ValueError(
                 f"the aggregator's max_norm is {protocol.max_norm}, max_grad_norm is {norm}: they "
-                "are the same bound on one "
-                "record's gradient"
+                "are the same bound on one record's gradient"
             )
 
     def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
-        """Builds the protocol of each round, by the calibration that its bound is about; your own is held to the budget."""
+        """Builds the protocol of each round for the budget, or checks the given one."""
         one_of("bound", budget.bound, bounds_of(ShuffledSums))
-        self.refuse(request)
+        self.check_request(request)
         sampling = self.plan_sampling(request)
         steps = budget.epochs * sampling.steps_per_epoch
         protocol = request.aggregator
         if protocol is None:
             protocol = _protocol_for(budget, steps, sampling, request)
-        self.check_aggregator(protocol, request, sampling)
+        self.check_protocol(protocol, request, sampling)
         epsilon = budget.spent([(_mechanism(protocol, sampling), steps)]).epsilon
         if epsilon > budget.target_epsilon * (1 + 1e-9):
             raise ValueError(
                 f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} "
-                f"steps spend {epsilon:.6g} by "
-                f"bound={budget.bound!r}; leave the aggregator out, so that one is built for the "
-                "budget, or train fewer epochs"
+                f"steps spend {epsilon:.6g} by bound={budget.bound!r}; leave the aggregator out, "
+                "so that one is built for the budget, or train fewer epochs"
             )
         return {"aggregator": protocol}
 
     def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
-        """One round of the protocol, whose noise is its own."""
-        return _mechanism(
-            instance_of("aggregator", run.aggregator, (ShuffleVectorSum,)), run.sampling
-        )
+        """Returns the mechanism of one round of the protocol."""
+        protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
+        return _mechanism(protocol, run.sampling)
 
     def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
-        """The round that was planned; the optimizer has looked after that while it counted."""
-        planned: Mechanism = self.accountant.planned
-        return planned
+        """Returns the mechanism of the round that was planned."""
+        return self.accountant.planned  # type: ignore[no-any-return]
 
     def strategies(self, run: Run, clipping: Clipping) -> tuple[Clipping, Noise]:
-        """The protocol, which does both."""
+        """Returns the protocol's strategy, which both clips and adds noise."""
         assert run.aggregator is not None
-        sums = ShuffledSum(
-            run.aggregator,
-            noise_multiplier=float(run.noise_multiplier),
-            everyone_reports=run.sampling.kind == "poisson",
-        )
+        coins = run.sampling.kind == "poisson"
+        sigma = float(run.noise_multiplier)
+        sums = ShuffledSum(run.aggregator, noise_multiplier=sigma, everyone_reports=coins)
         return sums, sums
 
     def covers_drop_outs(self, run: Run) -> bool:
-        """Where everyone is in every round the protocol covers them; a sample is all there."""
+        """Tells whether fewer records than were drawn may report."""
         return run.sampling.sample_rate == 1
 
 
 def _entries(request: Request) -> int:
-    """How many numbers the optimizer trains."""
+    """Returns how many numbers the optimizer trains."""
     return sum(parameter.numel() for parameter in request.trainable)
 
 
 def _reports(sampling: SamplingPlan) -> int:
-    """How many users report in a round."""
+    """Returns how many users report in a round."""
     return sampling.num_users if sampling.kind == "poisson" else sampling.batch_size
 
 
 def _rounding(sampling: SamplingPlan) -> dict[str, Any]:
-    """Whose values are rounded: with coins those of the users who take part."""
-    if sampling.kind != "poisson":
-        return {}
-    return {"zero_on_grid": True, "rate": sampling.sample_rate}
+    """Returns by whose values a protocol's grid is chosen."""
+    coins = sampling.kind == "poisson"
+    return {"zero_on_grid": True, "rate": sampling.sample_rate} if coins else {}
 
 
 def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSums:
-    """The round that a protocol is with such batches."""
+    """Returns the mechanism of one round of a protocol."""
     if sampling.kind == "poisson":
         return ShuffledSums.of_protocol(protocol, sample_rate=sampling.sample_rate)
     return ShuffledSums.of_protocol(protocol, num_users=sampling.num_users)
@@ -211,37 +187,26 @@ def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSu
 def _protocol_for(
     budget: Budget, steps: int, sampling: SamplingPlan, request: Request
 ) -> ShuffleVectorSum:
-    """The protocol of each of ``steps`` rounds that together stay within a budget.
+    """Returns the protocol of each of ``steps`` rounds that together stay within a budget.
 
     ``bound="published"`` is about SCO Algorithm 5, every round's share by Theorem A.6, and gains
     nothing from sampling. By ``"certified"`` it is the least noise by the cheaper of the rows that
     hold for the adjacency.
     """
-    sizes = (
-        _reports(sampling),
-        _entries(request),
-        positive("max_grad_norm", request.max_grad_norm),
-    )
-    epsilon, delta = budget.target_epsilon, budget.target_delta
+    norm = positive("max_grad_norm", request.max_grad_norm)
+    sizes = (_reports(sampling), _entries(request), norm)
+    epsilon, delta, rate = budget.target_epsilon, budget.target_delta, sampling.sample_rate
     if budget.bound == "published":
         return ShuffleVectorSum(*sizes, epsilon, delta, "published", rounds=steps)
     if budget.adjacency == "replace" and sampling.kind == "fixed_size":
-        return ShuffleVectorSum(
-            *sizes, epsilon, delta, rounds=steps, sample_rate=sampling.sample_rate
-        )
+        return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=rate)
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
-    like = SampledSum(
-        mu=1.0,
-        sample_rate=sampling.sample_rate,
-        lost=lost,
-        sampling="poisson" if sampling.kind == "poisson" else "fixed_size",
-    )
+    like = SampledSum(mu=1.0, sample_rate=rate, lost=lost, sampling=sampling.kind)
 
     def spent(noise_multiplier: float) -> float:
         rounds = [(dataclasses.replace(like, mu=2 / noise_multiplier), steps)]
-        return min(
-            gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values()
-        )
+        adjacency = Adjacency(budget.adjacency)
+        return min(gaussian_epsilons(rounds, delta=delta, adjacency=adjacency).values())
 
     sigma = smallest_noise(spent, target_epsilon=epsilon)
     return ShuffleVectorSum.with_noise_multiplier(

@@ -1,4 +1,4 @@
-"""Opacus's wrapper of a network whose weights are shuffled as it trains: ``ShuffleGradSampleModule``.
+"""``ShuffleGradSampleModule``: Opacus's wrapper of a network, with shuffled weights.
 
 >>> import torch
 >>> from opacus.optimizers import DPOptimizer
@@ -36,10 +36,11 @@ from opacus_shuffle.permutation.spec import PermutationSpec
 
 
 class ShuffleGradSampleModule(AbstractGradSampleModule):
-    """Opacus's grad-sample module, with hidden units, heads and the residual stream permuted after every update.
+    """Opacus's grad-sample module, which permutes the network's units after every update.
 
-    What the engine returns with ``shuffle_weights`` is one; to make one by hand, call this class
-    as Opacus's ``GradSampleModule``.
+    These are hidden units, heads and the residual stream. What the engine returns with
+    ``shuffle_weights`` is one; to make one by hand, call this class as Opacus's
+    ``GradSampleModule``.
 
     Args:
         m: The network.
@@ -95,11 +96,11 @@ class ShuffleGradSampleModule(AbstractGradSampleModule):
 
     @property
     def permutations(self) -> PermutationSpec:
-        """What may be permuted."""
+        """The permutations that are drawn from."""
         return self.shuffler.spec
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what Opacus's wrapper has, or else what the network offers, such as ``generate`` and ``config``."""
+        """Returns the attribute of Opacus's wrapper, or else of the network."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -108,44 +109,46 @@ class ShuffleGradSampleModule(AbstractGradSampleModule):
         return getattr(unwrap(self), name)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As PyTorch's; an ``AveragedModel`` that is updated from them follows their order from then on."""
+        """Yields parameters; an ``AveragedModel`` that reads them is followed from then on."""
         caller = sys._getframe(1)
         if caller.f_code is AveragedModel.update_parameters.__code__:
             self.shuffler.follow_reader(caller.f_locals["self"])
         return super().parameters(recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Is copied and pickled as Opacus's plain wrapper, without the shuffler."""
-        state = {
-            name: value for name, value in leaving(self.__dict__).items() if name != "shuffler"
-        }
+        """Copies and pickles as Opacus's plain wrapper, without the shuffler."""
+        state = leaving({**self.__dict__, "shuffler": None})
+        del state["shuffler"]
         return object.__new__, (type(self).__bases__[0],), state
 
 
 @functools.cache
 def _shuffling_class(opacus_class: Any) -> Any:
-    """Returns the class of one of Opacus's wrappers with shuffling."""
+    """Returns a class derived from one of Opacus's wrappers, with shuffling."""
 
     class Shuffling(opacus_class, ShuffleGradSampleModule):  # type: ignore[misc]
         def __init__(self, *_: Any, **keywords: Any) -> None:
-            """``ShuffleGradSampleModule`` has built it already."""
+            """Does nothing: ``ShuffleGradSampleModule`` has built it already."""
 
     Shuffling.__name__ = f"Shuffle{opacus_class.__name__}"
     return Shuffling
 
 
 def make_shuffled(wrapped: Any, shuffler: WeightShuffler) -> None:
-    """Turns Opacus's wrapper into a shuffling one, as ``torch.nn.utils.parametrize`` turns modules."""
+    """Turns Opacus's wrapper into a shuffling one."""
     opacus_class: Any = type(wrapped)
     wrapped.__class__ = _shuffling_class(opacus_class)
     wrapped.shuffler = shuffler
 
 
-def make_plain(wrapped: Any) -> None:
-    """Undoes :func:`make_shuffled`."""
-    if isinstance(wrapped, ShuffleGradSampleModule):
-        del wrapped.shuffler
-        wrapped.__class__ = type(wrapped).__bases__[0]
+def make_plain(wrapped: Any) -> WeightShuffler | None:
+    """Turns a shuffling wrapper back into Opacus's, and returns its shuffler."""
+    if not isinstance(wrapped, ShuffleGradSampleModule):
+        return None
+    shuffler = wrapped.shuffler
+    del wrapped.shuffler
+    wrapped.__class__ = type(wrapped).__bases__[0]
+    return shuffler
 
 
 def start_shuffling(
@@ -156,7 +159,10 @@ def start_shuffling(
     *,
     generator: torch.Generator | None,
 ) -> WeightShuffler | None:
-    """Shuffles the weights of a network, or without a specification none, in the place of what an earlier call has started."""
+    """Starts shuffling the weights of a network, and ends an earlier shuffler.
+
+    Without a specification, none are shuffled any more.
+    """
     if spec is None:
         for owner in (unwrap(network), innermost(optimizer)):
             if (earlier := attached_shuffler(owner)) is not None:

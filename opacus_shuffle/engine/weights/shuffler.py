@@ -1,4 +1,4 @@
-"""Permuting a network's weights, and what belongs to them, after every update: ``WeightShuffler``.
+"""``WeightShuffler``: permutes a network's weights and optimizer state after each update.
 
 >>> network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
 >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -13,11 +13,8 @@
 from __future__ import annotations
 
 import functools
-import sys
-import traceback
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -44,12 +41,11 @@ _MOVED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class WeightShuffler:
-    """Moves parameters, buffers, gradients and optimizer state by a fresh uniform permutation after every update.
+    """Moves weights, gradients and optimizer state by a fresh permutation after every update.
 
-    That is Yang, Ji and Xiang's weight shuffling (Algorithm 1). Averages of the weights that are
-    made by ``torch.optim.swa_utils.AveragedModel`` follow by themselves if they are made of the
-    network or its wrapper while the shuffler is there, or updated from the wrapper; others from a
-    call of :meth:`follow` on.
+    That is Yang, Ji and Xiang's weight shuffling (Algorithm 1). An average of the weights that
+    ``torch.optim.swa_utils.AveragedModel`` updates from the private model follows by itself; others
+    from a call of :meth:`follow` on.
 
     Args:
         module: The network or a wrapper of it. Of a distributed one, all ranks draw the same
@@ -89,7 +85,6 @@ class WeightShuffler:
         self._network = unwrap(module)
         self._known = {name for name, _ in self._network.named_parameters(remove_duplicate=False)}
         self._generator, self._keys = generator, KeyChain()
-        self._loaded: frozenset[str] = frozenset()  # since the last update: "weights", "state"
         self._averages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
@@ -97,8 +92,7 @@ class WeightShuffler:
             raise ValueError("spec moves nothing: an empty PermutationSpec shuffles no weights")
         if optimizer is not None:
             self._check(optimizer)
-        ranks = Ranks.of(module)
-        if ranks.distributed:
+        if (ranks := Ranks.of(module)).distributed:
             self.load_state_dict(ranks.of_the_first(self.state_dict()))
         if (earlier := attached_shuffler(self._network)) is not None:
             earlier.detach()
@@ -107,7 +101,6 @@ class WeightShuffler:
         if optimizer is not None:
             self.attach(optimizer)
         else:
-            self._handles = [self._watch_network()]
             _WAITING.add(self)
             _look_at_first_steps()
 
@@ -119,12 +112,11 @@ class WeightShuffler:
         """
         raise ValueError(
             "a WeightShuffler cannot be copied or pickled: it moves the weights of its own network "
-            "alone; keep "
-            "its state_dict(), or engine.save_checkpoint(...)"
+            "alone; keep its state_dict(), or engine.save_checkpoint(...)"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follows an optimizer from now on: the weights move after each of its steps, and its state with them.
+        """Follows an optimizer: weights and its state are permuted after each of its steps.
 
         Args:
             optimizer: Trains all of the network that is trained (the state of a second one would
@@ -142,11 +134,10 @@ class WeightShuffler:
         update = optimizer.register_step_post_hook(self._after_update)
         # Hooks that were there before ours see the weights that this update releases.
         update.hooks_dict_ref().move_to_end(update.id, last=False)  # type: ignore[union-attr, attr-defined]
-        state = optimizer.register_load_state_dict_pre_hook(lambda *_: self._note_load("state"))
-        self._optimizer, self._handles = optimizer, [update, state, self._watch_network()]
+        self._optimizer, self._handles = optimizer, [update]
 
     def detach(self) -> None:
-        """Stops shuffling: the weights stay where they are."""
+        """Stops shuffling; the weights stay as they are."""
         _WAITING.discard(self)
         for handle in self._handles:
             handle.remove()
@@ -155,7 +146,7 @@ class WeightShuffler:
         self._handles = []
 
     def follow(self, average: nn.Module) -> None:
-        """Has an average of the network's weights follow their permutations, beginning with the weights of now.
+        """Has an average of the network's weights permuted with them from now on.
 
         Args:
             average: A copy of the network, or a wrapper of one, that is updated from the network's
@@ -165,23 +156,20 @@ class WeightShuffler:
             ValueError: If it is no copy.
         """
         copied = unwrap(instance_of("average", average, (nn.Module,)))
-        state = [
-            {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            for module in (self._network, copied)
-        ]
-        shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in state]
+        own, others = self._network.state_dict(keep_vars=True), copied.state_dict(keep_vars=True)
+        shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (own, others)]
         if copied is self._network or shapes[0] != shapes[1]:
             raise ValueError(
                 f"average must be a copy of the network, got {type(average).__name__}: pass "
                 "copy.deepcopy(model)"
             )
         with torch.no_grad():
-            for name, tensor in state[0].items():
-                state[1][name].copy_(tensor)
+            for name, tensor in own.items():
+                others[name].copy_(tensor)
         self._averages.add(copied)
 
     def follow_reader(self, average: AveragedModel) -> None:
-        """Has an average follow that is about to read the network's parameters.
+        """Follows an average that is about to read the network's parameters.
 
         Raises:
             ValueError: If it has averaged weights before, which were in another order.
@@ -191,88 +179,73 @@ class WeightShuffler:
         if average.n_averaged:
             raise ValueError(
                 f"{type(average).__name__} has averaged weights whose units are in another order "
-                "than the network's: "
-                "make it of what make_private returned, and load its state afterwards"
+                "than the network's: make it of what make_private returned, and load its state "
+                "afterwards"
             )
         self.follow(average)
 
     def shuffle_(self) -> None:
-        """Draws a permutation and moves everything by it, now.
+        """Draws a permutation and applies it now.
 
         Raises:
             ValueError: In the middle of a batch, whose gradients would stay behind.
         """
-        if any(waits_for_step(parameter) for parameter in self._network.parameters()):
+        if any(map(waits_for_step, self._network.parameters())):
             raise ValueError(
                 "shuffle_() in the middle of a batch would leave its gradients behind: step first"
             )
         self._shuffle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to draw the same permutations: secret, since it tells all that are to come.
+        """Returns what a resumed run needs to draw the same permutations.
 
-        By default it tells none that were drawn; the state of a generator of your own can be run
-        backwards to them.
+        It is a secret, since it tells all that are to come. By default it tells none that were
+        drawn; the state of a generator of your own can be run backwards to them.
         """
         generator = None if self._generator is None else self._generator.get_state()
-        return {
-            "key": self._keys.key,
-            "generator": generator,
-            "steps": self.steps,
-            "shuffles": self.shuffles,
-        }
+        counts = {"steps": self.steps, "shuffles": self.shuffles}
+        return {"key": self._keys.key, "generator": generator, **counts}
 
-    def check_state_dict(self, state: Any) -> None:
-        """Refuses what :meth:`load_state_dict` could not load.
+    def load_state_dict(self, state: Any) -> None:
+        """Continues from the state of an earlier run.
 
         Raises:
-            ValueError: If it is no state of a shuffler, damaged, or of another kind of secret.
+            ValueError: If it is no state of a shuffler, damaged, or of another kind of secret;
+                nothing has changed then.
         """
-        if not isinstance(state, dict) or set(state) != {"key", "generator", "steps", "shuffles"}:
+        if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
             raise ValueError(
                 f"state must come from WeightShuffler.state_dict(), got {type(state).__name__}"
             )
-        for name in ("steps", "shuffles"):
-            integer(f"{name} in state", state[name], minimum=0)
+        steps, shuffles = (
+            integer(f"{name} in state", state[name], minimum=0) for name in ("steps", "shuffles")
+        )
         if (state["generator"] is None) != (self._generator is None):
             raise ValueError(
                 "state was saved with a generator of your own and loaded without, or the reverse: "
                 "use the same"
             )
-        size = len(self._keys.key)
-        if (
-            not isinstance(state["key"], bytes) or len(state["key"]) != size
-        ):  # which no message shows
+        key, size = state["key"], len(self._keys.key)
+        if not isinstance(key, bytes) or len(key) != size:  # which no message shows
             raise ValueError(
                 f"key in state must be {size} bytes, got something else: the state was damaged"
             )
-        if state["generator"] is not None:
+        if self._generator is not None:
             try:
-                torch.Generator().set_state(state["generator"])
+                self._generator.set_state(state["generator"])
             except (TypeError, RuntimeError) as error:
                 raise ValueError(
                     f"generator in state must be a generator's state ({error}): it was damaged"
                 ) from None
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`, with the weights that were released then.
-
-        Raises:
-            ValueError: As :meth:`check_state_dict`; nothing has changed then.
-        """
-        self.check_state_dict(state)
-        self._keys = KeyChain(state["key"])
-        if self._generator is not None:
-            self._generator.set_state(state["generator"])
-        self.steps, self.shuffles = state["steps"], state["shuffles"]
+        self._keys, self.steps, self.shuffles = KeyChain(key), steps, shuffles
 
     def _check(self, optimizer: Any) -> torch.optim.Optimizer:
-        """Returns the optimizer inside of Opacus's; refuses one that cannot be followed."""
+        """Returns the innermost optimizer; refuses one that cannot be followed."""
         inner = innermost(optimizer)
         check_optimizer(inner)
         tensors = self._tensors()
         trained = set(map(id, _parameters_of(inner)))
-        if not any(id(tensor) in trained for tensor in tensors.values()):
+        if trained.isdisjoint(map(id, tensors.values())):
             raise ValueError(
                 f"optimizer {type(inner).__name__} trains none of the parameters that would move"
             )
@@ -280,33 +253,18 @@ class WeightShuffler:
         return inner
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns what moves of the network; its layers must be those whose permutations were found."""
+        """Returns the tensors that are permuted; refuses a network that has got new parameters."""
         parameters = self._network.named_parameters(remove_duplicate=False)
         if later := [name for name, _ in parameters if name not in self._known]:
             raise ValueError(
                 "module has got new parameters since its permutations were found, "
-                f"{', '.join(later)}, which may "
-                "not fit the units that move: take them out, or call make_private again"
+                f"{', '.join(later)}, which may not fit the units that move: take them out, or "
+                "call make_private again"
             )
         return self.spec.tensors(self._network)
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Shuffles after an update, once even where a step has made steps inside of it, as lookahead's do."""
-        calling = sys._getframe(1)  # PyTorch's wrapper of ``step``, which calls the hooks
-        for frame, _line in traceback.walk_stack(calling.f_back):
-            if frame.f_code is calling.f_code and frame.f_locals.get("self") is optimizer:
-                return
+    def _after_update(self, *_: Any) -> None:
         self.steps += 1
-        if self._loaded == {"weights"}:
-            warnings.warn(
-                f"weights were loaded, and the state of {type(optimizer).__name__} was not: if "
-                "this run has shown "
-                "them before, their units are in another order than those of its momentum and the "
-                "like; load the "
-                "state that was saved with them, or begin with optimizer.state.clear()",
-                stacklevel=3,
-            )
-        self._loaded = frozenset()
         self._shuffle()
 
     def _shuffle(self) -> None:
@@ -315,66 +273,27 @@ class WeightShuffler:
         for average in self._averages:
             for name, tensor in self.spec.tensors(average).items():
                 moving[name].append(tensor)
-        self.spec.move(moving, self._draw())
-
-    def _draw(self) -> PermutationPlan:
         self.shuffles += 1
         _MOVED.add(self._network)
-        return self.spec.sample(
-            self._keys.next_generator() if self._generator is None else self._generator
-        )
+        self.spec.move(moving, self.draw())
 
-    def _watch_network(self) -> Any:
-        return self._network.register_load_state_dict_pre_hook(_LoadHook(self))  # type: ignore[no-untyped-call]
-
-    def _note_load(self, what: str) -> None:
-        """Notes what was loaded since the last update, where the optimizer keeps anything of single units."""
-        states = [] if self._optimizer is None else self._optimizer.state.values()
-        values = (value for state in states for value in state.values())
-        if what == "state" or any(
-            isinstance(value, torch.Tensor) and value.dim() for value in values
-        ):
-            self._loaded |= {what}
-
-
-class _LoadHook:
-    """Tells a shuffler that weights are loaded; copies of it, which copies of the network have, tell nothing.
-
-    The copy that an ``AveragedModel`` makes of a network goes on reading its parameters, so it must
-    follow their order: this hook is how the shuffler hears of it.
-    """
-
-    def __init__(self, shuffler: WeightShuffler | None = None) -> None:
-        self._shuffler: Callable[[], WeightShuffler | None] = lambda: None
-        if shuffler is not None:
-            self._shuffler = weakref.ref(shuffler)
-
-    def __call__(self, *_: Any) -> None:
-        if (shuffler := self._shuffler()) is not None:
-            shuffler._note_load("weights")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
-        if (shuffler := self._shuffler()) is not None and id(shuffler._network) in memo:
-            making: Any = AveragedModel.__init__
-            if any(frame.f_code is making.__code__ for frame, _ in traceback.walk_stack(None)):
-                shuffler._averages.add(memo[id(shuffler._network)])
-        return _LoadHook()
-
-    def __reduce__(self) -> Any:
-        return _LoadHook, ()
+    def draw(self) -> PermutationPlan:
+        """Draws a permutation of the whole group."""
+        own = self._generator
+        return self.spec.sample(self._keys.next_generator() if own is None else own)
 
 
 @functools.cache
 def _look_at_first_steps() -> None:
-    """Has PyTorch ask before all steps of the process whether a shuffler waits for that optimizer."""
+    """Registers a look at all optimizers' steps, for shufflers that wait for theirs."""
     # Compiled steps ask outside of their graph, or it would hold the answer of the first one.
     register_optimizer_step_pre_hook(torch.compiler.disable(_attach_waiting))  # type: ignore[no-untyped-call]
 
 
 def _attach_waiting(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    trained = set(map(id, _parameters_of(optimizer)))
     for shuffler in list(_WAITING):
-        parameters = set(map(id, shuffler._network.parameters()))
-        if any(id(parameter) in parameters for parameter in _parameters_of(optimizer)):
+        if not trained.isdisjoint(map(id, shuffler._network.parameters())):
             shuffler.attach(optimizer)
 
 
@@ -385,15 +304,13 @@ def attached_shuffler(owner: nn.Module | torch.optim.Optimizer) -> WeightShuffle
 
 
 def warn_of_another_order(network: nn.Module) -> None:
-    """Warns where a shuffled run starts from weights that another one has moved: places mean other units than before it."""
+    """Warns if another shuffled run has permuted these weights before."""
     if network in _MOVED:
         warnings.warn(
             f"{type(network).__name__} has weights whose units another shuffled run has put in an "
-            "order of its own: an "
-            "average with weights of other runs, such as other clients', would mix different "
-            "units, and nothing would "
-            "show it; average only weights of runs without shuffle_weights "
-            "(docs/weight_shuffling.rst)",
+            "order of its own: an average with weights of other runs, such as other clients', "
+            "would mix different units, and nothing would show it; average only weights of runs "
+            "without shuffle_weights (docs/weight_shuffling.rst)",
             stacklevel=2,
         )
 
@@ -402,33 +319,27 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
     """Returns the optimizer inside of Opacus's."""
     while hasattr(optimizer, "original_optimizer"):
         optimizer = optimizer.original_optimizer
-    instance_of("optimizer", optimizer, (torch.optim.Optimizer,))
-    return optimizer
+    return instance_of("optimizer", optimizer, (torch.optim.Optimizer,))  # type: ignore[no-any-return]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses optimizers that are known not to treat the entries of a tensor alike, or keep tensors where nobody looks.
+    """Refuses optimizers whose state cannot follow a permutation of the weights.
 
     Raises:
-        ValueError: If it is one of them.
+        ValueError: If it is one of those that are known.
     """
     keeps = f"optimizer {type(optimizer).__name__} keeps"
     cannot_follow = "cannot follow a permutation of the weights: use SGD, Adam, AdamW or RMSprop"
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.SparseAdam):
         raise ValueError(f"{keeps} factored, flat or sparse state, which {cannot_follow}")
     own = set(map(id, _parameters_of(optimizer)))
-    for name, value in vars(optimizer).items():
-        tensors = [
-            leaf
-            for leaf in tree_leaves(value)
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in own
-        ]
-        known = name in ("state", "param_groups", "defaults")
-        if not known and any(tensor.numel() > 1 for tensor in tensors):
-            raise ValueError(
-                f"{keeps} tensors in its attribute {name!r}, outside of its state, where they "
-                f"{cannot_follow}"
-            )
+    for name in vars(optimizer).keys() - {"state", "param_groups", "defaults"}:
+        for leaf in tree_leaves(vars(optimizer)[name]):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and id(leaf) not in own:
+                raise ValueError(
+                    f"{keeps} tensors in its attribute {name!r}, outside of its state, where they "
+                    f"{cannot_follow}"
+                )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,42 +1,41 @@
-"""How weights are shuffled in training (``WeightShuffling``), and which of a network's weights are (``find_spec``)."""
+"""``WeightShuffling``: how weights are shuffled in training, and how a batch's sum is clipped."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.core.opacus_compat import (
-    refuse_broken_attention,
-    refuse_tied_ghost,
-    refuse_unclipped_engine,
-)
+from opacus_shuffle.core.opacus_compat import check_attention, check_ghost_ties
 from opacus_shuffle.core.progress import progress
 from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
+from opacus_shuffle.core.validation import (
+    instance_of,
+    integer,
+    noise_level,
+    one_of,
+    positive,
+    positive_or_infinite,
+)
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.running import unwrap
-from opacus_shuffle.networks.sample_input import Call, first_records, from_batch, run_quietly
+from opacus_shuffle.networks.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.find import find_on_calls
 from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.float64_check import check_calls
-from opacus_shuffle.permutation.network import require_ready
-
-OTHER_RECORDS = 8
-"""How many records from all over the data set are traced beside the first ones."""
+from opacus_shuffle.permutation.network import check_ready
 
 MUCH = 0.1
-"""Where a larger share of the parameters stays, although all that can move was asked for, a warning says why."""
+"""Where a larger share of the parameters stays although all was asked for, a warning says why."""
 
 MOST_REASONS, MOST_NAMED = 3, 5
 """How many reasons, and how many parameters that nothing reached, the warning names."""
@@ -44,7 +43,7 @@ MOST_REASONS, MOST_NAMED = 3, 5
 
 @dataclasses.dataclass(frozen=True)
 class WeightShuffling:
-    """How ``make_private(shuffle_weights=...)`` shuffles; ``shuffle_weights=True`` is ``WeightShuffling()``.
+    """The settings of ``make_private(shuffle_weights=...)``; True means ``WeightShuffling()``.
 
     The last three fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1.
 
@@ -76,12 +75,7 @@ class WeightShuffling:
     unshuffled_noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.groups, bool | str | PermutationSpec):
-            raise ValueError(
-                "shuffle_weights (groups) must be True, False, one of "
-                f"{', '.join(map(repr, LEVELS))}, a "
-                f"PermutationSpec or a WeightShuffling, got {self.groups!r}"
-            )
+        instance_of("shuffle_weights (groups)", self.groups, (bool, str, PermutationSpec))
         if isinstance(self.groups, str):
             one_of("shuffle_weights (groups)", self.groups, (True, False, *LEVELS))
         check_generator("generator (of WeightShuffling)", self.generator)
@@ -93,30 +87,114 @@ class WeightShuffling:
             one_of("dimension", self.dimension, ("model", "layers"))
         else:
             integer("dimension", self.dimension)
-        if self.groups is False and (given := self.given()):
-            raise ValueError(
-                f"{_listed(given)} is about shuffled parameters: pass shuffle_weights=True (or "
-                "groups) too, or leave it out"
+        if self.groups is False:
+            self.check_absent(
+                [field.name for field in dataclasses.fields(self)[1:]],
+                "is about shuffled parameters: pass shuffle_weights=True (or groups) too, or leave "
+                "it out",
             )
 
     @classmethod
     def of(cls, shuffle_weights: Any) -> WeightShuffling:
-        """Reads what ``make_private`` got for ``shuffle_weights``."""
+        """Reads the argument ``shuffle_weights`` of ``make_private``."""
         return shuffle_weights if isinstance(shuffle_weights, cls) else cls(groups=shuffle_weights)
 
-    def given(self) -> dict[str, Any]:
-        """Returns the fields besides ``groups`` that are not the default."""
-        fields = dataclasses.fields(self)[1:]
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields}
-        return {name: value for name, (value, default) in values.items() if value != default}
+    def check_absent(self, names: Sequence[str], why: str) -> None:
+        """Refuses fields that were given and have no meaning here.
 
-    def refuse(self, names: tuple[str, ...], accountant: str) -> None:
-        """Refuses fields that an accountant does not know of."""
-        if given := {name: value for name, value in self.given().items() if name in names}:
-            raise ValueError(
-                f"{_listed(given)} does not go with accountant {accountant!r}: use "
-                "accountant='shuffled_fw'"
-            )
+        Raises:
+            ValueError: If one of them is not the default, with the reason.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in names}
+        given = [f"{name}={values[name]!r}" for name in names if values[name] != defaults[name]]
+        if given:
+            raise ValueError(f"{', '.join(given)} {why}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchClipPlan:
+    """How a batch's sum is clipped before the noise (WS Algorithm 1, lines 12 to 16).
+
+    Attributes:
+        parameters: The trainable parameters that are shuffled.
+        dimension: WS's d: how many of their entries move, or one number per parameter.
+        clip: c, the norm of one record's gradient.
+        batch_clip: c′, the norm of their sum; infinite for no clipping.
+        unshuffled_noise_ratio: σ₀/σ of trainable parameters that stay; None if there are none.
+        orbit: The fewest places that an entry of a shuffled parameter can get to; None without any.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    dimension: int | tuple[int, ...]
+    clip: float
+    batch_clip: float
+    unshuffled_noise_ratio: float | None
+    orbit: int | None = None
+
+
+def plan_batch_clip(
+    shuffling: WeightShuffling,
+    spec: PermutationSpec,
+    module: nn.Module,
+    *,
+    max_grad_norm: float | Sequence[float],
+    noise_multiplier: float | None = None,
+    trained: Sequence[torch.Tensor] | None = None,
+) -> BatchClipPlan:
+    """Plans the clipping of the shuffled parameters' sum, by default to one record's norm.
+
+    The arguments are as of ``make_private``: ``noise_multiplier`` is σ of the shuffled parameters,
+    None while it is unknown. ``trained`` are the parameters that the optimizer trains, by default
+    all that require a gradient.
+    """
+    network = unwrap(module)
+    if trained is None:
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    identities = set(map(id, trained))
+    tensors = spec.tensors(network).items()
+    moving = {key: tensor for key, tensor in tensors if id(tensor) in identities}
+    if not moving:
+        raise ValueError(
+            "shuffle_weights permutes no trainable parameter: unfreeze some, or use another "
+            "accountant"
+        )
+    stays = not identities <= set(map(id, moving.values()))
+    unshuffled, dimension = shuffling.unshuffled_noise_multiplier, shuffling.dimension
+    if unshuffled is not None and not stays:
+        raise ValueError(
+            f"unshuffled_noise_multiplier={unshuffled!r} is for parameters that stay, and all are "
+            "shuffled: leave it out"
+        )
+    moved = [round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items()]
+    sizes: dict[Any, Any] = {"model": sum(moved), "layers": tuple(moved)}
+    clip = whole_norm(max_grad_norm)
+    return BatchClipPlan(
+        parameters=tuple(moving.values()),
+        dimension=sizes.get(dimension, dimension),
+        clip=clip,
+        batch_clip=clip if shuffling.batch_clip is None else float(shuffling.batch_clip),
+        unshuffled_noise_ratio=noise_ratio(noise_multiplier, unshuffled) if stays else None,
+        orbit=min(spec.smallest_orbit(key) for key in moving),
+    )
+
+
+def noise_ratio(noise_multiplier: float | None, unshuffled: float | None) -> float:
+    """Returns σ₀/σ, rounded up; 1 where either is unknown."""
+    if unshuffled is None or noise_multiplier is None:
+        return 1.0
+    if noise_level("unshuffled_noise_multiplier", unshuffled) < noise_multiplier:
+        raise ValueError(
+            f"unshuffled_noise_multiplier must be at least noise_multiplier={noise_multiplier}, "
+            f"got {unshuffled}: the certified epsilon counts on it"
+        )
+    return max(1.0, unshuffled / noise_multiplier * (1 + 1e-12))
+
+
+def whole_norm(max_grad_norm: float | Sequence[float]) -> float:
+    """Returns the norm of one record's whole gradient, over all parameters."""
+    norms = max_grad_norm if isinstance(max_grad_norm, list | tuple) else [max_grad_norm]
+    return math.hypot(*(positive("max_grad_norm", norm) for norm in norms))
 
 
 def find_spec(
@@ -126,13 +204,11 @@ def find_spec(
     data_loader: DataLoader,
     *,
     grad_sample_mode: str = "hooks",
-    engine: Any = None,
 ) -> PermutationSpec | None:
-    """Returns what of a network will be shuffled, None for nothing; refuses what does not fit, and changes nothing.
+    """Finds which weights of a network will be shuffled; None for none.
 
     The arguments are those of ``make_private``. The network is traced on the loader's first
-    records; no sampler and no random state is touched. An ``engine`` is checked for defects that
-    would make its run not private.
+    records; no sampler and no random state is touched.
 
     Warns:
         UserWarning: If all that can move was asked for, and much stays: what holds it.
@@ -142,48 +218,39 @@ def find_spec(
     """
     if shuffling.groups is False:
         return None
-    network = unwrap(module)
-    _refuse_sharded(module)
-    one_of(
-        "grad_sample_mode (with shuffle_weights)",
-        grad_sample_mode,
-        ("hooks", "functorch", "ew", "ghost", "no_op"),
-    )
-    check_optimizer(innermost(optimizer))
-    refuse_unclipped_engine(engine)
-    refuse_broken_attention(network)
+    network, inner = unwrap(module), innermost(optimizer)
+    check_optimizer(inner)
+    check_attention(network)
     if grad_sample_mode == "ghost":
-        refuse_tied_ghost(network)
-    require_ready(network)
-    args, kwargs = from_batch(network, first_records(data_loader))
+        check_ghost_ties(network)
+    check_ready(network)
+    call = from_batch(network, first_records(data_loader))
     try:
-        run_quietly(network, args, kwargs)
+        run_quietly(network, *call)
     except Exception as error:
         raise ValueError(
             f"data_loader's first records do not run through {type(network).__name__}: "
-            f"{type(error).__name__}: {error}; "
-            "pass shuffle_weights=find_permutations(module, sample_input) if its batches are not "
-            "what the network gets"
+            f"{type(error).__name__}: {error}; pass shuffle_weights=find_permutations(module, "
+            "sample_input) if its batches are not what the network gets"
         ) from error
     with progress("finding permutations"):
-        others = _other_records(network, data_loader)
         if isinstance(shuffling.groups, PermutationSpec):
             spec = shuffling.groups
-            check_calls(spec, network, [(args, kwargs), *others])
+            check_calls(spec, network, [call])
         else:
             level = "residual" if shuffling.groups is True else shuffling.groups
-            spec = find_on_calls(network, [(args, kwargs), *others], level)
+            spec = find_on_calls(network, [call], level)
             if level == "residual":
                 warn_of_what_stays(spec, network)
     if (ranks := Ranks.of(module)).distributed:
         spec = ranks.of_the_first(spec)  # another rank's first records may have another length
-        check_calls(spec, network, [(args, kwargs)])
-    spec.followers(spec.tensors(network), innermost(optimizer))
+        check_calls(spec, network, [call])
+    spec.followers(spec.tensors(network), inner)
     return spec
 
 
 def warn_of_what_stays(spec: PermutationSpec, network: nn.Module) -> None:
-    """Warns where much of a network stays although all that can move was asked for, and says what holds it.
+    """Warns if much of a network stays in place, and says what holds it.
 
     Args:
         spec: What was found, with the reasons why axes stay.
@@ -200,66 +267,15 @@ def warn_of_what_stays(spec: PermutationSpec, network: nn.Module) -> None:
             held[reason] += size
     reasons = [f"{reason} ({size:,} entries)" for reason, size in held.most_common(MOST_REASONS)]
     named, more = ", ".join(spec.unreached[:MOST_NAMED]), len(spec.unreached) - MOST_NAMED
-    unreached = (
-        f" Not reached by the first records: {named}{f' and {more} more' if more > 0 else ''}."
-        if named
-        else ""
-    )
+    others = f" and {more} more" if more > 0 else ""
+    unreached = f" Not reached by the first records: {named}{others}." if named else ""
     warnings.warn(
         f"shuffle_weights moves {share:.1%} of the parameters of {type(network).__name__}; the "
-        "others stay where they "
-        f"are in all that is released. What holds most of them: {'; '.join(reasons)}."
-        f"{unreached} Have the network return no more than the loss needs (logits, no hidden "
-        "states); delete "
-        "parameters that nothing uses, or pass shuffle_weights=find_permutations(module, "
-        "sample_input, "
-        "more_samples=[...]) with inputs that reach them, which also ends this warning; print what "
-        "it returns "
-        "with describe() to see all",
+        "others stay where they are in all that is released. What holds most of them: "
+        f"{'; '.join(reasons)}.{unreached} Have the network return no more than the loss needs "
+        "(logits, no hidden states); delete parameters that nothing uses, or pass "
+        "shuffle_weights=find_permutations(module, sample_input, more_samples=[...]) with inputs "
+        "that reach them, which also ends this warning; print what it returns with describe() to "
+        "see all",
         stacklevel=2,
     )
-
-
-def _other_records(network: nn.Module, data_loader: DataLoader) -> list[Call]:
-    """Returns the two of some records from all over the data set that lie farthest apart, and may take other ways.
-
-    What counts is to how much their numbers and masks add up. None where the network does not run
-    on them: some collate functions take only records that belong together.
-    """
-    try:
-        batch = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
-        tensors = [
-            leaf.cpu()
-            for leaf in tree_leaves(batch)
-            if isinstance(leaf, torch.Tensor) and leaf.dim()
-        ]
-        sums = torch.zeros(max(map(len, tensors)), dtype=torch.float64)
-        for tensor in tensors:
-            if len(tensor) == len(sums) and tensor.numel() and not tensor.is_complex():
-                total = tensor.reshape(len(sums), -1).double().nan_to_num().sum(1)
-                sums += total / (total.max() - total.min()).clamp(min=1e-300)
-        places = [int(sums.argmin()), int(sums.argmax())]
-        two = from_batch(
-            network, first_records(data_loader, OTHER_RECORDS, everywhere=True, places=places)
-        )
-        run_quietly(network, *two)
-    except Exception:
-        return []
-    return [two]
-
-
-def _refuse_sharded(module: nn.Module) -> None:
-    """Refuses sharded parameters: a shard does not hold the entries that a permutation would bring to it."""
-    for name, part in (*module.named_modules(), *module.named_parameters()):
-        if isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor):
-            raise ValueError(
-                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is of "
-                "class "
-                f"{type(part).__name__}; use DistributedDataParallel or Opacus's "
-                "DifferentiallyPrivateDistributedDataParallel"
-            )
-
-
-def _listed(given: dict[str, Any]) -> str:
-    """Returns fields as they are written in a call."""
-    return ", ".join(f"{key}={value!r}" for key, value in given.items())

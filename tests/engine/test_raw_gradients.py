@@ -1,0 +1,442 @@
+"""Nothing but a released gradient moves a private network, whichever optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from helpers.private_runs import MODES, Run, same
+from helpers.toy import make_toy
+from torch import nn
+
+from opacus_shuffle import PrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+every_mode = pytest.mark.parametrize("mode", MODES)
+ACCOUNTANTS = ("subsampled_shuffle", "shuffled_fw", "rdp")
+RAW = "would move parameters of a private run by gradients that are neither clipped, noised nor acc"
+
+
+def private(mode="hooks", name="subsampled_shuffle", *, frozen=False, **options):
+    """A run of two layers in batches of everyone, of which the first may be frozen and left out."""
+    toy = make_toy(records=8, batch_size=8)
+    if frozen:
+        toy["module"][0].requires_grad_(False)
+        toy["optimizer"] = torch.optim.SGD(toy["module"][2].parameters(), lr=0.1)
+    flags = {"shuffle_weights": True} if name == "shuffled_fw" else {}
+    return Run(name, mode, **{"toy": toy, **flags, **options})
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter of low rank, as libraries put it into a network."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def after_a_step(work):
+    """A step, after which nothing may move any more."""
+
+    def train(run):
+        run.step()
+        run.seen = run.weights()
+        work(run)
+
+    return train
+
+
+def on_a_batch(make):
+    """Gradients of a batch, and the step of an optimizer over what is given."""
+
+    def train(run):
+        run.backward()
+        make(run).step()
+
+    return train
+
+
+def raw_loss(run):
+    x, y = run.batch()
+    nn.functional.cross_entropy(run.model(x), y).backward()
+    return sgd(run.network.parameters())
+
+
+def first_layer(run):
+    return sgd(run.network[0].requires_grad_(True).parameters())
+
+
+def left_alone(run):
+    """What the private optimizer does not train is not trained by another one, even after it."""
+    run.network[0].requires_grad_(True)
+    after_a_step(lambda run: torch.optim.Adam(run.network[0].parameters()).step())(run)
+
+
+def adapted(run):
+    run.network[0] = Adapted(run.network[0])
+    run.backward()
+    sgd([*run.network[0].down.parameters(), *run.network[0].up.parameters()]).step()
+
+
+def after_a_release(work):
+    """What is done between a release and the update of the optimizer inside."""
+
+    def train(run):
+        run.backward()
+        run.optimizer.pre_step()
+        run.plain.step(work(run))
+
+    return train
+
+
+def another_gradient(run):
+    run.network[0].weight.grad = torch.ones(40, 5)
+
+
+def a_layer_taken_out(run):
+    run.backward()
+    layer, run.network[2] = run.network[2], nn.Identity()
+    sgd(layer.parameters()).step()
+
+
+def a_new_layer(run):
+    run.network[2] = nn.Linear(40, 3)
+    run.seen = run.weights()
+    run.backward()
+    sgd(run.network[2].parameters()).step()
+
+
+def another_group(run):
+    parameters = list(run.network[0].requires_grad_(True).parameters())
+    run.optimizer.add_param_group({"params": parameters})
+    run.step()
+
+
+def without_hooks(run):
+    run.private.disable_hooks()
+    raw_loss(run).step()
+
+
+def a_step_hook(run):
+    """One of the private step that changes what it has released."""
+    run.optimizer.attach_step_hook(lambda _: run.network[0].weight.grad.add_(1.0))
+    run.step()
+
+
+def half_of_a_batch(run):
+    with run.split(1) as batches:
+        run.step(next(batch for batch in batches if len(batch[0])))
+    torch.optim.Adam(run.network.parameters()).step()
+
+
+def the_optimizer_of_an_ended_run(run):
+    toy = {**run.toy, "module": run.model, "optimizer": sgd(run.network.parameters())}
+    Run(toy=toy, engine=run.engine).step()
+    run.seen = run.weights()
+    run.step()
+
+
+def a_parameter_over_the_same_memory(run):
+    decoder = nn.Linear(1, 1)
+    decoder.weight = nn.Parameter(run.network[0].weight.detach())
+    decoder.weight.grad = torch.ones_like(decoder.weight)
+    sgd([decoder.weight]).step()
+
+
+WAYS = {  # what is done, what is refused, in which modes, and whether the first layer is frozen
+    "thawed": (on_a_batch(first_layer), "0.weight", ("hooks", "ghost"), True),
+    "left alone": (left_alone, "0.weight", ("functorch", "ghost"), True),
+    "adapted": (adapted, "0.down.weight", MODES, False),
+    "the one inside": (on_a_batch(lambda run: run.plain), "0.weight", MODES, False),
+    "the one inside, after": (
+        after_a_step(lambda run: run.plain.step()),
+        "0.weight",
+        ("hooks",),
+        False,
+    ),
+    "a closure for it": (
+        after_a_release(lambda run: lambda: run.network[0].weight.grad.add_(1.0).sum()),
+        "0.weight",
+        ("functorch",),
+        False,
+    ),
+    "another gradient": (after_a_release(another_gradient), "0.weight", ("no wrapper",), False),
+    "half of a batch": (half_of_a_batch, "0.weight", ("functorch", "no wrapper"), False),
+    "a layer taken out": (a_layer_taken_out, "2.weight", ("hooks", "ghost"), False),
+    "a new layer": (a_new_layer, "2.weight", ("no wrapper", "ew"), False),
+    "another group": (another_group, "0.weight", ("hooks", "ghost"), True),
+    "without hooks": (without_hooks, "0.weight", ("hooks", "ghost"), False),
+    "second order": (
+        lambda run: torch.optim.LBFGS(run.network.parameters()).step(lambda: run.backward() or 0.0),
+        "0.weight",
+        ("hooks",),
+        False,
+    ),
+    "many at a time": (
+        on_a_batch(lambda run: torch.optim.Adam(run.network.parameters(), foreach=True)),
+        "0.weight",
+        ("ew",),
+        False,
+    ),
+    "a step hook": (a_step_hook, "0.weight", ("ghost",), False),
+    "the same memory": (
+        after_a_step(a_parameter_over_the_same_memory),
+        "0.weight",
+        ("functorch",),
+        False,
+    ),
+    "of an ended run": (the_optimizer_of_an_ended_run, "0.weight", ("hooks",), False),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "mode"), [(way, mode) for way, row in WAYS.items() for mode in row[2]]
+)
+def test_no_optimizer_moves_a_private_network_by_a_raw_gradient(way, mode):
+    train, name, _, frozen = WAYS[way]
+    run = private(mode, ACCOUNTANTS[len(way) % 3], frozen=frozen)
+    run.seen = run.weights()
+    with pytest.raises(ValueError, match=r"[( ]" + name.replace(".", r"\.")):
+        train(run)
+    assert same(run.seen, run.weights())
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
+)
+def test_a_copy_of_a_private_network_neither_trains_nor_moves(copied):
+    run = private()
+    run.step()
+    other = copied(run.model)
+    x, y = run.batch()
+    with pytest.raises(ValueError, match="is a copy of a private network"):
+        other(x)
+    other.eval()
+    other.disable_hooks()
+    nn.functional.cross_entropy(other(x), y).backward()
+    steps = sgd(other.parameters())
+    with pytest.raises(ValueError, match=rf"{RAW}.* \(0.weight"):
+        steps.step()
+    other.to_standard_module()
+    steps.step()
+
+
+@every_mode
+def test_a_run_that_has_ended_leaves_no_gradient_behind_and_lets_its_network_go(mode):
+    run = private(mode)
+    run.step()
+    run.optimizer.zero_grad()
+    run.backward()  # it ends in the middle of a batch
+    run.private.cleanup()
+    for kind in ("grad", "grad_sample", "summed_grad"):
+        assert all(getattr(parameter, kind, None) is None for parameter in run.network.parameters())
+    before, optimizer = run.weights(), sgd(run.network.parameters())
+    run.network(torch.randn(3, 5)).sum().backward()
+    optimizer.step()
+    assert not same(before, run.weights())
+
+
+PARTS = {
+    "raw": lambda run: run.network,
+    "returned": lambda run: run.model,
+    "part": lambda run: run.network[0],
+    "around": lambda run: nn.Sequential(run.network, nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"), [*zip(PARTS, MODES, strict=False), ("returned", "no wrapper")]
+)
+def test_a_second_engine_gets_no_private_network_and_its_own_no_part_of_one(what, mode):
+    run = private(mode)
+    module = PARTS[what](run)
+    toy = {**run.toy, "module": module, "optimizer": sgd(module.parameters())}
+    own = [] if what == "returned" else [run.engine]
+    for engine in [PrivacyEngine(accountant="subsampled_shuffle"), *own]:
+        with pytest.raises(
+            ValueError, match=r"^module (is a Sequential|was|shares 0\.weight).*made private"
+        ):
+            private(mode, toy=toy, engine=engine)
+    run.step()
+    assert run.accounted == 1
+
+
+# ---- weights stay the same from a batch's forward pass to its step --------------------------
+
+
+def gradient(parameter):
+    return parameter.grad if parameter.grad is not None else parameter.grad_sample.sum(0)
+
+
+def sharpness_aware(run, batch):
+    moves = [gradient(parameter) for parameter in run.optimizer.params]
+    with torch.no_grad():
+        torch._foreach_add_(run.optimizer.params, moves)
+    run.optimizer.zero_grad()
+    run.backward(batch)
+    with torch.no_grad():
+        torch._foreach_sub_(run.optimizer.params, moves)
+
+
+def by_hand(change):
+    """Writes to a weight's data, which leaves no trace in its version."""
+    return lambda run, _: change(run.network[0].weight.data)
+
+
+def loaded(run, _):
+    state = {name: value + 1e-3 for name, value in run.network.state_dict().items()}
+    run.network.load_state_dict(state)
+
+
+CHANGES = {
+    "sharpness-aware": (sharpness_aware, "hooks"),
+    "loaded": (loaded, "ghost"),
+    "a little": (by_hand(lambda weight: weight.mul_(1.0001)), "functorch"),
+    # A plain sum of bits would not change by these.
+    "negated": (by_hand(lambda weight: weight.neg_()), "ew"),
+    "doubled": (by_hand(lambda weight: weight.mul_(2)), "no wrapper"),
+    "moved about": (by_hand(lambda weight: weight.copy_(weight.flip(0))), "hooks"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("width", [40, 4000])
+def test_weights_that_change_in_the_middle_of_a_batch_are_refused(change, width):
+    """With sharpness-aware minimisation one record was seen to move the sum by three norms."""
+    network = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, 3))
+    work, mode = CHANGES[change]
+    name = "rdp" if change == "a little" else "subsampled_shuffle"
+    run = Run(name, mode, toy={"module": network})
+    batch = run.batch()
+    run.backward(batch)
+    work(run, batch)
+    said = r"0\.weight.* changed between the forward pass on this batch and optimizer\.step"
+    with run.refused(said, goes_on=False):
+        run.optimizer.step()
+
+
+def test_weights_that_change_between_two_physical_batches_are_refused():
+    run = private()
+    with run.split(4) as loader:
+        batches = iter(loader)
+        run.step(next(batches))
+        run.network[2].bias.data.add_(1.0)
+        with pytest.raises(ValueError, match=r"2\.bias changed between"):
+            run.step(next(batches))
+    assert run.accounted == 0
+
+
+@every_mode
+def test_weights_may_change_between_a_step_and_the_next_pass_and_be_read_at_any_time(mode):
+    run = Run(mode=mode)
+    average = torch.optim.swa_utils.AveragedModel(copy.deepcopy(run.network))
+    for batch in run.loader:
+        loaded(run, batch)
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        average.update_parameters(run.network)
+        run.optimizer.step()
+    assert run.accounted == 4
+
+
+# ---- accumulated gradients name the habit that led there ------------------------------------
+
+
+def gradients_of_inputs(run):
+    x, y = run.batch()
+    asked = x.clone().requires_grad_(True)
+    torch.autograd.grad(run.criterion(run.model(asked), y), asked)
+    run.backward((x, y))
+
+
+def a_generator(run):
+    run.step()
+    x, y = run.batch()
+    run.backward((nn.Linear(2, 5)(torch.randn(len(x), 2)), y))
+    run.backward((x, y))
+
+
+CAUSES = [
+    (
+        lambda run: [run.backward(batch) for batch in [run.batch()] * 2],
+        r"2\.weight.*two backward passes on this batch.*loss\.backward\(\) once",
+    ),
+    (
+        lambda run: run.train(),
+        r"\(0\.weight, 0\.bias .*optimizer does not hold these parameters.*requires_grad_\(False\)",
+    ),
+    (gradients_of_inputs, r"gradients of its inputs.*model\.disable_hooks\(\)"),
+    (a_generator, r"another network has made, as a generator's.*optimizer\.zero_grad\(\).*before"),
+    (
+        lambda run: [run.backward(next(iter(run.loader))) for _ in range(2)],
+        "those of an earlier batch wait still.*BatchMemoryManager",
+    ),
+    (
+        lambda run: (run.step(), run.network.zero_grad(), run.backward()),
+        r"optimizer\.step\(\) has used those: call optimizer\.zero_grad\(\)",
+    ),
+]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ew"])
+@pytest.mark.parametrize(("way", "cause"), CAUSES)
+def test_accumulated_gradients_name_their_cause_and_the_remedy(way, cause, mode):
+    toy = make_toy()
+    if "does not hold" in cause:
+        toy["optimizer"] = sgd(toy["module"][2].parameters())
+    run = Run(mode=mode, toy=toy)
+    with pytest.raises(ValueError, match=f"(?s)gradient accumulation is refused.*{cause}"):
+        way(run)
+
+
+@every_mode
+def test_a_network_in_front_of_a_private_one_is_told_of_for_its_raw_gradients(mode):
+    """An encoder with an optimizer of its own would be moved by what nobody has clipped."""
+    run, encoder = Run(mode=mode), nn.Linear(5, 5)
+    x, y = run.batch()
+    with pytest.warns(UserWarning, match=r"another network has made.*as an encoder has, put it"):
+        run.backward((encoder(x), y))
+    other = Run(mode=mode)
+    x, y = other.batch()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*another network has made")
+        other.step((encoder(x).detach(), y))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ew"])
+def test_each_remedy_trains(mode):
+    run, generator = private(mode), nn.Linear(2, 5)
+    second = sgd(generator.parameters())
+    for hooked in (True, mode == "ew"):
+        run.step()
+        run.optimizer.zero_grad()
+        if not hooked:
+            run.model.disable_hooks()
+        run.model(generator(torch.randn(4, 2))).sum().backward()  # a generator's
+        second.step()
+        if not hooked:
+            run.model.enable_hooks()
+        run.optimizer.zero_grad()
+        x, y = run.batch()
+        asked = x.clone().requires_grad_(True)
+        torch.autograd.grad(run.criterion(run.model(asked), y), asked)  # of inputs
+        run.step((x, y))
+    toy = make_toy()
+    partial = Run(mode=mode, toy=toy | {"optimizer": sgd(toy["module"][2].parameters())})
+    for _ in range(2):
+        partial.model.zero_grad()  # also of what the optimizer does not hold
+        partial.step()
+    assert (run.accounted, partial.accounted) == (4, 2)

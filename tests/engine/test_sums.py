@@ -1,0 +1,216 @@
+"""Training with shuffled sums: what is released, what it costs, and whom its noise counts on.
+
+By default all users report in every round, and each tosses a secret coin for whether its gradient
+is in its report; with ``poisson_sampling=False`` a secret sample of fixed size reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+
+import opacus
+import pytest
+import torch
+from helpers.private_runs import Run
+from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyAssumptionWarning
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+DELTA = 1e-5
+TOY = 5 * 40 + 40 + 40 * 3 + 3
+"""What the small network trains."""
+SAMPLES = {"poisson_sampling": False}
+
+
+def protocol_for(records=6, dimension=TOY, *, epsilon=1.0, **options):
+    return ShuffleVectorSum(records, dimension, 1.0, epsilon=epsilon, delta=DELTA, **options)
+
+
+def still(rows, *, batch_size, norm=1.0, **options):
+    """Learns nothing: every record's gradient is its row, and a released sum that of a batch's."""
+    module = nn.Linear(rows.shape[1], 1, bias=False)
+    data = DataLoader(TensorDataset(rows), batch_size=batch_size)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.0)
+    toy = {"module": module, "optimizer": sgd, "data_loader": data, "max_grad_norm": norm}
+    return Run("shuffled_sums", toy=toy, loss_reduction="sum", **options)
+
+
+def sums(run, *, epochs=1, physical=10**6):
+    """The rows of each batch, and the sum that is released of them."""
+    for _ in range(epochs):
+        with run.split(physical) as batches:
+            rows, before = [], run.updates
+            for (x,) in batches:
+                rows.append(x)
+                run.optimizer.zero_grad()
+                run.model(x).sum().backward()
+                run.optimizer.step()
+                if run.updates > before:
+                    yield torch.cat(rows), run.network.weight.grad[0].double()
+                    rows, before = [], run.updates
+
+
+# ---- what is released -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "physical"), [({}, 10**6), ({}, 3), (SAMPLES, 10**6), (SAMPLES, 3)]
+)
+def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(options, physical):
+    """All 3000 coordinates are alike, so they are draws: mean and variance to five standard errors.
+
+    Users whose records are not in the batch add their noise all the same; zero is on the grid.
+    """
+    value = 0.7 / math.sqrt(3000)  # within the norm: nothing is clipped
+    run = still(torch.full((40, 3000), value), batch_size=8, **options)
+    protocol, sizes = run.optimizer.aggregator, set()
+    assert protocol.num_users == (8 if options else 40)
+    step = 2 / protocol.granularity
+    share = (value / step) % 1 if protocol.granularity % 2 == 0 else (value / step + 0.5) % 1
+    bits = protocol.num_users * protocol.noise_bits
+    noise = bits * protocol.bit_probability * (1 - protocol.bit_probability)
+    for x, released in sums(run, epochs=2, physical=physical):
+        sizes.add(len(x))
+        deviation = step * math.sqrt(noise + len(x) * share * (1 - share))
+        errors = (released - len(x) * value) / deviation
+        assert abs(float(errors.mean())) < 5 / math.sqrt(3000)
+        assert float(errors.var()) == pytest.approx(1, abs=5 * math.sqrt(2 / 3000))
+        steps = released / step + bits * protocol.bit_probability
+        on_grid = steps - len(x) * protocol.granularity / 2 * (protocol.granularity % 2)
+        assert float((on_grid - on_grid.round()).abs().max()) < 1e-2
+    assert sizes == {8} if options else len(sizes) > 2
+    assert run.accounted == run.updates == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_record_is_clipped_to_the_norm_whatever_the_precision(dtype):
+    """Eight records of norm 1000 in one direction add up to 8·C, but for noise of 0.2·C in it."""
+    rows = torch.full((8, 400), 50.0).to(dtype)
+    run = still(
+        rows, batch_size=8, sigma=None, aggregator=protocol_for(8, 400, epsilon=60.0), **SAMPLES
+    )
+    run.network.to(dtype)
+    ((_, released),) = sums(run)
+    assert run.network.weight.grad.dtype == dtype
+    noise = run.optimizer.aggregator.variance**0.5
+    assert float(released.sum()) / 20 == pytest.approx(8, abs=5 * noise + 0.05)
+
+
+def test_nothing_that_is_left_after_a_step_tells_the_noise():
+    """Beside the released estimate the counts would: no such tensor stays on the optimizer."""
+    run = still(torch.eye(40), batch_size=10)
+    list(sums(run))
+    for owner in (run.optimizer, run.optimizer.clipping, run.optimizer.noise):
+        held = [value for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+        assert not [tensor for tensor in held if tensor.numel() == 40]
+
+
+# ---- what it costs --------------------------------------------------------------------------
+
+
+def test_a_run_costs_what_dp_sgd_costs_and_its_multiplier_is_the_sum_s():
+    run = Run("shuffled_sums", records=200, batch_size=20, sigma=1.1).train()
+    assert 1.1 <= run.optimizer.noise_multiplier <= 1.1 * 1.025
+    assert 1.1 <= run.optimizer.aggregator.variance**0.5 <= 1.1 * 1.06
+    ((mechanism, steps),) = run.engine.accountant.rounds
+    told = (mechanism.sampling, mechanism.sample_rate, mechanism.reports, steps)
+    assert told == ("poisson", 0.1, 200, 10)
+    stock = opacus.accountants.PRVAccountant()
+    stock.history = [(run.optimizer.noise_multiplier, 0.1, 10)]
+    expected = pytest.approx(stock.get_epsilon(DELTA), abs=0.02, rel=0.01)
+    assert run.engine.get_epsilon(DELTA) == expected
+    assert "secret coins" in str(run.engine.privacy_report(DELTA))
+
+
+def test_with_secret_coins_a_replaced_record_costs_its_share_of_the_whole_distance():
+    """One round, by the closed form of Theorem 8.2 in docs/proofs; to become 0 costs less."""
+    run = Run("shuffled_sums", records=200, batch_size=20, sigma=1.0)
+    run.step()
+    mu = 2 / run.optimizer.noise_multiplier
+
+    def delta_of(epsilon):
+        far = math.log1p(math.expm1(epsilon) / 0.1)
+        beyond = stats.norm.cdf(-mu / 2 - far / mu)
+        return 0.1 * (stats.norm.cdf(mu / 2 - far / mu) - math.exp(far) * beyond)
+
+    epsilon = run.engine.get_epsilon(DELTA, adjacency="replace")
+    assert delta_of(epsilon) <= DELTA < delta_of(0.995 * epsilon)
+    assert run.engine.get_epsilon(DELTA) < 0.7 * epsilon
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLES])
+@pytest.mark.parametrize("bound", ["certified", "published"])
+@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+def test_a_budget_is_met_and_used_up(bound, adjacency, options):
+    asked = {"bound": bound, "adjacency": adjacency}
+    budget = {"target_epsilon": 1.5, "target_delta": DELTA, "epochs": 2, **asked, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        run = Run("shuffled_sums", sigma=None, **budget)
+    spent = run.train().train().engine.get_epsilon(DELTA, **asked)
+    assert run.accounted == 8
+    protocol = run.optimizer.aggregator
+    assert protocol.calibration == ("published" if bound == "published" else "tight")
+    assert (
+        (1.42 if bound == "certified" else 0) < spent <= 1.5
+    )  # a grid has at most 2.5 % more noise
+    if bound == "certified":
+        again = Run("shuffled_sums", sigma=None, aggregator=protocol, **budget)
+        assert again.optimizer.aggregator is protocol
+        with pytest.raises(ValueError, match=r"not met by the aggregator.*leave the aggregator"):
+            Run("shuffled_sums", sigma=None, aggregator=protocol, **{**budget, "epochs": 4})
+
+
+# ---- whom it counts on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("records", "left", "refusal"),
+    [
+        (6, 3, None),
+        (6, 2, r"num_reports|users"),
+        (24, 5, r"honest_fraction is 0.5.*samples"),
+    ],
+)
+def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
+    records, left, refusal
+):
+    """Of six records, half of them honest, three suffice, two do not; a sample must be complete."""
+
+    def step():
+        asked = {"aggregator": protocol_for(6, honest_fraction=0.5), **SAMPLES}
+        run = Run("shuffled_sums", records=records, batch_size=6, sigma=None, **asked)
+        run.step([part[:left] for part in run.batch()])
+        assert run.accounted == 1
+
+    with pytest.raises(ValueError, match=refusal) if refusal else contextlib.nullcontext():
+        step()
+
+
+def test_a_protocol_of_your_own_is_for_everyone_and_one_engine_has_one():
+    half = protocol_for(24, honest_fraction=0.5)
+    run = Run("shuffled_sums", sigma=None, aggregator=half).train()
+    assert run.engine.accountant.rounds[0][0].honest_fraction == 0.5
+    Run("shuffled_sums", engine=run.engine, sigma=None, aggregator=half)  # the same again is fine
+    other = protocol_for(24, epsilon=0.5)
+    with pytest.raises(ValueError, match="use a new PrivacyEngine"):
+        Run("shuffled_sums", engine=run.engine, sigma=None, aggregator=other)
+    file = run.saved()
+    again = Run("shuffled_sums", sigma=None, aggregator=half).load(file)
+    assert again.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
+    with pytest.raises(ValueError, match="state_dict speaks of"):
+        Run("shuffled_sums", sigma=None, aggregator=other).load(file)
+
+
+@pytest.mark.parametrize("change", [{"max_grad_norm": 2.0}, {"noise_multiplier": 100.0}], ids=str)
+def test_a_norm_or_a_multiplier_that_changes_after_make_private_is_refused(change):
+    run = Run("shuffled_sums", "functorch", **SAMPLES).train()
+    vars(run.optimizer).update(change)
+    with run.refused(r"max_norm|noise_multiplier", goes_on=False):
+        run.step()

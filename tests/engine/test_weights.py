@@ -1,0 +1,524 @@
+"""Training with shuffled weights is training: the same run in another order, and ε as it was."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from helpers.shuffled_runs import (
+    BATCH,
+    EPOCHS,
+    EXACT,
+    RECORDS,
+    SHUFFLE_SEED,
+    SeededRun,
+    build,
+    distance,
+    drawn,
+    inverses,
+    logits,
+    moved,
+    records,
+    spec_of,
+    weights,
+)
+from opacus import GradSampleModule
+from opacus.grad_sample.utils import wrap_model
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from scipy.stats import chi2
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from opacus_shuffle import ShuffleGradSampleModule
+from opacus_shuffle.networks.running import unwrap
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning"),
+    pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:This run is not private"),
+]
+STEPS = RECORDS // BATCH  # of an epoch
+VISIBLE = 1e-3
+"""What a permutation of weights moves them by, at least: they differ in the first digit."""
+in_order = {"poisson_sampling": False}
+"""The loader's own batches, in their order, so that a run can go on where it was."""
+
+
+def agree(plain, shuffled, *, exact=EXACT):
+    """The shuffled run is the plain one in another order, and in no other order than that."""
+    expected = plain.contents()
+    assert distance(weights(plain.network), weights(shuffled.network)) > VISIBLE
+    shuffled.unshuffle()
+    assert distance(expected, shuffled.contents()) <= exact
+
+
+# ---- the same run in another order ----------------------------------------------------------
+
+# Every network with every mode that it trains in, with and without physical batches; the first six
+# are the default tests'.
+RUNS = [
+    ("mlp", "hooks", "Nesterov", 3),
+    ("mlp", "functorch", "AMSGrad", None),
+    ("mlp", "ew", "RMSprop", 3),
+    ("mlp", "no wrapper", "Adagrad", None),
+    ("conv", "ghost", "SGD", None),
+    ("encoder", "hooks", "Adam", None),
+    ("conv", "functorch", "Nesterov", 3),
+    ("conv", "ew", "Nesterov", None),
+    ("encoder", "functorch", "Nesterov", 3),
+    ("encoder", "ghost", "Adagrad", 3),
+    ("gpt2", "hooks", "Nesterov", 3),
+    ("gpt2", "no wrapper", "AMSGrad", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "optimizer", "physical"),
+    [
+        pytest.param(*run, marks=pytest.mark.zoo if place > 5 else ())
+        for place, run in enumerate(RUNS)
+    ],
+)
+def test_unshuffled_afterwards_a_run_is_the_run_without_shuffling(name, mode, optimizer, physical):
+    """In weights, buffers, gradients and the optimizer's state."""
+    plain, run = (
+        SeededRun(name, mode=mode, optimizer=optimizer, shuffle=shuffle).fit(physical=physical)
+        for shuffle in (False, True)
+    )
+    assert run.shuffler.shuffles == run.shuffler.steps == run.accounted == EPOCHS * STEPS
+    assert plain.engine.accountant.history == run.engine.accountant.history
+    assert distance(weights(build(name)), weights(plain.network)) > VISIBLE
+    agree(plain, run)
+
+
+def groups_of_parameters(parameters):
+    """Two learning rates."""
+    groups = [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2], "lr": 0.005}]
+    return torch.optim.Adam(groups, eps=0.03)
+
+
+ADAPTIVE = {
+    "clipping": "adaptive",
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 9.0,
+    "min_clipbound": 0.01,
+    "unclipped_num_std": 2.0,
+}
+WAYS = {  # a network by its name or as a function, what is asked for, and how it is trained
+    "the paper's groups": ("encoder", {"shuffle": "paper"}, {}),
+    "gradients that accumulate": ("mlp", in_order, {"accumulate": 2}),
+    "clipping layer by layer": (
+        "mlp",
+        {"clipping": "per_layer", "max_grad_norm": [0.1 + 0.02 * place for place in range(6)]},
+        {},
+    ),
+    "adaptive clipping": ("mlp", ADAPTIVE, {}),
+    "groups of parameters": ("mlp", {"optimizer": groups_of_parameters}, {}),
+    "corrections of low rank, ghost": ("low rank", {"mode": "ghost", "optimizer": "Adam"}, {}),
+    "a buffer assigned anew, and a layer of two names": ("buffered", {}, {}),
+    "single precision": (lambda: build("mlp").float(), {}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_belongs_to_training_goes_on(way):
+    make, options, training = WAYS[way]
+    torch.manual_seed(5)
+    name = make if isinstance(make, str) else "mlp"
+    network = build(name) if name is make else make()
+    runs = []
+    for shuffle in (False, options.get("shuffle", True)):
+        asked = {**options, "shuffle": shuffle, "network": copy.deepcopy(network)}
+        runs.append(SeededRun(name, **asked).fit(**training))
+    assert runs[1].shuffler.steps == runs[1].shuffler.shuffles == runs[1].accounted
+    assert runs[1].shuffler.spec.level == options.get("shuffle", "residual")
+    agree(*runs, exact=EXACT * 2**29 if way == "single precision" else EXACT)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_noise_is_added_before_the_units_move_and_other_randomness_is_left_alone(mode):
+    runs, states = [], []
+    for shuffle in (False, spec_of("mlp")):
+        torch.manual_seed(0)
+        runs.append(SeededRun(mode=mode, sigma=1.5, shuffle=shuffle))
+        runs[-1].step(next(iter(runs[-1].loader)))
+        again = SeededRun(sigma=1.5, shuffle=shuffle, own_generator=False).fit()
+        drawing = (again.optimizer.generator, again.loader.batch_sampler.generator)
+        states.append([torch.get_rng_state(), *(stream.get_state() for stream in drawing)])
+    agree(*runs)
+    assert all(map(torch.equal, *states))
+
+
+def test_what_is_released_is_permuted_by_independent_uniform_draws():
+    """Theorem 4.3: of three units and two releases each of the 36 pairs of orders is as likely."""
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    start, x = weights(network), torch.randn(4, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.2, momentum=0.9)
+
+    def releases():
+        """The hidden biases after two updates and after a third."""
+        optimizer.state.clear()
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                parameter.copy_(start[name])
+        biases = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            network(x).square().sum().backward()
+            optimizer.step()
+            biases.append(network[0].bias.detach().clone())
+        return biases[1:]
+
+    truth, orders = releases(), collections.Counter()
+    model = ShuffleGradSampleModule(
+        network, optimizer=optimizer, generator=torch.Generator().manual_seed(8)
+    )
+    model.disable_hooks()
+    for _ in range(360):
+        places = []
+        for released, plain in zip(releases(), truth, strict=True):
+            places.append(tuple((released[:, None] - plain).abs().argmin(1).tolist()))
+            assert float((released - plain[list(places[-1])]).abs().max()) <= EXACT
+        orders[tuple(places)] += 1
+    assert len(orders) == 36
+    assert chi2.sf(sum((count - 10) ** 2 / 10 for count in orders.values()), 35) > 1e-4
+
+
+def test_epsilon_is_the_same_with_and_without_shuffling():
+    plain, run = (
+        SeededRun(accountant="shuffled_checkin", sigma=2.0, shuffle=shuffle, local_noise=True).fit()
+        for shuffle in (False, spec_of("mlp"))
+    )
+    assert run.shuffler.shuffles == EPOCHS * STEPS
+    assert plain.engine.get_epsilon(1e-5) == run.engine.get_epsilon(1e-5) > 0
+
+
+# ---- setting up, once and again -------------------------------------------------------------
+
+
+def again(run, **changes):
+    """What the first call returned through make_private once more."""
+    toy = {**run.toy, "module": run.model, "optimizer": run.optimizer, "data_loader": run.loader}
+    results = run.engine.make_private(**{**toy, "noise_multiplier": 0.0, **changes})
+    run.optimizer, run.loader = results[1], results[-1]
+    return run
+
+
+def test_set_up_again_the_earlier_shuffler_ends_unless_that_is_refused():
+    run = SeededRun(shuffle=True).fit(1)
+    first, spec = run.shuffler, run.shuffler.spec
+    with pytest.raises(ValueError, match="Pre-existing GradSampleModule"):
+        again(run, batch_first=False, shuffle_weights=True)
+    assert run.model.shuffler is run.engine.shuffler is first
+    run.fit(1)
+    assert first.shuffles == 2 * STEPS
+    sgd = torch.optim.SGD(run.network.parameters(), lr=0.1, momentum=0.9)
+    second = again(run, shuffle_weights=spec, optimizer=sgd).fit(1).shuffler
+    assert (first.shuffles, second.shuffles) == (2 * STEPS, STEPS)
+    again(run).fit(1)
+    assert run.engine.shuffler is None
+    assert type(run.model) is GradSampleModule
+    assert not hasattr(run.model, "shuffler")
+    assert second.shuffles == STEPS
+
+
+class Speaking(nn.Sequential):
+    """Has what Hugging Face's models have."""
+
+    def generate(self, x):
+        return self(x).argmax(-1)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_in_every_mode_the_model_is_opacus_s_and_offers_what_the_network_does(mode):
+    network = Speaking(*build("mlp"))
+    plain = SeededRun(network=copy.deepcopy(network), mode=mode)
+    run = SeededRun(network=network, mode=mode, shuffle=spec_of("mlp"))
+    assert isinstance(run.model, ShuffleGradSampleModule)
+    assert isinstance(run.model, type(plain.model))
+    assert not isinstance(plain.model, ShuffleGradSampleModule)
+    assert run.model.shuffler is run.engine.shuffler
+    assert list(run.model.state_dict()) == list(plain.model.state_dict())
+    with torch.no_grad():
+        assert len(run.model.generate(records("mlp")[:5][0])) == 5
+    with pytest.raises(AttributeError, match=r"Speaking.*nothing_like_it"):
+        _ = run.model.nothing_like_it
+    assert run.model.to_standard_module() is network
+
+
+# ---- by hand --------------------------------------------------------------------------------
+
+
+def momentum(network):
+    return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_by_hand(network, wrapped, sgd, mode):
+    """An epoch as with Opacus's classes alone, without an engine."""
+    kind = DPOptimizerFastGradientClipping if mode == "ghost" else DPOptimizer
+    optimizer = kind(sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=BATCH)
+    criterion = nn.CrossEntropyLoss()
+    if mode == "ghost":
+        criterion = DPLossFastGradientClipping(wrapped, optimizer, criterion, "mean")
+    for start in range(0, RECORDS, BATCH):
+        x, y = records("mlp")[start : start + BATCH]
+        optimizer.zero_grad()
+        criterion(wrapped(x), y).backward()
+        optimizer.step()
+    return weights(network)
+
+
+@pytest.mark.parametrize(
+    ("mode", "attached"),
+    [
+        ("hooks", "at once"),
+        ("functorch", "at the first step"),
+        ("ew", "by a call"),
+        ("ghost", "at the first step"),
+    ],
+)
+def test_made_by_hand_it_trains_as_opacus_s_wrapper_whenever_it_gets_its_optimizer(mode, attached):
+    keywords = {"max_grad_norm": 1.0} if mode == "ghost" else {}
+    plain, network, other, seen = build("mlp"), build("mlp"), build("mlp"), []
+    wrapped = wrap_model(plain, mode, True, **keywords)
+    expected = train_by_hand(plain, wrapped, momentum(plain), mode)
+    sgd, own = momentum(network), torch.Generator().manual_seed(SHUFFLE_SEED)
+    sgd.register_step_post_hook(lambda *_: seen.append(weights(network)))
+    first = {"at once": {"optimizer": sgd}, "by a call": {"optimizer": momentum(network)}}
+    keywords |= first.get(attached, {})
+    model = ShuffleGradSampleModule(network, generator=own, grad_sample_mode=mode, **keywords)
+    if attached == "by a call":
+        model.attach(sgd)  # in the place of the first one
+    momentum(other).step()  # another network's is not taken for it
+    trained = train_by_hand(network, model, sgd, mode)
+    assert model.shuffler.shuffles == model.shuffler.steps == STEPS
+    assert distance(expected, trained) > VISIBLE
+    assert distance(seen[-1], trained) == 0  # the user's hooks run after the shuffle
+    for plan in inverses(model.shuffler):
+        model.permutations.apply_(network, plan, sgd)
+    assert distance(expected, weights(network)) <= EXACT
+
+
+BY_HAND = [
+    ({"grad_sample_mode": "hook"}, "hook"),
+    ({"generator": 3}, "generator must be"),
+    ({"groups": "all"}, "groups"),
+    ({"sample_input": torch.zeros(2, 9)}, "sample_input"),
+    ({"optimizer": 3}, "optimizer"),
+    ({"optimizer": torch.optim.LBFGS}, "LBFGS.*use SGD"),
+    ({"optimizer": lambda p: holding_tensors(p)}, "averages"),
+    (
+        {"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)},
+        "trains none of the parameters",
+    ),
+]
+
+
+def holding_tensors(parameters):
+    """Keeps tensors where nobody looks."""
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    sgd.averages = [torch.zeros(16, 5)]
+    return sgd
+
+
+@pytest.mark.parametrize(("changes", "match"), BY_HAND)
+def test_made_by_hand_nonsense_is_refused_and_the_network_is_left_alone(changes, match):
+    network = build("mlp")
+    optimizer = changes.get("optimizer", lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = optimizer(network.parameters()) if callable(optimizer) else optimizer
+    with pytest.raises(ValueError, match=match):
+        ShuffleGradSampleModule(network, **{**changes, "optimizer": optimizer})
+    assert not any(layer._forward_hooks or layer._backward_hooks for layer in network.modules())
+    assert not any(hasattr(parameter, "grad_sample") for parameter in network.parameters())
+
+
+def test_the_first_optimizer_that_steps_is_refused_if_it_cannot_be_followed():
+    network = build("mlp")
+    model, before = ShuffleGradSampleModule(network), weights(network)
+    with pytest.raises(ValueError, match=r"Adafactor.*use SGD"):
+        torch.optim.Adafactor(network.parameters()).step()
+    assert distance(before, weights(network)) == 0
+    with pytest.raises(ValueError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+        copy.deepcopy(model.shuffler)
+
+
+def test_a_network_that_has_got_new_parameters_is_refused_by_their_names():
+    network = build("mlp")
+    optimizer = momentum(network)
+    model = ShuffleGradSampleModule(
+        network, optimizer=optimizer, groups=spec_of("mlp"), loss_reduction="sum"
+    )
+    assert model.permutations is spec_of("mlp")
+    assert model.loss_reduction == "sum"
+    network.add_module("probe", nn.Linear(3, 3).double())
+    network(records("mlp")[:5][0]).sum().backward()
+    with pytest.raises(
+        ValueError, match=r"new parameters.*probe\.weight, probe\.bias.*make_private"
+    ):
+        optimizer.step()
+
+
+class Strange(torch.optim.Optimizer):
+    """SGD that keeps something which is no tensor of the parameter's shape, from its first step."""
+
+    def __init__(self, parameters, keep):
+        super().__init__(parameters, {"lr": 0.1})
+        self.keep = keep
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.1 * parameter.grad)
+            self.state[parameter]["rows"] = self.keep(parameter)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda parameter: parameter.detach().reshape(len(parameter), -1)[:, :1].clone(),
+        lambda parameter: [parameter.detach()],
+        lambda parameter: {"a": 1},
+        lambda parameter: parameter.detach().flatten().clone(),
+    ],
+    ids=["one column", "a list", "a dict", "flat"],
+)
+def test_an_optimizer_whose_state_turns_out_not_to_fit_is_refused_at_its_first_step(keep):
+    plain, run = (
+        SeededRun(optimizer="SGD"),
+        SeededRun(shuffle=spec_of("mlp"), optimizer=lambda p: Strange(p, keep)),
+    )
+    batch = next(iter(plain.loader))
+    plain.step(batch)
+    next(iter(run.loader))
+    with pytest.raises(ValueError, match=r"Strange keeps 'rows'.*0.weight"):
+        run.step([part.clone() for part in batch])
+    assert distance(weights(plain.network), weights(run.network)) <= EXACT
+    assert run.shuffler.shuffles == 0
+
+
+# ---- what else users do ---------------------------------------------------------------------
+
+
+def test_nothing_is_shuffled_in_the_middle_of_a_batch_and_by_a_call_between_two():
+    run = SeededRun(shuffle=spec_of("mlp")).fit(1)
+    run.optimizer.zero_grad()
+    run.backward()
+    before = run.contents()
+    with pytest.raises(ValueError, match=r"shuffle_\(\) in the middle of a batch"):
+        run.shuffler.shuffle_()
+    assert distance(before, run.contents()) == 0
+    run.optimizer.step()
+    plain, spec = run.contents(), run.shuffler.spec
+    plain = moved(spec, inverses(run.shuffler), plain)
+    run.shuffler.shuffle_()
+    assert distance(moved(spec, drawn(run.shuffler), plain), run.contents()) == 0
+
+
+# ---- averages of weights over steps ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mlp", {}),
+        ("buffered", {"use_buffers": True, "multi_avg_fn": get_ema_multi_avg_fn(0.5)}),
+        pytest.param("gpt2", {}, marks=pytest.mark.zoo),  # whose weights are tied
+    ],
+)
+@pytest.mark.parametrize("by_call", [False, True])
+def test_an_average_is_that_of_the_run_without_shuffling(name, options, by_call):
+    """One that is updated from the private model, or a copy from the call of ``follow`` on."""
+    averages, runs = [], []
+    for shuffle in (False, True):
+        run = SeededRun(name, shuffle=shuffle)
+        averages.append(
+            AveragedModel(copy.deepcopy(run.network) if by_call else run.model, **options)
+        )
+        if by_call and shuffle:
+            run.shuffler.follow(averages[-1])
+        source = run.network if by_call else run.model
+        runs.append(run.fit(1, after=functools.partial(averages[-1].update_parameters, source)))
+    plain, average = map(unwrap, averages)
+    spec = runs[1].shuffler.spec
+    expected, kept = (
+        weights(network) | {key: buffer.clone() for key, buffer in network.named_buffers()}
+        for network in (plain, average)
+    )
+    assert distance(moved(spec, drawn(runs[1].shuffler), expected), kept) <= EXACT
+    assert distance(weights(runs[1].network), weights(average)) > VISIBLE
+    x = records(name)[:5][0]
+    before, outputs = weights(average), logits(average.eval(), x)
+    again(runs[1], shuffle_weights=spec).fit(1)  # the next shuffler moves it on
+    assert float((outputs - logits(average, x)).detach().abs().max()) <= EXACT
+    assert distance(before, weights(average)) > VISIBLE
+
+
+def test_averages_that_cannot_follow_are_refused():
+    network = build("mlp")
+    late = AveragedModel(network)
+    late.update_parameters(network)
+    run, before = SeededRun(network=network, shuffle=spec_of("mlp")).fit(1), weights(late.module)
+    with pytest.raises(ValueError, match=r"AveragedModel.*another order.*make_private"):
+        late.update_parameters(run.model)
+    for other in (run.model, run.network[0], "model"):
+        with pytest.raises(ValueError, match="average must be a"):
+            run.shuffler.follow(other)
+    assert distance(weights(late.module), before) == 0
+    run.shuffler.detach()
+    late.update_parameters(run.model)
+
+
+def test_a_run_that_starts_from_weights_of_another_shuffled_one_warns_of_their_order():
+    """An average over runs would mix units; where neither run has moved any, it would not."""
+
+    def warned(**options):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run = SeededRun(**options)
+        return run, "in an order of its own: an average" in " ".join(str(w.message) for w in told)
+
+    run, first = warned(shuffle=spec_of("mlp"))
+    untouched, second = warned(shuffle=spec_of("mlp"), network=run.model.to_standard_module())
+    plain, third = warned(network=untouched.fit(1).model.to_standard_module())
+    _, fourth = warned(shuffle=spec_of("mlp"), network=plain.model.to_standard_module())
+    assert (first, second, third, fourth) == (False, False, False, True)
+
+
+# ---- where much of a network cannot move ----------------------------------------------------
+
+
+class ReturnsHidden(nn.Module):
+    """Returns its last hidden units, too, beside what the loss needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(5, 8), nn.Linear(8, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        hidden = torch.relu(self.two(torch.relu(self.one(x))))
+        return self.three(hidden), hidden
+
+
+def stays(network, shuffle=True):
+    """The warnings of ``make_private`` about what stays."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        SeededRun(network=network, shuffle=shuffle)
+    said = [str(warning.message) for warning in caught]
+    return [message for message in said if "shuffle_weights moves" in message]
+
+
+def test_the_share_that_moves_and_what_holds_the_rest_are_named_with_the_remedy():
+    (message,) = stays(ReturnsHidden())
+    # The first layer's 8 units move: 5*8 + 8 entries and the 64*8 that read them. 64 and 64*3 + 3
+    # are held.
+    assert f"moves {560 / 819:.1%} of the parameters of ReturnsHidden" in message
+    assert "an output of the network (259 entries)" in message
+    assert "return no more than the loss needs" in message
+    assert stays(ReturnsHidden(), "paper") == stays(build("mlp")) == []
