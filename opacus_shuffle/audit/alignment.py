@@ -1,4 +1,4 @@
-"""The re-aligning adversary: reads the permutation between two releases off them, and undoes it.
+"""The re-aligning adversary: it finds the permutation between two releases, and undoes it.
 
 Weight shuffling releases W_t and W_{t+1} = P[W_t + a small update]. Whoever sees both finds, for
 each row of the second, the row of the first that is nearest: shuffled weights hide little from an
@@ -8,8 +8,10 @@ adversary who follows a run.
 >>> from opacus_shuffle.permutation import find_permutations
 >>> network = torch.nn.Sequential(torch.nn.Linear(9, 30), torch.nn.ReLU(), torch.nn.Linear(30, 4))
 >>> spec, secret = find_permutations(network), torch.Generator().manual_seed(0)
->>> before = {name: torch.randn(value.shape, generator=secret) for name, value in network.state_dict().items()}
->>> after = {name: value + 0.1 * torch.randn(value.shape, generator=secret) for name, value in before.items()}
+>>> def noise(state):
+...     return {name: torch.randn(value.shape, generator=secret) for name, value in state.items()}
+>>> before, change = noise(network.state_dict()), noise(network.state_dict())
+>>> after = {name: value + 0.1 * change[name] for name, value in before.items()}
 >>> plan = spec.sample(secret)
 >>> spec.move({name: [after[name]] for name in spec.blocks}, plan)
 >>> align(spec, before, after).recovered(plan)
@@ -37,7 +39,7 @@ Tables = Mapping[int, torch.Tensor]
 """Per factor whose permutation is known (by number) its table: new coordinates to old ones."""
 
 SWEEPS = 20
-"""Rounds of matching every factor again, at most; a few are enough unless the two releases are unrelated."""
+"""Rounds of matching every factor again, at most; a few are enough for related releases."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,11 +54,11 @@ class Alignment:
     _spec: PermutationSpec = dataclasses.field(repr=False)
 
     def recovered(self, true_plan: PermutationPlan) -> float:
-        """Returns the share of coordinates that were put back where they were, over all factors; 0 if none move.
+        """Returns the share of coordinates that were put back in place; 0 if none move.
 
-        A coordinate inside of another (a unit of a head, say) is right only if the other one is,
-        too. Units whose weights were all equal before the step, such as zeros, nobody can tell
-        apart: which of them is which is right by chance alone.
+        It is over all factors. A coordinate inside of another (a unit of a head, say) is right only
+        if the other one is, too. Units whose weights were all equal before the step, such as zeros,
+        nobody can tell apart: which of them is which is right by chance alone.
 
         Args:
             true_plan: What really happened, from the same specification.
@@ -76,7 +78,7 @@ class Alignment:
         return right / total if total else 0.0
 
     def undo(self, tensors: StateDict) -> dict[str, torch.Tensor]:
-        """Returns the second release in the order of the first: permuted copies of what moves, the rest as it is.
+        """Returns the second release in the first one's order.
 
         Args:
             tensors: ``after``, or anything of its names and shapes, such as gradients or optimizer
@@ -142,7 +144,7 @@ def align(spec: PermutationSpec, before: StateDict, after: StateDict) -> Alignme
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A grid inside of one tensor, with a dimension per factor or per axis that stays.
+    """A grid inside one tensor, with a dimension for each factor and each axis that stays.
 
     The slices of a factor are read off by moving its dimension to the front.
 
@@ -163,14 +165,14 @@ class Cell:
     outer: tuple[tuple[int, ...], ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The grid, a view where the tensor is contiguous."""
+        """Returns the cell of a tensor."""
         tensor = tensor.contiguous()
         return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
 
     def moved(
         self, grid: torch.Tensor, tables: Tables, stay: int = -1, unknown: Set[int] = frozenset()
     ) -> torch.Tensor:
-        """The grid with every dimension of a known factor permuted, but for dimension ``stay``; outer ones first."""
+        """Returns the grid with every known factor permuted, except ``stay``."""
         for axis in sorted(range(len(self.sizes)), key=lambda axis: len(self.outer[axis])):
             number = self.factors[axis]
             if axis != stay and number not in unknown and number in tables:
@@ -179,7 +181,10 @@ class Cell:
         return grid
 
     def slices(self, grid: torch.Tensor, axis: int, unknown: Set[int]) -> torch.Tensor:
-        """What to compare along a dimension: (coordinates of outer factors, its own, entries), unknown dimensions sorted."""
+        """Returns what is compared along a dimension, with the unknown dimensions sorted.
+
+        Its shape is (coordinates of outer factors, its own, entries).
+        """
         rest = [
             place
             for place in range(len(self.sizes))
@@ -194,11 +199,11 @@ class Cell:
 
 
 def cut(spec: PermutationSpec) -> Iterator[Cell]:
-    """Yields the cells of all tensors, those without a free factor left out.
+    """Yields the cells of all tensors that have a free factor.
 
     >>> from opacus_shuffle.permutation import find_permutations
-    >>> spec = find_permutations(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)))
-    >>> [cell.sizes for cell in cut(spec)]
+    >>> layers = torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)
+    >>> [cell.sizes for cell in cut(find_permutations(torch.nn.Sequential(*layers)))]
     [(6, 4), (6,), (2, 6)]
     """
     for name, blocks in spec.blocks.items():
@@ -207,9 +212,8 @@ def cut(spec: PermutationSpec) -> Iterator[Cell]:
         inside = {axis for block in blocks for axis in range(block.start + 1, block.stop)}
         for terms in itertools.product(*(block.terms for block in blocks)):
             term_of = dict(zip(starts, terms, strict=True))
-            dimensions: list[
-                tuple[int, int, int, tuple[int, ...]]
-            ] = []  # as Cell has them: size, stride, factor, outer
+            # As Cell has them: size, stride, factor, outer.
+            dimensions: list[tuple[int, int, int, tuple[int, ...]]] = []
             offset = 0
             for axis in range(len(shape)):
                 if axis in inside:
@@ -227,7 +231,7 @@ def cut(spec: PermutationSpec) -> Iterator[Cell]:
                 for place, (number, stride) in enumerate(term.grid):
                     factor = spec.factors[number]
                     outer = (
-                        tuple(first + nearest(numbers, each, place) for each in factor.inside)
+                        tuple(first + nearest(numbers, other, place) for other in factor.inside)
                         if factor.free
                         else ()
                     )
@@ -240,7 +244,7 @@ def cut(spec: PermutationSpec) -> Iterator[Cell]:
 
 
 def _left(cell: Cell, old: torch.Tensor, new: torch.Tensor, tables: Tables) -> float:
-    """Returns the mean square of a cell that the tables leave unexplained."""
+    """Returns the mean square of a cell that the permutations found do not explain."""
     left = (new - cell.moved(old, tables)).square().sum(dtype=torch.float64)
     rounding = 1e-9 * new.square().sum(dtype=torch.float64)  # which is no displacement
     return max(float(left), float(rounding)) / max(new.numel(), 1)
@@ -253,15 +257,14 @@ def _match(
     unknown: Set[int],
     left: Mapping[Cell, float],
 ) -> torch.Tensor:
-    """Returns a factor's table, one row per place of the factors outside, given the tables of others."""
+    """Returns the permutation of one factor, given those of the others."""
     ones, others = [], []
     for cell, (old, new) in grids.items():
         for axis in (axis for axis, factor in enumerate(cell.factors) if factor == number):
             one = cell.slices(new, axis, unknown)
             other = cell.slices(cell.moved(old, tables, axis, unknown), axis, unknown)
-            middle = other.mean(
-                1, keepdim=True
-            )  # what all slices share says nothing, and would cost digits
+            # What all slices share says nothing, and would cost digits.
+            middle = other.mean(1, keepdim=True)
             # Weighted least squares: each tensor is divided by the spread of what happened to it in
             # between.
             scale = left[cell] ** -0.5 if left[cell] > 0 else 0.0
@@ -276,7 +279,7 @@ def _match(
 
 
 def _moving(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str, torch.Tensor]:
-    """Returns the tensors that move, by their names in the specification, in at least single precision."""
+    """Returns the tensors that move, by the specification's names, in single precision at least."""
     moving: dict[str, torch.Tensor] = {}
     for key, name in _names(spec, argument, tensors).items():
         tensor = tensors[key].detach()
@@ -296,7 +299,7 @@ def _moving(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[st
 
 
 def _names(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str, str]:
-    """Returns, for every key of a state dict whose tensor moves, its name in the specification; refuses other shapes."""
+    """Maps the keys of a state dict's tensors that move to their names; refuses other shapes."""
     canonical = {
         alias: name for name in spec.shapes for alias in (name, *spec.aliases.get(name, ()))
     }

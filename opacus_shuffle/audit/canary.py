@@ -1,4 +1,4 @@
-"""``GradientCanary``: one more record in the sum of a DP optimizer's batch, or not, as a secret coin says.
+"""``GradientCanary``: adds one more record to a batch's sum, or not, as a secret coin says.
 
 The white-box audit of Nasr et al. 2023 ("Tight Auditing of Differentially Private Machine
 Learning") with their Dirac canary: the record's gradient is zero but for one entry, of the clipping
@@ -10,7 +10,8 @@ works on stock Opacus optimizers as on ours, in every grad-sample mode.
 >>> from opacus.optimizers import DPOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(3, 2, bias=False))
 >>> weight = next(model.parameters())
->>> optimizer = DPOptimizer(torch.optim.SGD([weight], lr=1.0), noise_multiplier=0.5, max_grad_norm=1.0, expected_batch_size=4)
+>>> options = {"noise_multiplier": 0.5, "max_grad_norm": 1.0, "expected_batch_size": 4}
+>>> optimizer = DPOptimizer(torch.optim.SGD([weight], lr=1.0), **options)
 >>> with GradientCanary(optimizer, weight, 5, generator=torch.Generator().manual_seed(0)) as canary:
 ...     for _ in range(300):
 ...         model(torch.randn(4, 3)).square().sum().backward()
@@ -36,7 +37,7 @@ from opacus_shuffle.core.validation import instance_of, integer
 
 @dataclasses.dataclass(frozen=True)
 class CanaryTrial:
-    """One step of the optimizer.
+    """One step of the optimizer, with or without the canary.
 
     Attributes:
         present: Whether the canary was in the sum.
@@ -52,12 +53,15 @@ class CanaryTrial:
 
     @property
     def score(self) -> float:
-        """The evidence for the canary: noise, plus the canary's size if it is there (less if the batch was clipped)."""
+        """The evidence for the canary: the noise, plus the canary's size if it is there.
+
+        (Less than its size if the batch was clipped.)
+        """
         return self.observed - self.background
 
 
 class GradientCanary:
-    """Puts a gradient of one entry into the sums of an optimizer's batches, each with probability ½.
+    """Puts a gradient of one entry into the sums of an optimizer's batches, as fair coins say.
 
     It does so inside of a ``with`` statement, which leaves the optimizer as it was. A training with
     a canary has seen a record that does not exist; do not use its model.
@@ -116,7 +120,7 @@ class GradientCanary:
 
     @property
     def size(self) -> float:
-        """The largest entry that a record's gradient can have there: the clipping norm, or the layer's.
+        """The largest entry that a record's gradient can have.
 
         With a larger one the audit would be of more than one record.
         """
@@ -139,7 +143,7 @@ class GradientCanary:
 
     @torch.no_grad()
     def _add_noise_with_canary(self) -> None:
-        """What the optimizer calls in place of its own ``add_noise``."""
+        """Adds the canary if the coin says so, then the noise."""
         total: torch.Tensor = self.parameter.summed_grad  # type: ignore[attr-defined]
         place = total.view(self.parameter.shape)[self.index]
         background = float(place) * self._batch_factor()

@@ -1,4 +1,4 @@
-r"""From the mistakes of one test to a lower bound on ε: what the counts of an audit prove, and how surely.
+r"""Lower bounds on ε from how often a test is wrong, at a stated confidence.
 
 An audit runs a mechanism with and without a record and lets a test guess which it was. As the test
 is post-processing, (ε, δ)-differential privacy limits its α = P(says "present" though absent) and β
@@ -35,13 +35,22 @@ METHODS = {
 }
 
 RELATIVE_ERROR = 1e-9
-"""Clopper-Pearson limits and ε are moved to the safe side by this fraction: more than inverting the beta distribution loses."""
+"""Clopper-Pearson limits and ε are moved to the safe side by this fraction.
+
+It is more than inverting the beta distribution loses.
+"""
 
 SPACING = 1.07
-"""Thresholds are tried at score ranks this far apart, from both ends of both samples: some 800 for 10⁷ scores."""
+"""Thresholds are tried at score ranks this far apart, from both ends of both samples.
+
+These are some 800 for 10⁷ scores.
+"""
 
 CAUTION = 0.01
-"""The threshold is chosen with limits that err this many times more rarely: the largest of hundreds is else a lucky one."""
+"""The threshold is chosen with limits that err at this fraction of the rate.
+
+The largest of hundreds is else a lucky one.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +148,7 @@ def audit_scores(
     confidence: float = 0.95,
     method: Method = "clopper_pearson",
 ) -> LowerBound:
-    """Computes a lower bound on ε from one score per run; larger scores speak for the record's presence.
+    """Computes a lower bound on ε from one score per run.
 
     The test is "score > threshold". The first half of both samples chooses the threshold at which
     *its* lower bound, at a hundredth of the error, is largest (one with few mistakes by mere luck
@@ -189,7 +198,7 @@ def audit_scores(
 def choose_threshold(
     null: Vector, alternative: Vector, *, delta: float, confidence: float, method: Method
 ) -> float:
-    """Returns the threshold at which these scores' own lower bound is largest, at a higher confidence (``CAUTION``)."""
+    """Returns the threshold at which these scores' own lower bound is largest."""
     null, alternative = np.sort(null), np.sort(alternative)
     # The largest null score is a candidate: above it lies no false positive. So are alternatives
     # beyond it.
@@ -204,10 +213,10 @@ def choose_threshold(
 
 
 def upper_limit(count: npt.ArrayLike, trials: int, *, tail: float) -> Vector:
-    """Clopper and Pearson's upper limit on a rate: at any larger rate so few events have a probability below ``tail``.
+    """Returns Clopper and Pearson's upper limit on a rate.
 
-    Rounded up. Its complement, rounded down to as many digits, is ``lower_limit(trials - count,
-    trials)``.
+    At any larger rate so few events have a probability below ``tail``. Rounded up. Its complement,
+    rounded down to as many digits, is ``lower_limit(trials - count, trials)``.
     """
     events = np.asarray(count, dtype=np.float64)
     # With b = 0 the beta distribution is a point at 1; scipy calls it NaN.
@@ -216,7 +225,10 @@ def upper_limit(count: npt.ArrayLike, trials: int, *, tail: float) -> Vector:
 
 
 def lower_limit(count: npt.ArrayLike, trials: int, *, tail: float) -> Vector:
-    """Clopper and Pearson's lower limit on a rate: at any smaller rate so many events have a probability below ``tail``."""
+    """Returns Clopper and Pearson's lower limit on a rate.
+
+    At any smaller rate so many events have a probability below ``tail``. Rounded down.
+    """
     events = np.asarray(count, dtype=np.float64)
     inside = betaincinv(np.maximum(events, 0.5), trials - events + 1, tail)
     return np.where(events <= 0, 0.0, inside * (1 - RELATIVE_ERROR))
@@ -231,7 +243,7 @@ def _rank(
     tail: float,
     method: Method,
 ) -> Vector:
-    """Returns the lower bound on ε, or on μ for ``"gdp"``, for each pair of counts; −∞ where they show nothing."""
+    """Returns each pair of counts' lower bound on ε, or on μ with ``"gdp"``, or −∞."""
     alpha = upper_limit(false_positives, runs[0], tail=tail)
     beta = upper_limit(false_negatives, runs[1], tail=tail)
     # 1 − α and 1 − β from their own limits: a power of 1e-9 would not survive a subtraction from 1.
@@ -250,7 +262,7 @@ def _rank(
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """ε of μ-Gaussian differential privacy at δ, rounded down."""
+    """Returns ε of μ-Gaussian differential privacy at δ, rounded down."""
     epsilon = gaussian.compute_epsilon(mu=mu, delta=delta)  # rounded up
     step = 2 * gaussian.RELATIVE_ERROR * epsilon
     while epsilon > 0 and gaussian.log_delta(mu=mu, epsilon=epsilon) < math.log(delta):
@@ -259,14 +271,14 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def _ranks(size: int) -> npt.NDArray[np.int64]:
-    """Positions 0, …, size − 1, dense at both ends."""
+    """Returns positions 0, …, size − 1, dense at both ends."""
     steps = max(2, math.ceil(math.log(size + 1) / math.log(SPACING)))
     from_below = np.unique(np.floor(np.geomspace(1, size, steps) + 1e-9).astype(np.int64)) - 1
     return np.unique(np.concatenate([from_below, size - 1 - from_below]))
 
 
 def _scores(name: str, scores: Any) -> Vector:
-    """Returns a row of at least two real numbers, or refuses what is none."""
+    """Returns scores as a row of at least two real numbers, or refuses them."""
     if isinstance(scores, torch.Tensor):
         scores = scores.detach().cpu()
         scores = scores.double().numpy() if scores.is_floating_point() else scores.numpy()
@@ -290,7 +302,7 @@ def _scores(name: str, scores: Any) -> Vector:
 
 
 def _runs(trials: Any) -> tuple[int, int]:
-    """Runs without the record and with it."""
+    """Returns the numbers of runs without the record and with it."""
     pair = (trials, trials) if np.ndim(trials) == 0 else tuple(trials)
     if len(pair) != 2:
         raise ValueError(

@@ -1,18 +1,22 @@
-r"""Audits of the mechanisms themselves, as they stand in the papers: each is run millions of times with and without a record.
+r"""Audits of the papers' mechanisms: each is run millions of times with and without a record.
 
 The shuffle Gaussian is Liew and Takahashi's (SG); the permuted Gaussian is that of weight shuffling
 (WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled). One pair of data sets, one
 adversary, one test: so these audits say what a formula is worth, not whether a training run is
 programmed correctly.
 
->>> result = audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=100_000, generator=torch.Generator().manual_seed(0))
->>> [round(claim.epsilon, 2) for claim in result.claims], [finding.lower.epsilon <= 4.38 for finding in result.findings]
-([4.38], [True, True])
+>>> seeded = torch.Generator().manual_seed(0)
+>>> result = audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=100_000, generator=seeded)
+>>> [round(claim.epsilon, 2) for claim in result.claims]
+[4.38]
+>>> [finding.lower.epsilon <= 4.38 for finding in result.findings]
+[True, True]
 
 WS Theorem 6 says 0.5 of this run:
 
->>> result = audit_permuted_gaussian(noise_multiplier=0.27372, dimension=85_800_000, steps=500, sample_rate=0.02, delta=5e-6,
-...                                  pair="all_but_one", trials=20_000, generator=torch.Generator().manual_seed(0))
+>>> result = audit_permuted_gaussian(
+...     noise_multiplier=0.27372, dimension=85_800_000, steps=500, sample_rate=0.02, delta=5e-6,
+...     pair="all_but_one", trials=20_000, generator=torch.Generator().manual_seed(0))
 >>> [claim.name for claim in result.contradicted]
 ['published']
 >>> round(result.largest.lower.epsilon)
@@ -46,9 +50,9 @@ from opacus_shuffle.core.guarantees import (
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import (
-    finite_number,
     integer,
     noise_level,
+    number,
     one_of,
     open_unit_interval,
 )
@@ -57,7 +61,8 @@ Vector = npt.NDArray[np.float64]
 
 PAIRS = {
     "one_coordinate": "the record's lies in one coordinate, at the clipping norm",
-    "all_but_one": "the record's is 0 in one coordinate and the same in all others, at the clipping norm",
+    "all_but_one": "the record's is 0 in one coordinate and the same in all others, at the "
+    "clipping norm",
     "oblique": "the record's is at 46 degrees to one with equal coordinates, at the clipping norm",
 }
 
@@ -129,7 +134,7 @@ def audit_shuffle_gauss(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    r"""Audits the shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
+    r"""Audits the shuffle Gaussian in one dimension, against who knows all other users' values.
 
     All others hold v = ``others``; user 1 holds a₁ = 1 or a₀, 0 or −1. The test goes by the exact
     likelihood ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ
@@ -169,11 +174,8 @@ def audit_shuffle_gauss(
             f"num_users must not exceed {MOST_USERS:,}, got {users}: every run draws all reports; "
             "audit fewer users"
         )
-    others = finite_number("others", others)
-    if not -1 <= others <= 1:
-        raise ValueError(
-            f"others must lie in [-1, 1], in units of the clipping norm, got {others!r}"
-        )
+    wanted = "lie in [-1, 1], in units of the clipping norm"
+    others = number("others", others, wanted, lambda value: -1 <= value <= 1)
     neighbours = Adjacency(adjacency)
     absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -1.0
     if trials is None:
@@ -293,7 +295,10 @@ def audit_permuted_gaussian(
         )
     bounds = ("published", "pair", "certified") if single else ("published", "certified")
     claims = claimed([(mechanism, steps)], bounds, delta=delta)
-    sees = "sees the noised gradient of every step, its coordinates in random order, and knows all other records"
+    sees = (
+        "sees the noised gradient of every step, its coordinates in random order, and knows all "
+        "other records"
+    )
     return AuditResult(
         f"permuted Gaussian, noise multiplier {mechanism.noise_multiplier:.6g}, dimension "
         f"{dimension:,}, "
@@ -310,7 +315,7 @@ def audit_permuted_gaussian(
 
 
 def numpy_generator(generator: torch.Generator | None) -> np.random.Generator:
-    """Returns NumPy's faster generator, keyed by 256 bits drawn from the torch one (from a secret one if it is None)."""
+    """Makes a generator of NumPy from a torch generator, or from a secret."""
     check_generator("generator", generator)
     source = SecretGenerator() if generator is None else generator
     return np.random.default_rng(
@@ -319,7 +324,7 @@ def numpy_generator(generator: torch.Generator | None) -> np.random.Generator:
 
 
 def chunks(total: int, width: int = 1) -> Iterator[slice]:
-    """Yields slices that cut ``total`` runs of ``width`` numbers each into pieces of about ``CHUNK`` numbers."""
+    """Yields slices that cut ``total`` runs of ``width`` numbers into pieces."""
     step = max(1, CHUNK // width)
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
@@ -328,7 +333,7 @@ def chunks(total: int, width: int = 1) -> Iterator[slice]:
 def claimed(
     rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: str = "zero_out"
 ) -> tuple[Claim, ...]:
-    """Returns what these bounds say of the rounds, but for those that have no value for the adjacency or an infinite one."""
+    """Returns the finite values of these bounds for the rounds."""
     covered = []
     for bound in bounds:
         with contextlib.suppress(NotCovered):
@@ -337,7 +342,7 @@ def claimed(
 
 
 def gaussian_step(sigma: float, delta: float) -> Claim:
-    """Returns the exact ε of one step of DP-SGD in which the record is for certain (Balle & Wang 2018)."""
+    """Returns the exact ε of one Gaussian step (Balle & Wang 2018)."""
     bound = PrivacyBound(
         mechanism="gaussian",
         bound="certified",
@@ -356,7 +361,10 @@ def gaussian_step(sigma: float, delta: float) -> Claim:
 def likelihood_ratios(
     *, present: float, absent: float, users: int, steps: int, trials: int, rng: np.random.Generator
 ) -> tuple[Vector, Vector]:
-    """Draws the log likelihood ratio of all rounds, per run, without the record and with it; values are (a − v)/σ."""
+    """Draws each run's log likelihood ratio over all rounds, without and with the record.
+
+    Values are (a − v)/σ.
+    """
     totals = np.zeros(trials), np.zeros(trials)
     for moved, total in zip((absent, present), totals, strict=True):
         for part in chunks(trials, users):
@@ -369,7 +377,10 @@ def likelihood_ratios(
 
 
 def log_sum_ratio(reports: Vector, shift: float) -> Vector:
-    """Log Σᵢ exp(shift·zᵢ − shift²/2) of every row z: the likelihood ratio of user 1's value to the others', but for log n."""
+    """Returns log Σᵢ exp(shift·zᵢ − shift²/2) of every row z.
+
+    It is the likelihood ratio of user 1's value to the others', but for log n.
+    """
     if shift == 0:
         return np.full(len(reports), math.log(reports.shape[1]))
     exponents = shift * reports
@@ -380,7 +391,10 @@ def log_sum_ratio(reports: Vector, shift: float) -> Vector:
 
 
 def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple[float, int, float]:
-    """Returns the arguments that every audit has, checked before anything is drawn; a trial takes so many random numbers."""
+    """Checks the arguments that all audits share, and returns them.
+
+    A trial takes ``draws`` random numbers.
+    """
     trials = integer("trials", trials, minimum=FEWEST)
     if trials > MOST_TRIALS or trials * draws > MOST_DRAWS:
         raise ValueError(
@@ -394,7 +408,7 @@ def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple
 def reach(
     claims: tuple[Claim, ...], trials: int, delta: float, confidence: float
 ) -> tuple[str, ...]:
-    """Returns a sentence if not even a perfect test could have shown as much as is claimed."""
+    """Returns a sentence if not even a perfect test could have contradicted the claim."""
     counted = trials - trials // 2
     most = epsilon_lower_bound(0, 0, counted, delta, confidence).epsilon
     beyond = ", ".join(claim.name for claim in claims if claim.epsilon > most)
@@ -406,7 +420,7 @@ def reach(
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 step``, ``500 steps``."""
+    """Returns ``1 step`` or ``500 steps``."""
     return f"{count:,} {noun}" + ("s" if count > 1 else "")
 
 
@@ -419,7 +433,10 @@ def largest_coordinates(
     trials: int,
     rng: np.random.Generator,
 ) -> tuple[Vector, Vector]:
-    """Draws the largest coordinate of all steps in units of the noise, per run, without the record and with it."""
+    """Draws each run's largest coordinate over all steps, without and with the record.
+
+    They are in units of the noise.
+    """
     coordinates = float(steps) * dimension
     null, alternative = np.empty(trials), np.empty(trials)
     for part in chunks(trials):
@@ -432,11 +449,11 @@ def largest_coordinates(
 
 
 def largest_normal(count: npt.ArrayLike, size: int, rng: np.random.Generator) -> Vector:
-    """Draws ``size`` times the largest of ``count`` (one number, or one per draw) standard normals; −∞ of none at all.
+    """Draws ``size`` times the largest of ``count`` standard normals; −∞ of none at all.
 
-    It is Φ⁻¹(U^{1/count}): one random number, however large the count is. With the exponential E =
-    −log U that is the quantile whose logarithm is −E/count, and inverting log Φ loses nothing where
-    Φ itself rounds to 1.
+    ``count`` is one number, or one per draw. It is Φ⁻¹(U^{1/count}): one random number, however
+    large the count is. With the exponential E = −log U that is the quantile whose logarithm is
+    −E/count, and inverting log Φ loses nothing where Φ itself rounds to 1.
     """
     exponential = rng.standard_exponential(size)
     with np.errstate(divide="ignore"):
@@ -446,7 +463,10 @@ def largest_normal(count: npt.ArrayLike, size: int, rng: np.random.Generator) ->
 def summed_coordinates(
     *, mean: float, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
 ) -> tuple[Vector, Vector]:
-    """Draws the log likelihood ratio of all steps' sums, N(0, 1) against N(``mean``, 1) with rate q, per run, both ways."""
+    """Draws each run's log likelihood ratio of the steps' sums, without and with the record.
+
+    A sum is N(0, 1), and with rate q N(``mean``, 1) if the record is there.
+    """
     log_absent = math.log(1 - sample_rate) if sample_rate < 1 else -math.inf
     totals = np.zeros(trials), np.zeros(trials)
     for present, total in zip((False, True), totals, strict=True):

@@ -1,10 +1,13 @@
-"""What an audit found, beside what is claimed, in words that anyone can read.
+"""The result of an audit: what was found, beside what is claimed.
 
 >>> from opacus_shuffle.audit.lower_bounds import epsilon_lower_bound
->>> found = Finding("one test", epsilon_lower_bound(0, 500, 1000, delta=1e-5), "sees the released weights")
->>> formula = PrivacyBound("a run", "published", 0.5, 1e-5, "zero_out", Guarantee.ESTIMATE, "a formula", rounds=1)
->>> proof = PrivacyBound("a run", "certified", 9.0, 1e-5, "zero_out", Guarantee.PROVED, "every data set", rounds=1)
->>> result = AuditResult("an example", delta=1e-5, claims=(Claim(formula), Claim(proof)), findings=(found,))
+>>> found = Finding("a test", epsilon_lower_bound(0, 500, 1000, delta=1e-5), "sees the weights")
+>>> def claim(name, epsilon, guarantee, covers):
+...     bound = PrivacyBound("run", name, epsilon, 1e-5, "zero_out", guarantee, covers, rounds=1)
+...     return Claim(bound)
+>>> formula = claim("published", 0.5, Guarantee.ESTIMATE, "a formula")
+>>> proof = claim("certified", 9.0, Guarantee.PROVED, "every data set")
+>>> result = AuditResult("an example", 1e-5, claims=(formula, proof), findings=(found,))
 >>> [claim.name for claim in result.contradicted], round(result.largest.lower.epsilon, 3)
 (['published'], 4.846)
 """
@@ -29,7 +32,7 @@ ABOUT = {
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A privacy bound that findings are held against.
+    """A privacy bound that findings are compared with.
 
     Attributes:
         bound: What is claimed; its ε must be finite.
@@ -41,7 +44,7 @@ class Claim:
 
     @property
     def name(self) -> str:
-        """The bound's, for example ``"published"``."""
+        """The bound's name, for example ``"published"``."""
         return self.bound.bound
 
     @property
@@ -50,13 +53,13 @@ class Claim:
         return self.bound.epsilon
 
     def faces(self, finding: Finding) -> bool:
-        """Whether it speaks of the finding's adversary."""
+        """Tells whether the bound is about the finding's adversary."""
         return not self.against or finding.name in self.against
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one adversary showed.
+    """The lower bound on ε that one adversary has shown.
 
     Attributes:
         name: For example ``"re-aligned"``.
@@ -81,9 +84,6 @@ class AuditResult:
         claims: Upper values of ε, as far as they are known.
         findings: Lower bounds on ε, at least one.
         notes: Sentences to be read with it.
-
-    Raises:
-        ValueError: If there is no finding, or one at another δ.
     """
 
     title: str
@@ -92,33 +92,22 @@ class AuditResult:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.findings:
-            raise ValueError(
-                "findings must hold at least one Finding, got none: there is nothing to report"
-            )
-        for name, bound in [(c.name, c.bound) for c in self.claims] + [
-            (f.name, f.lower) for f in self.findings
-        ]:
-            if bound.delta != self.delta:
-                raise ValueError(
-                    f"claims and findings must be at the audit's delta={self.delta!r}, got "
-                    f"{name!r} at {bound.delta!r}"
-                )
-
     @property
     def largest(self) -> Finding:
-        """The finding with the largest lower bound, the first of several."""
+        """The finding with the largest lower bound."""
         return max(self.findings, key=lambda finding: finding.lower.epsilon)
 
     @property
     def confidence(self) -> float:
-        """The confidence with which *all* findings are true, and so the largest one (union bound); 0 if that says nothing."""
+        """The confidence with which all findings are true together.
+
+        It is by a union bound, and 0 if that says nothing.
+        """
         return max(0.0, 1 - sum(1 - finding.lower.confidence for finding in self.findings))
 
     @property
     def contradicted(self) -> tuple[Claim, ...]:
-        """The claims whose ε is below a finding they speak of: not upper bounds for the pair of data sets audited."""
+        """The claims whose ε is below a finding about the same adversary."""
         return tuple(
             claim
             for claim in self.claims
@@ -130,7 +119,7 @@ class AuditResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         return {
             "title": self.title,
             "delta": self.delta,
@@ -149,7 +138,7 @@ class AuditResult:
         return "\n".join([f"{self.title}, delta = {self.delta:.3g}", "", *table, "", *text])
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
-        """The table's rows as text: claims rounded up, findings down."""
+        """Returns the table's rows as text: claims rounded up, findings down."""
         cells = [
             (
                 f"claimed: {c.name}",
@@ -172,14 +161,17 @@ class AuditResult:
         return cells
 
     def _sentences(self) -> list[str]:
-        """What the table says, in words."""
+        """Returns what the table says, in sentences."""
         best = self.largest
         sentences = [self._evidence(finding) for finding in self.findings]
         if best.lower.epsilon > 0:
             sure = f"{_percent(self.confidence)} confidence"
             if len(self.findings) > 1:
                 sure = f"at least {sure} (the {len(self.findings)} findings together)"
-            said = f"The pair of data sets audited has epsilon of at least {round_down(best.lower.epsilon)} with {sure}"
+            said = (
+                "The pair of data sets audited has epsilon of at least "
+                f"{round_down(best.lower.epsilon)} with {sure}"
+            )
             said += ", if its trade-off curve is Gaussian" if best.lower.method == "gdp" else ""
             sentences.append(f"{said}.")
         sentences += [self._verdict(claim) for claim in self.claims]
@@ -209,9 +201,12 @@ class AuditResult:
         return f"{counts} ({METHODS[bound.method]}{mu}){recovered}{nothing}."
 
     def _verdict(self, claim: Claim) -> str:
-        """One claim against the largest finding."""
+        """Returns a sentence that compares one claim with the largest finding."""
         name = f"{claim.name!r} ({claim.bound.proof})" if claim.bound.proof else f"{claim.name!r}"
-        says = f"Bound {name} says at most {round_up(claim.epsilon)} ({claim.bound.covers}: {claim.bound.guarantee.value})."
+        says = (
+            f"Bound {name} says at most {round_up(claim.epsilon)} ({claim.bound.covers}: "
+            f"{claim.bound.guarantee.value})."
+        )
         above = [finding for finding in self.findings if claim.epsilon < finding.lower.epsilon]
         beyond = ", ".join(finding.name for finding in above if not claim.faces(finding))
         more = (
@@ -231,5 +226,5 @@ class AuditResult:
 
 
 def _percent(confidence: float) -> str:
-    """A confidence, rounded down but for the rounding of sums."""
+    """Returns a confidence as text, rounded down."""
     return f"{float(round_down(100 * confidence + 1e-9)):g} %"

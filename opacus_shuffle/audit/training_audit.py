@@ -1,4 +1,4 @@
-r"""A white-box audit of a training run: how much of one record its released weights give away, step by step.
+r"""``audit_training``: what the released weights of a training run tell of one record.
 
 A :class:`~opacus_shuffle.audit.canary.GradientCanary` is in a step's sum or not, as a coin says,
 and adversaries who see more or less of the step guess which it was. WS is Yang, Ji and Xiang's
@@ -6,14 +6,15 @@ weight shuffling.
 
 >>> import opacus_shuffle
 >>> from torch.utils.data import DataLoader, TensorDataset
+>>> data = TensorDataset(torch.randn(200, 8), torch.randint(3, (200,)))
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 20), torch.nn.ReLU(), torch.nn.Linear(20, 3))
 >>> engine = opacus_shuffle.PrivacyEngine(accountant="rdp")
 >>> model, optimizer, loader = engine.make_private(
 ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), shuffle_weights=True,
-...     data_loader=DataLoader(TensorDataset(torch.randn(200, 8), torch.randint(3, (200,))), batch_size=20),
-...     noise_multiplier=0.5, max_grad_norm=1.0)
->>> result = audit_training(model=model, optimizer=optimizer, data_loader=loader, engine=engine, steps=150, delta=1e-5,
-...                         loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]))
+...     data_loader=DataLoader(data, batch_size=20), noise_multiplier=0.5, max_grad_norm=1.0)
+>>> result = audit_training(
+...     model=model, optimizer=optimizer, data_loader=loader, engine=engine, steps=150, delta=1e-5,
+...     loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]))
 >>> [finding.name for finding in result.findings]
 ['gradient', 'shuffled gradient', 're-aligned']
 >>> result.findings[2].recovered
@@ -62,7 +63,7 @@ def audit_training(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    r"""Trains for some steps with a canary in half of them, and says what ε one step has at least.
+    r"""Trains with a canary in half of the steps, and returns a lower bound on one step's ε.
 
     Three adversaries, who know everything but the coins, the noise and the permutations (the first
     alone if no weights are shuffled):
@@ -219,7 +220,7 @@ def audit_training(
 
 
 class ReleasedWeights:
-    """Reads off shuffled weights what adversaries can, step after step, and how much of it is right.
+    """Reads off shuffled weights, step by step, what an adversary can.
 
     Args:
         network: Without wrappers.
@@ -260,17 +261,17 @@ class ReleasedWeights:
     def __enter__(self) -> ReleasedWeights:
         # Notes the permutations from now on: the auditor needs the truth, the adversary does not
         # get it.
-        draw = self._shuffler._draw
+        draw = self._shuffler.draw
 
         def noted() -> PermutationPlan:
             self._drawn = draw()
             return self._drawn
 
-        self._shuffler._draw = noted  # type: ignore[method-assign]
+        self._shuffler.draw = noted  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._shuffler.__dict__.pop("_draw", None)
+        self._shuffler.__dict__.pop("draw", None)
 
     def look(self) -> None:
         """Notes one step's scores."""
@@ -297,7 +298,7 @@ class ReleasedWeights:
         self._before = after
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """What is released: a copy."""
+        """Returns a copy of the released weights."""
         tensors = self._shuffler.spec.tensors(self._network)
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -305,7 +306,7 @@ class ReleasedWeights:
 def orbit(
     spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[int, ...]
 ) -> torch.Tensor:
-    """Returns the places that a tensor's entry can get to under the group, as a mask."""
+    """Returns a mask of the places that a tensor's entry can be moved to."""
     reached = torch.zeros(tensor.shape)
     reached[place] = 1
     generator = torch.Generator().manual_seed(0)  # any permutations will do
@@ -323,7 +324,7 @@ def _check_run(
     loss: Any,
     engine: opacus.PrivacyEngine | None,
 ) -> tuple[nn.Module, WeightShuffler | None]:
-    """Returns the network and its shuffler; refuses a run whose steps do not tell what the audit takes them for."""
+    """Returns the network and its shuffler, or refuses a run that cannot be audited."""
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
     instance_of("engine", engine, (opacus.PrivacyEngine, type(None)))
@@ -395,7 +396,7 @@ def _forever(data_loader: DataLoader) -> Iterator[Any]:
 
 
 def _published(engine: opacus.PrivacyEngine | None, sigma: float, delta: float) -> list[Claim]:
-    """Returns what WS Theorem 6 claims of one step with the record in it for certain, if the accountant is its own."""
+    """Returns what WS Theorem 6 claims of one step with the record in it."""
     planned = getattr(getattr(engine, "accountant", None), "planned", None)
     if not isinstance(planned, ShuffledWeights):
         return []

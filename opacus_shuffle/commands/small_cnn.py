@@ -32,7 +32,7 @@ class SmallCNN(nn.Module):
         self.head = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, classes))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits ``(batch, classes)`` of images ``(batch, channels, size, size)``."""
+        """Returns logits ``(batch, classes)`` of images ``(batch, channels, size, size)``."""
         return self.head(self.features(images))
 
 

@@ -30,7 +30,7 @@ KINDS = (
     "torch_encoder_decoder",
 )
 LEVELS = ("paper", "heads", "residual")
-DISPLACEMENTS = (0.01, 0.1, 0.3)
+DISPLACEMENTS = (0.0, 0.01, 0.1, 0.3)
 
 
 def spec_of(name, level="residual", **options):
@@ -43,7 +43,7 @@ def copies(module):
 
 
 def released(spec, before, displacement, seed):
-    """A later release, each tensor displaced by this fraction of its root mean square, and the permutation."""
+    """A later release, displaced by a fraction of each tensor's root mean square, and its plan."""
     generator = torch.Generator().manual_seed(seed)
     after = {
         name: value
@@ -70,24 +70,24 @@ def two_layers(hidden=6, inputs=4, outputs=3):
 
 
 # What it finds
-# ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.zoo
 @pytest.mark.parametrize(
-    ("name", "level"),
+    ("name", "level", "options"),
     [
-        pytest.param(
-            name,
-            level,
-            marks=() if level == "residual" or name == "opacus_encoder" else pytest.mark.zoo,
-        )
-        for name in KINDS
-        for level in LEVELS
+        ("mlp", "residual", {}),
+        ("torch_encoder_post_norm", "residual", {}),
+        ("torch_encoder_post_norm", "residual", {"dtype": torch.float32}),
+        ("torch_encoder_post_norm", "residual", {"dtype": torch.bfloat16}),
+        *(
+            pytest.param(name, level, {}, marks=pytest.mark.zoo)
+            for name in KINDS
+            for level in LEVELS
+        ),
     ],
 )
-def test_every_row_is_put_back_after_steps_of_up_to_30_percent(name, level):
-    module, spec = spec_of(name, level)
+def test_every_row_is_put_back_after_steps_of_up_to_30_percent(name, level, options):
+    module, spec = spec_of(name, level, **options)
     before = copies(module)
     for seed, displacement in enumerate(DISPLACEMENTS):
         after, plan, displaced = released(spec, before, displacement, seed)
@@ -96,27 +96,7 @@ def test_every_row_is_put_back_after_steps_of_up_to_30_percent(name, level):
         assert alignment.plan == plan
         undone = alignment.undo(after)
         assert all(torch.equal(undone[key], displaced[key]) for key in displaced)
-
-
-def test_layers_that_start_as_constants_do_not_mislead_it():
-    # Norms of ones and zeros, biases of zero, and the same noise on every entry, as DP-SGD adds it:
-    # all of that says nothing.
-    torch.manual_seed(0)
-    module, sample = attention_zoo.TRANSFORMERS["torch_encoder_pre_norm"]()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(float(parameter.mean() > 0.5))
-    spec = find_permutations(module.eval(), sample)
-    before = copies(module)
-    generator = torch.Generator().manual_seed(1)
-    plan = spec.sample(generator)
-    after = {
-        name: value + 0.02 * torch.randn(value.shape, generator=generator)
-        for name, value in before.items()
-    }
-    spec.move({name: [after[name]] for name in spec.blocks}, plan)
-    assert align(spec, before, after).recovered(plan) == 1.0
+        assert all(undone[key].dtype == before[key].dtype for key in before)
 
 
 def test_no_permutation_of_a_layer_fits_better():
@@ -135,7 +115,7 @@ def test_no_permutation_of_a_layer_fits_better():
             (after["2.weight"] - before["2.weight"][:, table]).square().sum(),
         ]
 
-    (table,) = (each for each in plan.tables if each is not None)
+    (table,) = (table for table in plan.tables if table is not None)
     sizes = (24, 6, 18)
     weights = [size / float(off) for size, off in zip(sizes, squares(table), strict=True)]
     best = min(
@@ -149,24 +129,7 @@ def test_no_permutation_of_a_layer_fits_better():
     )
 
 
-@pytest.mark.parametrize("name", ["mlp", "grouped_conv", "torch_encoder_post_norm"])
-def test_the_same_release_twice_was_not_permuted(name):
-    module, spec = spec_of(name)
-    assert align(spec, copies(module), copies(module)).plan == spec.identity()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_is_enough(dtype):
-    module, spec = spec_of("torch_encoder_post_norm", dtype=dtype)
-    before = copies(module)
-    after, plan, _ = released(spec, before, 0.1, 0)
-    alignment = align(spec, before, after)
-    assert alignment.recovered(plan) == 1.0
-    assert all(value.dtype == dtype for value in alignment.undo(after).values())
-
-
 # What cannot be told
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_units_that_are_equal_are_all_that_is_mistaken():
@@ -176,35 +139,14 @@ def test_units_that_are_equal_are_all_that_is_mistaken():
     before = copies(network)
     after, plan, _ = released(spec, before, 0.1, 0)
     (guess,), (truth,) = (
-        [table for table in each.tables if table is not None]
-        for each in (align(spec, before, after).plan, plan)
+        [table for table in some.tables if table is not None]
+        for some in (align(spec, before, after).plan, plan)
     )
     assert torch.equal(guess[truth >= 4], truth[truth >= 4])
     assert sorted(guess[truth < 4].tolist()) == [0, 1, 2, 3]
 
 
-def test_a_coordinate_is_right_only_if_what_it_is_inside_of_is():
-    module, spec = spec_of("torch_encoder_post_norm")
-    alignment = align(spec, copies(module), copies(module))
-    outer = next(
-        n
-        for n, factor in enumerate(spec.factors)
-        if any(n in other.inside for other in spec.factors)
-    )
-    assert spec.factors[outer].inside == ()
-    wrong = spec.identity()
-    table = wrong.tables[outer]
-    table[[0, 1]] = table[[1, 0]]
-    mistakes = 2
-    for factor, inner in zip(spec.factors, wrong.tables, strict=True):
-        if inner is not None and outer in factor.inside:
-            mistakes += 2 * inner.numel() // table.numel()
-    total = sum(table.numel() for table in wrong.tables if table is not None)
-    assert math.isclose(alignment.recovered(wrong), 1 - mistakes / total, rel_tol=1e-12)
-
-
 # Names
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -234,32 +176,23 @@ def test_wrapped_names_tied_tensors_and_bystanders_are_dealt_with():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
+        ({"0.weight": None}, "after must hold every tensor that moves, 0.weight is missing"),
         (
-            lambda state: state.pop("0.weight"),
-            "after must hold every tensor that moves, 0.weight is missing",
-        ),
-        (
-            lambda state: state.update({"0.bias": torch.zeros(5)}),
+            {"0.bias": torch.zeros(5)},
             r"after does not fit.*0.bias should have shape \(6,\), got \(5,\)",
         ),
-        (lambda state: state.update({"0.bias": [0.0]}), "after does not fit.*0.bias.*got list"),
-        (lambda state: state["2.weight"].fill_(math.nan), r"after\['2.weight'\] must be finite"),
+        ({"0.bias": [0.0]}, "after does not fit.*0.bias.*got list"),
+        ({"2.weight": torch.full((3, 6), math.nan)}, r"after\['2.weight'\] must be finite"),
     ],
 )
-def test_releases_of_another_network_are_refused(change, message):
+def test_releases_of_another_network_are_refused(changes, message):
     network, spec = two_layers()
-    after = copies(network)
-    change(after)
+    after = {
+        name: value for name, value in {**copies(network), **changes}.items() if value is not None
+    }
     with pytest.raises(ValueError, match=message):
         align(spec, copies(network), after)
-
-
-def test_a_foreign_specification_and_a_foreign_plan_are_refused():
-    network, spec = two_layers()
-    state = copies(network)
-    with pytest.raises(ValueError, match="spec must be a PermutationSpec"):
-        align(network, state, state)
     with pytest.raises(ValueError, match="plan is not from this PermutationSpec"):
-        align(spec, state, state).recovered(two_layers(hidden=7)[1].identity())
+        align(spec, copies(network), copies(network)).recovered(two_layers(7)[1].identity())

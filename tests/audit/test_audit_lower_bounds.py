@@ -1,4 +1,4 @@
-"""Lower bounds against scipy's and mpmath's limits, against closed forms, and against mechanisms whose ε is known.
+"""Lower bounds against scipy's limits, closed forms, and mechanisms whose ε is known.
 
 A lower bound at confidence c errs in a fraction of at most 1 − c of independent audits. So among N
 of them the number that errs is at most Bin(N, 1 − c), and exceeds ``most_errors(N, c)`` with
@@ -7,9 +7,7 @@ probability 1e-9 at most (and the seeds are fixed).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import math
 
 import mpmath
@@ -41,8 +39,7 @@ def counted(null, alternative, threshold):
     return int((null > threshold).sum()), int((alternative <= threshold).sum())
 
 
-# ---- the limits
-# -------------------------------------------------------------------------------------------------------------
+# the limits
 
 RATES = [
     (0, 1),
@@ -73,8 +70,7 @@ def test_the_limits_are_those_of_scipy_rounded_to_the_safe_side(count, trials, c
     assert (interval.low - root) * (1 - 2 * RELATIVE_ERROR) <= lower <= interval.low + root
 
 
-# ---- Eq. 45
-# -----------------------------------------------------------------------------------------------------------------
+# Eq. 45
 
 
 @pytest.mark.parametrize("trials", [100, 1000, 5_000_000])
@@ -93,7 +89,7 @@ def test_both_mistakes_count_alike(wrong, trials):
         epsilon_lower_bound(*wrong[::-1], trials[::-1], 1e-5),
     )
     assert bound.epsilon == other.epsilon > 0
-    assert bound.trials == trials
+    assert (bound.false_positives, bound.false_negatives, bound.trials) == (*wrong, trials)
 
 
 @given(
@@ -134,8 +130,7 @@ def test_a_power_far_below_one_keeps_its_digits():
     )  # counts of 90,000: 2 sigma are 0.7 %
 
 
-# ---- Gaussian trade-off curves
-# ----------------------------------------------------------------------------------------------
+# Gaussian trade-off curves
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-10])
@@ -165,12 +160,11 @@ def test_gdp_errs_for_a_mechanism_whose_curve_is_not_gaussian():
     assert counts < 1 < gdp
 
 
-# ---- confidence
-# -------------------------------------------------------------------------------------------------------------
+# confidence
 
 
 def randomised_response_epsilon(epsilon, delta):
-    """ε at δ of randomised response that is (ε, 0)-DP: the test that believes the answer attains it."""
+    """ε at δ of randomised response that is (ε, 0)-DP: who believes the answer attains it."""
     return math.log(math.exp(epsilon) - delta * (1 + math.exp(epsilon)))
 
 
@@ -223,31 +217,14 @@ def of_randomised_response(rng, epsilon):
 )
 def test_scores_err_no_more_often_than_stated(draw, delta, method, truth, confidence):
     rng, audits = np.random.default_rng(2), 400
-    found = [
+    bounds = [
         audit_scores(*draw(rng), delta=delta, confidence=confidence, method=method)
         for _ in range(audits)
     ]
-    assert sum(bound.epsilon > truth for bound in found) <= most_errors(audits, confidence)
+    assert sum(bound.epsilon > truth for bound in bounds) <= most_errors(audits, confidence)
 
 
-def test_counting_the_scores_that_chose_the_threshold_would_err():
-    # Why the halves are kept apart: without any signal, the best of all thresholds seems to show
-    # something too often.
-    rng = np.random.default_rng(4)
-    audits, size, confidence, apart, together = 300, 300, 0.5, 0, 0
-    for _ in range(audits):
-        null, alternative = rng.standard_normal((2, size))
-        limits = {"delta": 1e-9, "confidence": confidence}
-        thresholds = [counted(null, alternative, threshold) for threshold in null]
-        together += any(
-            epsilon_lower_bound(*wrong, size, **limits).epsilon > 0 for wrong in thresholds
-        )
-        apart += audit_scores(null, alternative, **limits).epsilon > 0
-    assert apart <= most_errors(audits, confidence) < together
-
-
-# ---- the threshold
-# ----------------------------------------------------------------------------------------------------------
+# the threshold
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-5])
@@ -260,7 +237,7 @@ def test_the_threshold_is_nearly_the_best_of_all(mu, delta):
     def bound(*wrong):
         return epsilon_lower_bound(*wrong, size, delta, 1 - 0.05 * CAUTION).epsilon
 
-    found = bound(
+    chosen = bound(
         *counted(
             null,
             alternative,
@@ -280,14 +257,14 @@ def test_the_threshold_is_nearly_the_best_of_all(mu, delta):
         math.floor((size - count) / 1.07) - 1 for count in reversed(wrong)
     )
     assert bound(*wrong) > 0
-    assert found >= min(
+    assert chosen >= min(
         bound(wrong[0], size - true_positives), bound(size - true_negatives, wrong[1])
     )
 
 
 @pytest.mark.parametrize("method", ["clopper_pearson", "gdp"])
 def test_the_threshold_does_not_move_when_the_counted_half_changes(method):
-    """Probes in one sample's counted half show by their count where it is, whatever is counted in the other sample."""
+    """Probes in one sample's counted half show where it is, whatever is counted in the other's."""
     rng = np.random.default_rng(8)
     chosen_by, probes = (
         (rng.standard_normal(500), rng.standard_normal(500) + 1.5),
@@ -303,10 +280,6 @@ def test_the_threshold_does_not_move_when_the_counted_half_changes(method):
     below = {bound(other, probes).false_negatives for other in others}
     assert len(above) == len(below) == 1
     assert above.pop() + below.pop() == 500  # one threshold
-    by_hand = choose_threshold(*chosen_by, delta=1e-5, confidence=0.95, method=method)
-    assert {int((probes > by_hand).sum())} == {
-        bound(probes, other).false_positives for other in others
-    }
 
 
 @pytest.mark.parametrize(("rare", "counts"), [(1.0, (0, 900)), (-1.0, (900, 0))])
@@ -319,15 +292,6 @@ def test_the_threshold_may_lie_beyond_all_scores_of_one_side(rare, counts):
     assert bound == epsilon_lower_bound(*counts, 1000, 1e-5)
 
 
-def test_only_the_order_of_scores_matters():
-    rng = np.random.default_rng(6)
-    null, alternative = rng.standard_normal(3001), rng.standard_normal(2000) + 2
-    bound = audit_scores(null, alternative, delta=1e-5)
-    assert bound.trials == (1501, 1000)
-    assert audit_scores(np.exp(null), np.exp(alternative), delta=1e-5) == bound
-    assert audit_scores(torch.tensor(null), list(alternative), delta=1e-5) == bound
-
-
 def test_scores_may_be_integers_truth_values_or_infinite():
     for present, absent in ((1, 0), (True, False), (math.inf, -math.inf), (math.inf, 0.0)):
         bound = audit_scores([absent] * 200, [present] * 200, delta=1e-5)
@@ -337,15 +301,7 @@ def test_scores_may_be_integers_truth_values_or_infinite():
     assert audit_scores(halves, halves, delta=1e-5).epsilon == 0
 
 
-# ---- the object, and what is refused
-# ----------------------------------------------------------------------------------------
-
-
-def test_a_bound_remembers_its_counts():
-    bound = epsilon_lower_bound(1, 20, (100, 200), 1e-5, 0.9)
-    assert (bound.false_positives, bound.false_negatives, bound.trials) == (1, 20, (100, 200))
-    assert (bound.delta, bound.confidence, bound.method) == (1e-5, 0.9, "clopper_pearson")
-    assert json.loads(json.dumps(dataclasses.asdict(bound)))["epsilon"] == bound.epsilon
+# the object, and what is refused
 
 
 @pytest.mark.parametrize(
@@ -381,6 +337,12 @@ def test_counts_that_cannot_be_are_refused_by_name(changed, named):
     }
     with pytest.raises(ValueError, match=named):
         epsilon_lower_bound(**arguments)
+    test = {
+        name: value for name, value in changed.items() if name in ("delta", "confidence", "method")
+    }
+    if test:
+        with pytest.raises(ValueError, match=named):
+            audit_scores([0.0, 1.0], [0.0, 1.0], **{"delta": 1e-5, **test})
 
 
 @pytest.mark.parametrize(
@@ -396,15 +358,9 @@ def test_counts_that_cannot_be_are_refused_by_name(changed, named):
     ],
 )
 def test_scores_that_say_nothing_are_refused_by_name(scores, named):
-    with pytest.raises(ValueError, match=f"^null_scores .*{named}"):
-        audit_scores(scores, [0.0, 1.0], delta=1e-5)
-    with pytest.raises(ValueError, match=f"^alternative_scores .*{named}"):
-        audit_scores([0.0, 1.0], scores, delta=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("delta", 0.0), ("confidence", 1.5), ("method", "bayes")]
-)
-def test_what_is_asked_of_scores_is_checked(name, value):
-    with pytest.raises(ValueError, match=name):
-        audit_scores([0.0, 1.0], [0.0, 1.0], **{"delta": 1e-5, name: value})
+    for name, other in (
+        ("null_scores", "alternative_scores"),
+        ("alternative_scores", "null_scores"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} .*{named}"):
+            audit_scores(**{name: scores, other: [0.0, 1.0]}, delta=1e-5)

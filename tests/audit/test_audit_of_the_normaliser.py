@@ -1,4 +1,4 @@
-"""An audit of Opacus's issue 819: what a sum is divided by tells who left the data set, but not whose report is zero."""
+"""An audit of Opacus's issue 819: what a sum is divided by, and what that tells of a record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DELTA, STEPS = 1e-5, 150
 
 
 def spreads(accountant, records, *, present, seed):
-    """The spread of each released gradient over its entries, which shows what it was divided by; and ε of one step."""
+    """Each released gradient's spread, which shows what it was divided by; and ε of a step."""
     x = torch.zeros(records, 400)
     x[0] = float(present)  # whoever has zeros has a gradient of zero
     network = nn.Linear(400, 5, bias=False)
@@ -27,15 +27,15 @@ def spreads(accountant, records, *, present, seed):
         noise_multiplier=4.0,
         max_grad_norm=1.0,
     )
-    found, epsilon = [], None
-    while len(found) < STEPS:
+    deviations, epsilon = [], None
+    while len(deviations) < STEPS:
         for (batch,) in loader:
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()
-            found.append(float(network.weight.grad.std()))
+            deviations.append(float(network.weight.grad.std()))
             epsilon = engine.get_epsilon(DELTA) if epsilon is None else epsilon
-    return torch.tensor(found[:STEPS]), epsilon
+    return torch.tensor(deviations[:STEPS]), epsilon
 
 
 def lower_bound(without, with_it):
@@ -50,13 +50,13 @@ def lower_bound(without, with_it):
 )
 def test_a_divisor_of_public_numbers_does_not_tell_whose_report_is_zero(accountant):
     (zeroed, epsilon), (whole, _) = (
-        spreads(accountant, 40, present=each, seed=int(each)) for each in (False, True)
+        spreads(accountant, 40, present=present, seed=int(present)) for present in (False, True)
     )
     assert lower_bound(zeroed, whole) <= epsilon
 
 
 def test_the_audit_sees_that_opacus_s_divisor_tells_who_left_the_data_set_at_any_noise():
     (smaller, _), (whole, epsilon) = (
-        spreads("rdp", each, present=False, seed=each) for each in (39, 40)
+        spreads("rdp", records, present=False, seed=records) for records in (39, 40)
     )
     assert lower_bound(smaller, whole) > 2 > epsilon

@@ -1,4 +1,4 @@
-"""A training run with secret check-in is audited end to end by eighty canaries at once; broken protocols are caught.
+"""Training with secret check-in is audited by eighty canaries at once; broken runs are caught.
 
 Every record has a coordinate of its own, in which its gradient is as long as clipping lets it be,
 or zero: these are the data sets with the record, and with its report zeroed. Loader, coins,
@@ -27,7 +27,10 @@ USERS, DELTA, CONFIDENCE = 160, 1e-2, 1 - 1e-6
 
 
 def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0):
-    """Trains; returns what every step released, who was in it, both shape (steps, users), the noise, and the engine."""
+    """Trains; returns what every step released, who was in it, the noise, and the engine.
+
+    The first two have shape (steps, users).
+    """
     rows, engine = torch.eye(USERS), PrivacyEngine(accountant="shuffled_sums", seed=seed)
     rows[USERS // 2 :] = 0.0
     model = nn.Linear(USERS, 1, bias=False)
@@ -51,19 +54,22 @@ def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0):
             optimizer.step()
             sums.append((before - weights.detach())[0] / 0.1 * optimizer.expected_batch_size)
             seen.append(torch.isin(torch.arange(USERS), user))
-    released, coins = (torch.stack(each[:steps]).double().numpy() for each in (sums, seen))
+    released, coins = (torch.stack(found[:steps]).double().numpy() for found in (sums, seen))
     return released, coins.astype(bool), optimizer.noise_multiplier, engine
 
 
 def finding(evidence, together):
-    """What whoever adds up the evidence of so many steps shows: those without the record are the second half of the users."""
+    """What whoever adds up the evidence of so many steps shows.
+
+    Those without the record are the second half of the users.
+    """
     scores = evidence.reshape(-1, together, USERS).sum(1)
     without, with_it = scores[:, USERS // 2 :].ravel(), scores[:, : USERS // 2].ravel()
     return audit_scores(without, with_it, delta=DELTA, confidence=CONFIDENCE).epsilon
 
 
 def evidence_of(released, noise, rate):
-    """The logarithm of the likelihood ratio, had the noise been Gaussian: of the record in its place at this rate, or never."""
+    """The log likelihood ratio, for Gaussian noise, of the record at this rate and of none."""
     return np.log1p(rate * np.expm1(released / noise**2 - 0.5 / noise**2))
 
 
@@ -94,7 +100,7 @@ def test_noise_bits_of_one_user_alone_are_caught(monkeypatch):
 
 
 def test_a_coin_that_is_seen_is_caught():
-    """Who knows the coins looks at the steps alone in which the record would be; nothing is to be seen in the others."""
+    """Who knows the coins looks at the steps alone in which the record would be."""
     released, coins, noise, engine = trained(steps=300, rate=0.05)
     hidden = finding(evidence_of(released, noise, 0.05), 1)
     seen = finding(np.where(coins, evidence_of(released, noise, 1.0), 0.0), 1)

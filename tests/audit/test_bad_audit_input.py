@@ -11,72 +11,67 @@ from torch import nn
 from opacus_shuffle import audit, find_permutations
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-GENERATOR = torch.Generator().manual_seed(0)
 COMMON = {
     "noise_multiplier": 1.0,
     "delta": 1e-5,
     "trials": 1000,
     "confidence": 0.95,
-    "generator": GENERATOR,
+    "generator": torch.Generator().manual_seed(0),
 }
 OURS = "the run's own"
 """Stands for a part of the run that the call makes."""
+PAIR = {"num_users": 10, "others": 0.0, "steps": 1, "adjacency": "zero_out"}
+STEP = {"dimension": 10, "steps": 2, "sample_rate": 0.5, "batch_clip": 1.0}
+TEST = {"delta": 1e-5, "confidence": 0.95, "method": "gdp"}
+SCORES = {
+    "null_scores": torch.linspace(0, 1, 20),
+    "alternative_scores": torch.linspace(2, 3, 20),
+}
+SPEC = find_permutations(nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)))
+STATE = {name: torch.randn(shape) for name, shape in SPEC.shapes.items()}
+ALIGNED = audit.align(SPEC, STATE, STATE)
+RUN = dict.fromkeys(("model", "optimizer", "data_loader", "loss", "engine"), OURS)
 
 
-def test_bad_arguments_of_an_audit_of_the_gaussian_mechanism_are_named():
-    require_named_refusals(audit.audit_gaussian, COMMON)
+def canary(**options):
+    run = private()
+    given = {name: value for name, value in options.items() if value is not OURS}
+    parts = {"optimizer": run["optimizer"], "parameter": run["optimizer"].params[0]}
+    audit.GradientCanary(**{**parts, **given})
 
 
-def test_bad_arguments_of_an_audit_of_the_shuffle_gaussian_are_named():
-    pair = {"num_users": 10, "others": 0.0, "steps": 1, "adjacency": "zero_out"}
-    require_named_refusals(audit.audit_shuffle_gauss, {**COMMON, **pair})
+def training(**options):
+    given = {name: value for name, value in options.items() if value is not OURS}
+    audit.audit_training(**{**private(), **given})
 
 
-@pytest.mark.parametrize("pair", ["one_coordinate", "oblique"])
-def test_bad_arguments_of_an_audit_of_permuted_noise_are_named(pair):
-    step = {"dimension": 10, "steps": 2, "sample_rate": 0.5, "batch_clip": 1.0, "pair": pair}
-    require_named_refusals(audit.audit_permuted_gaussian, {**COMMON, **step}, dimension=("pair",))
+CALLS = {
+    "gaussian": (audit.audit_gaussian, COMMON),
+    "shuffle_gauss": (audit.audit_shuffle_gauss, {**COMMON, **PAIR}),
+    "largest": (audit.audit_permuted_gaussian, {**COMMON, **STEP, "pair": "one_coordinate"}),
+    "sum": (audit.audit_permuted_gaussian, {**COMMON, **STEP, "pair": "oblique"}),
+    "scores": (audit.audit_scores, {**SCORES, **TEST}),
+    "counts": (
+        audit.epsilon_lower_bound,
+        {"false_positives": 0, "false_negatives": 1, "trials": 100, **TEST},
+    ),
+    "align": (audit.align, {"spec": SPEC, "before": STATE, "after": STATE}),
+    "recovered": (ALIGNED.recovered, {"true_plan": ALIGNED.plan}),
+    "undo": (ALIGNED.undo, {"tensors": STATE}),
+    "canary": (
+        canary,
+        {"optimizer": OURS, "parameter": OURS, "index": 0, "generator": COMMON["generator"]},
+    ),
+    "training": (
+        training,
+        {**RUN, "steps": 100, "delta": 1e-5, "confidence": 0.95, "generator": COMMON["generator"]},
+    ),
+}
+ALSO = {"sum": {"dimension": ("pair",)}, "recovered": {"true_plan": ("plan",)}}
+"""Other words for an argument in errors."""
 
 
-def test_bad_arguments_of_scores_and_counts_are_named():
-    test = {"delta": 1e-5, "confidence": 0.95, "method": "gdp"}
-    scores = {
-        "null_scores": torch.linspace(0, 1, 20),
-        "alternative_scores": torch.linspace(2, 3, 20),
-    }
-    require_named_refusals(audit.audit_scores, {**scores, **test})
-    counts = {"false_positives": 0, "false_negatives": 1, "trials": 100}
-    require_named_refusals(audit.epsilon_lower_bound, {**counts, **test})
-
-
-def test_bad_arguments_of_alignments_are_named():
-    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
-    spec, state = find_permutations(network, torch.zeros(2, 5)), dict(network.state_dict())
-    require_named_refusals(audit.align, {"spec": spec, "before": state, "after": state})
-    found = audit.align(spec, state, state)
-    require_named_refusals(found.recovered, {"true_plan": found.plan}, true_plan=("plan",))
-    require_named_refusals(found.undo, {"tensors": state})
-
-
-def test_bad_arguments_of_canaries_are_named():
-    def canary(**options):
-        run = private()
-        given = {name: value for name, value in options.items() if value is not OURS}
-        audit.GradientCanary(
-            **{"optimizer": run["optimizer"], "parameter": run["optimizer"].params[0], **given}
-        )
-
-    require_named_refusals(
-        canary, {"optimizer": OURS, "parameter": OURS, "index": 0, "generator": GENERATOR}
-    )
-
-
-def test_bad_arguments_of_an_audit_of_training_are_named():
-    def training(**options):
-        audit.audit_training(
-            **{**private(), **{name: value for name, value in options.items() if value is not OURS}}
-        )
-
-    parts = dict.fromkeys(("model", "optimizer", "data_loader", "loss", "engine"), OURS)
-    options = {"steps": 100, "delta": 1e-5, "confidence": 0.95}
-    require_named_refusals(training, {**parts, **options, "generator": GENERATOR})
+@pytest.mark.parametrize("call", CALLS)
+def test_every_audit_answers_or_names_the_argument(call):
+    function, valid = CALLS[call]
+    require_named_refusals(function, valid, **ALSO.get(call, {}))

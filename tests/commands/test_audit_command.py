@@ -41,20 +41,3 @@ def test_a_seed_repeats_the_audit_of_a_training_run():
     settings = AuditSettings(training_steps=100, seed=3)
     first, second = (audit_small_training(settings).to_dict() for _ in range(2))
     assert first == second
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--trials", "10"], "trials must be a whole number of at least 1000"),
-        (["--training-steps", "7"], "training_steps must be a whole number of at least 100"),
-        (["--target-epsilon", "nan"], "target_epsilon must be a finite number"),
-        (["--seed", "-1"], "seed must be a whole number of at least 0"),
-    ],
-)
-def test_bad_flags_end_in_one_line_that_names_them_before_any_work(capsys, flags, named):
-    assert main(["audit", "--kind", "published", *flags]) == 2
-    captured = capsys.readouterr()
-    assert named in captured.err
-    assert captured.out == ""
-    assert len(captured.err.strip().splitlines()) == 1

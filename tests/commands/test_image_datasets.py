@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opacus_shuffle.commands.image_datasets import (
-    DEBIAN_FASHION_MNIST,
-    load_image_dataset,
-    read_idx,
-)
+from opacus_shuffle.commands.image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
 
 
 def idx(array):
@@ -26,51 +22,44 @@ def idx(array):
     )
 
 
-def write_idx_set(folder, *, compress, records=(7, 3)):
+def write_idx_set(folder, *, compress):
+    """Seven images to train on and three to test with, in the four files of MNIST."""
     folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(0)
-    written = []
-    for stem, count in zip(("train", "t10k"), records, strict=True):
-        images = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = generator.integers(0, 10, count, dtype=np.uint8)
-        for name, array in (
-            (f"{stem}-images-idx3-ubyte", images),
-            (f"{stem}-labels-idx1-ubyte", labels),
-        ):
-            raw = idx(array)
-            (folder / (name + ".gz" if compress else name)).write_bytes(
-                gzip.compress(raw) if compress else raw
-            )
-        written.append((images, labels))
+    generator, written = np.random.default_rng(0), []
+    for stem, count in (("train", 7), ("t10k", 3)):
+        written.append(generator.integers(0, 256, (count, 28, 28), dtype=np.uint8))
+        written.append(generator.integers(0, 10, count, dtype=np.uint8))
+        for kind, array in zip(("images-idx3", "labels-idx1"), written[-2:], strict=True):
+            raw = gzip.compress(idx(array)) if compress else idx(array)
+            (folder / f"{stem}-{kind}-ubyte{'.gz' if compress else ''}").write_bytes(raw)
     return written
 
 
-def write_cifar(folder, *, labels_key=b"labels"):
+def write_cifar(folder):
     folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-        batch = {
-            b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8),
-            labels_key: [1, 2, 3, 4],
-        }
+    images = np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
+    for name in [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]:
+        batch = {b"data": images, b"labels": [1, 2, 3, 4]}
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
 
 
 @pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize("inside", ["", "MNIST/raw", "raw"])
-def test_idx_files_are_read_wherever_they_usually_lie(tmp_path, compress, inside):
-    (images, labels), _ = write_idx_set(tmp_path / inside, compress=compress)
-    train, test = load_image_dataset("mnist", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "inside", "mean", "std"),
+    [
+        ("mnist", "", 0.1307, 0.3081),
+        ("mnist", "MNIST/raw", 0.1307, 0.3081),
+        ("mnist", "raw", 0.1307, 0.3081),
+        ("fashion-mnist", "", 0.2860, 0.3530),
+    ],
+)
+def test_idx_files_are_read_wherever_they_usually_lie(tmp_path, compress, name, inside, mean, std):
+    images, labels, *_ = write_idx_set(tmp_path / inside, compress=compress)
+    train, test = load_image_dataset(name, tmp_path)
     assert (len(train), len(test)) == (7, 3)
     assert torch.equal(train.tensors[1], torch.from_numpy(labels.astype(np.int64)))
-    expected = (images[0].astype(np.float32) / 255 - 0.1307) / 0.3081
+    expected = (images[0].astype(np.float32) / 255 - mean) / std
     assert np.allclose(train[0][0].numpy()[0], expected, atol=1e-6)
-
-
-def test_fashion_mnist_can_come_from_a_folder(tmp_path):
-    write_idx_set(tmp_path, compress=True)
-    train, _ = load_image_dataset("fashion-mnist", tmp_path)
-    assert tuple(train[0][0].shape) == (1, 28, 28)
 
 
 @pytest.mark.skipif(
@@ -99,44 +88,42 @@ def test_cifar_batches_are_read(tmp_path, inside):
     assert train.tensors[1].tolist()[:4] == [1, 2, 3, 4]
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (os.system, ("touch " + str(tmp_path / "ran"),))
+class Evil:
+    """Makes a file where it is read by a common unpickler."""
 
+    def __reduce__(self):
+        return (os.system, ("touch ran",))
+
+
+@pytest.mark.parametrize("content", [Evil(), {b"data": np.zeros((4, 3072), np.uint8)}])
+def test_a_cifar_batch_that_runs_code_or_has_no_labels_is_refused(tmp_path, content, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write_cifar(tmp_path / "data")
-    (tmp_path / "data" / "test_batch").write_bytes(pickle.dumps(Evil(), protocol=2))
-    with pytest.raises(ValueError, match="test_batch"):
+    (tmp_path / "data" / "test_batch").write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(ValueError, match="test_batch is not a python batch of CIFAR-10"):
         load_image_dataset("cifar10", tmp_path / "data")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_cifar_batch_without_labels_is_refused(tmp_path):
-    write_cifar(tmp_path / "data", labels_key=b"fine_labels")
-    with pytest.raises(ValueError, match="data_batch_1"):
-        load_image_dataset("cifar10", tmp_path / "data")
-
-
 @pytest.mark.parametrize(
-    ("spoil", "named"),
+    ("content", "named"),
     [
-        (lambda raw: b"\x00\x00\x08\x01" + raw[4:], "IDX"),
-        (lambda raw: raw[:-1], "holds"),
-        (lambda raw: raw[:6], "IDX"),
-        (lambda raw: b"", "IDX"),
+        (b"\x00\x00\x08\x01" + idx(np.zeros((2, 3, 3), np.uint8))[4:], "IDX"),
+        (idx(np.zeros((2, 3, 3), np.uint8))[:-1], "should hold .* it holds 17"),
+        (b"", "IDX"),
+        (b"no gzip file", "is not an IDX file"),
+        (b"\x1f\x8b", "is not a whole gzip file"),
+        (b"\x1f\x8b\x08\x00" + b"\x00" * 6 + b"\xff" * 40, "is not a whole gzip file"),
+        (idx(np.zeros((6, 28, 28), np.uint8)), "6 images but 7 labels"),
     ],
 )
-def test_a_spoilt_idx_file_is_refused(tmp_path, spoil, named):
-    path = tmp_path / "images"
-    path.write_bytes(spoil(idx(np.zeros((2, 3, 3), np.uint8))))
-    with pytest.raises(ValueError, match=named):
-        read_idx(path, dimensions=3)
-
-
-def test_images_and_labels_must_be_as_many(tmp_path):
+def test_a_spoilt_file_is_named(tmp_path, content, named):
     write_idx_set(tmp_path, compress=False)
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(6, np.uint8)))
-    with pytest.raises(ValueError, match="7 images but 6 labels"):
+    plain = tmp_path / "train-images-idx3-ubyte"
+    if "gzip" in named:
+        plain = plain.rename(f"{plain}.gz")
+    plain.write_bytes(content)
+    with pytest.raises(ValueError, match=named):
         load_image_dataset("mnist", tmp_path)
 
 

@@ -1,0 +1,150 @@
+"""``epsilon``, ``noise``, ``report`` and ``plot``, as a user types them: numbers with meaning."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from opacus_shuffle import compute_epsilon, compute_noise_multiplier
+from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.commands.flags import add_flags, flag
+from opacus_shuffle.commands.main import main
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+README = (pathlib.Path(__file__).parents[2] / "README.rst").read_text(encoding="utf-8")
+RUN = "--mechanism subsampled_shuffle --num-users 400 --steps 10 --sample-rate 0.1"
+SAMPLED = {"mechanism": "subsampled_shuffle", "num_users": 400, "steps": 10, "sample_rate": 0.1}
+VIT = "--mechanism shuffled_fw --num-users 50000 --steps 500 --sample-rate 0.02"
+WEIGHTS = {"mechanism": "shuffled_fw", "num_users": 50_000, "steps": 500, "sample_rate": 0.02}
+LAYERS = {"dimension": (100, 20_000, 300), "clip": 0.1, "batch_clip": 0.4}
+NOISE, SMALL = {"noise_multiplier": 5.0, "delta": 1e-5}, {"noise_multiplier": 0.27372}
+IDEAL = {**SMALL, "delta": 5e-6, "dimension": 85_800_000}
+EVERY = ["PROVED", "every data set", "adversary"]
+ESTIMATE = ["ESTIMATE", "no data set for certain", "certified for every data set: epsilon = 108"]
+
+
+def said(capsys, line: str) -> list[str]:
+    """What a command prints, line by line."""
+    assert main(line.split()) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("line", "bound", "run", "words"),
+    [
+        (f"{RUN} --noise-multiplier 5 --delta 1e-5", "certified", {**SAMPLED, **NOISE}, EVERY),
+        (f"{RUN} --noise-multiplier 5 --delta 1e-5", "pair", {**SAMPLED, **NOISE}, ["PAIR"]),
+        (f"{RUN} --noise-multiplier 5 --delta 1e-5", "published", {**SAMPLED, **NOISE}, ["PAIR"]),
+        (
+            f"{VIT} --dimension 85.8e6 --noise-multiplier 0.27372 --delta 5e-6",
+            "published",
+            {**WEIGHTS, **IDEAL},
+            [*ESTIMATE, "published (0.4983) is no upper bound here"],
+        ),
+        (
+            f"{VIT} --dimension 85.8e6 --noise-multiplier 0.27372 --delta 5e-6",
+            "pair",
+            {**WEIGHTS, **IDEAL},
+            ["PAIR", "one pair of data sets", "certified for every data set: epsilon = 108"],
+        ),
+        (
+            f"{VIT} --dimension 100,2e4,300 --clip 0.1 --batch-clip 0.4 --noise-multiplier 1 "
+            "--delta 1e-5",
+            "published",
+            {**WEIGHTS, **LAYERS, "noise_multiplier": 1.0, "delta": 1e-5},
+            ["ESTIMATE"],
+        ),
+    ],
+)
+def test_epsilon_prints_one_number_rounded_up_and_its_meaning(capsys, line, bound, run, words):
+    number, *meaning = said(capsys, f"epsilon {line} --bound {bound}")
+    exact = compute_epsilon(**run, bound=bound)
+    assert exact <= float(number) <= exact * 1.001
+    told = " ".join(meaning)
+    always = [f"{run['steps']} rounds", f"delta = {run['delta']:.4g}", "zero_out: ", f"{bound}: "]
+    for word in (*always, *words):
+        assert word in told
+    values = json.loads(*said(capsys, f"epsilon {line} --bound {bound} --json"))
+    assert values["epsilon"] == exact
+    assert values["certified_epsilon"] == compute_epsilon(**run)
+    assert values["guarantee"] == words[0] or bound == "certified"
+
+
+@pytest.mark.parametrize(
+    ("line", "bound", "run", "words"),
+    [
+        (RUN, "pair", SAMPLED, "local noise multiplier (one report's own sigma"),
+        (f"{VIT} --dimension 85.8e6", "published", WEIGHTS, "noise multiplier of the sum (sigma"),
+    ],
+)
+def test_noise_prints_one_number_that_meets_the_budget(capsys, line, bound, run, words):
+    dimension = {"dimension": 85_800_000} if run is WEIGHTS else {}
+    budget = f"--target-epsilon 0.5 --target-delta 5e-6 --bound {bound}"
+    number, *meaning = said(capsys, f"noise {line} {budget}")
+    run = {**run, **dimension, "bound": bound}
+    exact = compute_noise_multiplier(**run, target_epsilon=0.5, target_delta=5e-6)
+    assert exact <= float(number) <= exact * (1 + 1e-5)
+    assert compute_epsilon(**run, noise_multiplier=float(number), delta=5e-6) <= 0.5
+    assert words in meaning[0]
+
+
+COMMAND_LINES = [
+    " ".join(line.split()[1:])
+    for line in README.replace("\\\n", "").splitlines()
+    if line.startswith(("    opacus-shuffle epsilon ", "    opacus-shuffle noise "))
+]
+
+
+def test_the_commands_of_the_readme_find_the_numbers_that_stand_there(capsys):
+    assert len(COMMAND_LINES) == 2
+    for line in COMMAND_LINES:
+        assert f" {said(capsys, line)[0]}, " in README.replace("\n", " ")
+
+
+def test_report_prints_the_whole_ladder_and_contradicts_an_estimate(capsys):
+    numbers = f"report {RUN} --noise-multiplier 5 --delta 1e-5"
+    shown = " ".join(said(capsys, numbers))
+    for word in ("To quote", "nobody", "shuffler", "server", "PROVED", "PAIR", "10 rounds"):
+        assert word in shown
+    values = json.loads(*said(capsys, f"{numbers} --json"))
+    quoted = next(row for row in values["bounds"] if row["bound"] == values["quote"])
+    assert quoted["guarantee"] == "PROVED"
+    ideal = f"report {VIT} --dimension 85.8e6 --noise-multiplier 0.27372 --delta 5e-6"
+    shown = " ".join(" ".join(said(capsys, ideal)).split())
+    assert "the pair of data sets of 'pair' has epsilon of at least 1.8" in shown
+    assert "To quote: epsilon = 108" in shown
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_plot_writes_a_picture(capsys, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / f"ladder.{suffix}"
+    assert said(capsys, f"plot {RUN} --noise-multiplier 5 --delta 1e-5 -o {target}") == [
+        str(target)
+    ]
+    assert target.stat().st_size > 5000
+
+
+TABLE = "--mechanism shuffle_gauss --noise-multiplier 9.476 --num-users 60000 --steps 1 --delta"
+TABLE += f" {1 / 60_000}"
+
+
+def test_orders_up_to_30_give_what_the_paper_prints(capsys):
+    number, *meaning = said(capsys, f"epsilon {TABLE} --orders 2:30 --bound published")
+    assert float(number) == pytest.approx(0.228, abs=5e-4)  # SG Table 1, one round
+    assert any("certified for every data set" in line for line in meaning)
+    shown = " ".join(" ".join(said(capsys, f"report {TABLE} --orders 2:30")).split())
+    assert f"published {number}" in shown
+    assert "over the 29 Rényi orders from 2 to 30 that were asked for" in shown
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_field_of_every_mechanism_is_a_flag(name):
+    job = argparse.ArgumentParser()
+    add_flags(job, "epsilon")
+    fields = {flag(field.name) for field in dataclasses.fields(MECHANISMS[name])}
+    assert fields <= set(job._option_string_actions)
