@@ -1,4 +1,4 @@
-"""What ``shuffle_weights=True`` adds to ``make_private``: processor time and memory, against a step of plain training.
+"""What ``make_private`` and its check of networks take, against a step of plain training.
 
 ``python benchmarks/attach.py [--batch 8]``: BERT-base on texts of 128 tokens and ViT-B/16, one
 thread; each figure comes from a fresh process. The yardstick is one step (forward, backward, SGD

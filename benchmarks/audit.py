@@ -1,4 +1,6 @@
-"""What audits find of weight shuffling, over many seeds: ``python benchmarks/audit.py [--section NAME] [--seeds N]``.
+"""What audits find of weight shuffling, over many seeds.
+
+Run ``python benchmarks/audit.py [--section NAME] [--seeds N]``.
 
 Every number is a lower bound on ε at 95 % confidence beside what is claimed. Sections:
 ``published`` (WS's own settings, two pairs of gradients that meet every condition of its Theorem
@@ -142,7 +144,7 @@ def users(seeds: int) -> None:
 
 
 def utility(seeds: int) -> None:
-    """Accuracy after ten epochs of a small network, the weights moved at every step or not at all."""
+    """Trains a small network for ten epochs, with moved weights or without: its accuracy."""
     train_set, test_set = load_image_dataset("mnist-5k", None)
     size = train_set.tensors[0][0].numel()
     print(
@@ -186,10 +188,8 @@ def utility(seeds: int) -> None:
             for v in found.values()
         )
         sigma = optimizer.noise_multiplier
-        print(
-            f"{f'c-prime = {batch_clip:g} c, sigma {sigma:.3g}, certified {certified:.3g}':<44}{cells}",
-            flush=True,
-        )
+        setting = f"c-prime = {batch_clip:g} c, sigma {sigma:.3g}, certified {certified:.3g}"
+        print(f"{setting:<44}{cells}", flush=True)
 
 
 SECTIONS = {

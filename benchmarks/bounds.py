@@ -1,4 +1,4 @@
-"""Every bound's ε, time and memory at the papers' settings, against Opacus's PRV accountant on the central mechanism.
+"""Every bound's ε, time and memory at the papers' settings, against Opacus's PRV accountant.
 
 ``python benchmarks/bounds.py``: each figure comes from a fresh process with cold caches; time and
 memory are those of the one call, after the imports. The yardsticks are Opacus's ``PRVAccountant``

@@ -1,4 +1,6 @@
-"""Time to shuffle rows and columns against a plain copy of the same bytes: ``python benchmarks/gather.py [--device cuda]``.
+"""Time to shuffle rows and columns against a plain copy of the same bytes.
+
+Run ``python benchmarks/gather.py [--device cuda]``.
 
 Every table comes from one process whose methods take turns; a figure is the median of its runs,
 also in multiples of ``out.copy_(w)`` into memory that is there already. "Appendix E" is the
@@ -16,8 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from opacus_shuffle.permutation.moving.gather import gather_
-from opacus_shuffle.permutation.moving.moves import Move
+from opacus_shuffle.permutation.moving.gather import Move, gather_
 
 Shape = tuple[int, ...]
 Axes = tuple[str | None, str | None]
@@ -105,7 +106,7 @@ MODELS: dict[str, list[tuple[Shape, Axes]]] = {
 
 
 def plan(shapes: list[tuple[Shape, Axes]], tensors: list[torch.Tensor]) -> list[Move]:
-    """The moves of these tensors, several for each shape in turn, that share the index of each permutation."""
+    """Returns moves of these tensors that share the index of each permutation."""
     indices: dict[str, torch.Tensor] = {}
 
     def index(name: str | None, size: int, device: torch.device) -> torch.Tensor | None:

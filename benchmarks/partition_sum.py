@@ -1,4 +1,4 @@
-"""Algorithm 1 of Liew and Takahashi (SG): the sum over integer partitions that ``opacus_shuffle.analysis.mean_ratio`` replaces.
+"""Algorithm 1 of Liew and Takahashi (SG): a sum over partitions, which ``mean_ratio`` replaces.
 
 Exponential in the order: p(30) = 5,604 partitions, p(100) = 190,569,292, p(2000) about 5e45. The
 tests use it as an oracle, the benchmark as the baseline.
@@ -29,7 +29,10 @@ def partitions(total: int, largest: int | None = None) -> Iterator[tuple[int, ..
 
 
 def shuffle_gauss_rdp(*, order: int, num_users: int, noise_multiplier: float) -> float:
-    """SG Theorem 1 by Algorithm 1, whose print lacks the 2σ² under Σk² and the log(·)/(λ − 1) of its answer."""
+    """Computes SG Theorem 1 by Algorithm 1.
+
+    Its print lacks the 2σ² under Σk² and the log(·)/(λ − 1) of its answer.
+    """
     logs = []
     for parts in partitions(order):
         if len(parts) > num_users:

@@ -1,4 +1,4 @@
-"""Sums by secret check-in beside two published protocols, at their numbers of users, rounds and records per round.
+"""Sums by secret check-in beside two published protocols, at their numbers of users and rounds.
 
 Run ``python benchmarks/peers.py``, about two minutes. Noise is the standard deviation on one
 coordinate of a round's sum, over the clipping norm (of a sum of everyone: scaled to as many records
@@ -33,7 +33,10 @@ DELTA = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class SkellamMixture:
-    """The setting of the paper's example; ``clipping`` is c, in units of 1/``scale`` squared, ``poisson_mean`` m."""
+    """The setting of the paper's example.
+
+    ``clipping`` is c, in units of 1/``scale`` squared, ``poisson_mean`` m.
+    """
 
     num_users: int = 60_000
     sampled: int = 240
@@ -87,7 +90,7 @@ def ours(*, num_users: int, sampled: int, steps: int, dimension: int, epsilon: f
     ).rows
     for row in rows:
         if row.trusted in ("the shuffler", "the server"):
-            bits, noise = row.round.bits_per_coordinate, row.noise_of_sum * sampled / row.reports
+            bits, noise = row.round.bits_per_coordinate, row.noise_of_mean * sampled
             show(
                 row.mechanism if row is not rows[-1] else "DP-SGD",
                 noise,

@@ -1,4 +1,4 @@
-r"""Our sums beside the distributed discrete Gaussian and the Skellam mechanism, under secure aggregation, at the same ε.
+r"""Our sums beside the distributed discrete Gaussian and Skellam mechanisms, at the same ε.
 
 Run ``python benchmarks/secure_sums.py``, some 15 seconds; nothing is trained or drawn. A secure
 aggregation shows the server no more than the sum of all clients' whole numbers modulo 2^bits. Sums
@@ -30,9 +30,11 @@ times the central Gaussian's variance. A plot in that folder's first version
 to 5; with 12 and 14 bits it lies above what the program gives.
 
 >>> check = Setting(clients=1000, dimension=256, rounds=1, epsilon=4.0)
->>> [round((1 + excess(each, check, bits=12, deviations=2)) ** 2, 2) for each in (discrete_gaussian, skellam)]
+>>> few = {"bits": 12, "deviations": 2}
+>>> [round((1 + excess(way, check, **few)) ** 2, 2) for way in (discrete_gaussian, skellam)]
 [3.19, 2.33]
->>> round((1 + excess(discrete_gaussian, dataclasses.replace(check, epsilon=2.0), bits=18, deviations=2)) ** 2, 2)
+>>> two = dataclasses.replace(check, epsilon=2.0)
+>>> round((1 + excess(discrete_gaussian, two, bits=18, deviations=2)) ** 2, 2)
 1.16
 
 Excess is the standard deviation of a coordinate of the sum, noise and rounding at its worst, over
@@ -41,7 +43,8 @@ coordinates, if they are normal) and the bias of rounding again. It shows what i
 good a noise is: the papers count rounding as a longer vector, we as noise, so that their steps must
 be far below 2c/√d; and the conversion by itself costs them this, whatever the bits:
 
->>> [round(100 * excess(skellam, dataclasses.replace(check, epsilon=each), bits=40), 1) for each in (1.0, 4.0)]
+>>> settings = [dataclasses.replace(check, epsilon=epsilon) for epsilon in (1.0, 4.0)]
+>>> [round(100 * excess(skellam, setting, bits=40), 1) for setting in settings]
 [8.4, 7.1]
 
 Our ε is that of :func:`opacus_shuffle.compute_epsilon`. "At 0.3, 0.1, 0.04" are bits for these
@@ -72,7 +75,10 @@ WHOLE_ORDERS = np.unique(np.geomspace(2, 1e5, 3000).round())
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is compared: n clients in each of T rounds, d coordinates, (ε, δ) of all rounds. Lengths are in units of c."""
+    """What is compared: n clients in each of T rounds, d coordinates, (ε, δ) of all rounds.
+
+    Lengths are in units of c.
+    """
 
     clients: int
     dimension: int
@@ -99,7 +105,7 @@ def rounded_norm(step: float, dimension: int) -> float:
 
 
 def discrete_gaussian(noise: float, step: float, setting: Setting) -> Divergences:
-    """Orders, and one round's divergences, where the sum's noise has this standard deviation (√n·σ, at most)."""
+    """Returns orders and one round's divergences at this standard deviation of the sum's noise."""
     terms, local = np.arange(1, setting.clients), noise / math.sqrt(setting.clients) / step
     tau = 10 * float(np.exp(-2 * (math.pi * local) ** 2 * terms / (terms + 1)).sum())
     move = rounded_norm(step, setting.dimension) / noise
@@ -120,7 +126,7 @@ def skellam(noise: float, step: float, setting: Setting) -> Divergences:
 def epsilon_of(divergences: Divergences, rounds: int) -> float:
     """ε at δ of so many rounds.
 
-    >>> round(epsilon_of((ORDERS, ORDERS / 2), 1), 3)  # a multiplier of 1; the Gaussian mechanism has 4.377
+    >>> round(epsilon_of((ORDERS, ORDERS / 2), 1), 3)  # a multiplier of 1; the truth is 4.377
     4.728
     """
     orders, each = divergences
@@ -147,7 +153,10 @@ def calibrated(mechanism: Mechanism, step: float, setting: Setting) -> float:
 def excess(
     mechanism: Mechanism, setting: Setting, *, bits: float, deviations: float = DEVIATIONS
 ) -> float:
-    """By what share the deviation of a coordinate exceeds the central Gaussian's; infinite where no step fits the modulus."""
+    """Returns by what share a coordinate's deviation exceeds the central Gaussian's.
+
+    It is infinite where no step fits the modulus.
+    """
 
     def deviation(step: float) -> float:
         return math.hypot(
@@ -172,7 +181,10 @@ def excess(
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """Our sums: bits of the modulus, of that for noise alone, of one that is never exceeded; the excess, and the proved ε."""
+    """Describes our sums: bits of three moduli, the excess, and the proved ε.
+
+    The moduli are ours, that for noise alone, and one that is never exceeded.
+    """
 
     bits: int
     noise_bits: int
@@ -229,7 +241,8 @@ def main() -> None:
             end="",
         )
         print(
-            f"{'discrete Gaussian':17}{show([excess(discrete_gaussian, setting, bits=each) for each in BITS])}"
+            f"{'discrete Gaussian':17}"
+            f"{show([excess(discrete_gaussian, setting, bits=bits) for bits in BITS])}"
         )
         print(
             f"{'Skellam':>30}{'':10}{show([excess(skellam, setting, bits=each) for each in BITS])}"

@@ -27,7 +27,7 @@ import opacus_shuffle
 
 
 def stepper(engine: Any, mode: str) -> Callable[[], float]:
-    """Private training with an engine: a function that takes one step, and gives its seconds per record."""
+    """Sets up private training; the function returned takes a step and gives seconds per record."""
     torch.manual_seed(0)
     network, criterion = (
         nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)),

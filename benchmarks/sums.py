@@ -1,4 +1,4 @@
-"""What a step with shuffled sums takes, as a ratio of stock Opacus's noise step on the same per-sample gradients.
+"""What a step with shuffled sums takes, as a ratio of stock Opacus's on the same gradients.
 
 Run ``python benchmarks/sums.py [--records 1 8 32]``. One layer of a million parameters, secret
 check-in of 4000 users, one thread: Opacus's optimizer and ours take their ``pre_step`` (clip, sum,
@@ -26,7 +26,7 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
 def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]:
-    """Gives a function that clips, sums and noises these per-sample gradients once, and tells its seconds."""
+    """Gives a function that clips, sums and noises these gradients once, and tells its seconds."""
     records, parameters = samples.shape
     model = GradSampleModule(torch.nn.Linear(parameters, 1, bias=False))
     weights = next(model.parameters())

@@ -1,4 +1,4 @@
-"""What weight shuffling adds to a step of private training, and to finding and drawing permutations.
+"""What weight shuffling adds to a step of private training, and what drawing permutations takes.
 
 Run ``python benchmarks/weight_shuffling.py [--device cuda] [--batch 64] [--steps 8]``. For a small
 ViT and a BERT it takes steps of ``make_private`` training (AdamW, hooks) in both modes and prints
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import opacus_shuffle
 from opacus_shuffle.permutation import find_permutations
-from opacus_shuffle.permutation.moving import torch_moves
+from opacus_shuffle.permutation.moving import gather
 
 
 class Records(Dataset):
@@ -189,7 +189,7 @@ def measure(
     wait = run.wait
     # On a GPU the call returns when all is launched; on a CPU it moves nothing here.
     with (
-        mock.patch.object(torch_moves, "execute")
+        mock.patch.object(gather, "execute_with_torch")
         if options.device == "cpu"
         else contextlib.nullcontext()
     ):

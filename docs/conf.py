@@ -1,4 +1,7 @@
-"""How Sphinx builds the documentation. Its source is the whole repository, so that links of pages lead on as they do there."""
+"""How Sphinx builds the documentation.
+
+Its source is the whole repository, so that links of pages lead on as they do there.
+"""
 
 from __future__ import annotations
 

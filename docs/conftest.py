@@ -1,4 +1,4 @@
-"""What a page registers is forgotten after it, so that no test meets the mechanism of an example."""
+"""What a page registers is forgotten after it: no test meets the mechanism of an example."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one core each, and for the processes 
 
 
 def pytest_collection_finish() -> None:
-    """Spares the tests what all modules hold: a collection of garbage, which some tests ask for, then takes no half second."""
+    """Spares collections of garbage what all modules hold: then they take no half second."""
     gc.collect()
     gc.freeze()
 
@@ -35,5 +35,5 @@ def reference() -> dict[str, Any]:
 
 @pytest.fixture
 def toy() -> dict[str, Any]:
-    """A tiny network, its optimizer and a loader of 24 records in batches of 6, as keyword arguments of make_private."""
+    """A tiny network, its optimizer and a loader of 24 records, as keywords of make_private."""
     return make_toy()

@@ -1,4 +1,4 @@
-"""Every notebook has a text without outputs beside it, for reading changes; ``pytest tutorials`` runs the notebooks."""
+"""Every notebook has a text without outputs beside it; ``pytest tutorials`` runs the notebooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_text_has_its_notebook():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_and_text_have_the_same_cells(path):
-    """If this fails, run ``jupytext --sync`` on the notebook, then ``pytest --overwrite`` on it for its outputs."""
+    """If this fails, run ``jupytext --sync`` on the notebook, then ``pytest --overwrite`` on it."""
     text = jupytext.read(TUTORIALS / "text" / f"{path.stem}.py")
     notebook = jupytext.read(path)
     assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [

@@ -1,4 +1,4 @@
-"""The pages about the papers name functions, tests and files that there are, and leave out no numbered statement."""
+"""Pages about papers name functions and files that there are, and every numbered statement."""
 
 from __future__ import annotations
 

@@ -31,10 +31,11 @@ from opacus_shuffle.analysis import (
     subsampling,
 )
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound
-from opacus_shuffle.sco.acceleration import accelerated_step_sizes
+from opacus_shuffle.sco.accelerated_sgd import accelerated_step_sizes
 
 sys.path.append("../reproduction")
 import printed_formulas
+from weight_shuffling_figures import noise_std
 
 plt.style.use("figures.mplstyle")
 
@@ -166,7 +167,7 @@ assert negative < 0
 
 # %%
 d, epsilon = 85_800_000, 0.197617
-sigma = fenton_wilkinson.compute_noise_std(epsilon=epsilon, delta=2.5e-7, dimension=d)
+sigma = noise_std(epsilon, 2.5e-7, d)
 print(f"sigma = {sigma:.5f}")
 assert f"{sigma:.5f}" == "0.27372"
 claimed = float(fenton_wilkinson.compute_delta(epsilon=epsilon, noise_std=sigma, dimension=d))
