@@ -193,8 +193,9 @@ def test_practical_steps_find_less_loss_by_the_same_messages_and_claim_no_bound(
             for estimates in (practical, proved)
         ]
     )
-    error = math.sqrt(losses.var(dim=1).sum() / 6)
-    assert losses[0].mean() + 4 * error < losses[1].mean()
+    # Both ways draw alike from a seed, so that their difference varies less than either.
+    gained = losses[1] - losses[0]
+    assert gained.mean() > 3 * gained.std() / math.sqrt(6)
 
 
 @pytest.mark.parametrize(("smoothness", "first"), [(None, None), (50.0, 1 / 50)])

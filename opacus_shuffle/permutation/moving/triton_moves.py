@@ -36,7 +36,7 @@ from opacus_shuffle.permutation.moving.torch_moves import Move, execute_with_tor
 STAGED_BYTES = 2**16
 """On-chip memory that a program takes at most; less on cards that have less."""
 
-STAGED_WORDS = 2**14
+STAGED_WORDS = 2**13
 """Words that a program permutes on chip at most."""
 
 _SMALLEST_BLOCK = 64
@@ -202,7 +202,8 @@ def constants_of(mode: str, width: int, *, aligned: bool) -> dict[str, Any]:
     if mode != "whole" and width > _SMALLEST_BLOCK:
         block = _WIDE_BLOCK
     rows = min(64, max(4, _TILE_WORDS // block))
-    warps = max(8, block // 512)
+    # Words that are gathered one by one take more registers: half as many words a thread.
+    warps = 16 if mode == "words" else max(8, block // 512)
     return {"ROWS": rows, "BLOCK": block, "MODE": mode, "ALIGNED": aligned, "num_warps": warps}
 
 
