@@ -24,6 +24,7 @@ from opacus.utils.fast_gradient_clipping_utils import (
 from opacus.utils.module_utils import trainable_parameters
 from torch import nn
 
+from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.core.opacus_compat import (
     expect_backward,
     forget_pass,
@@ -51,6 +52,8 @@ class GhostPasses:
 
     compared: bool = False
     """Whether a batch was summed in both ways, see :meth:`compare`."""
+    raises_norms: bool = False
+    """Whether norms are raised by what rounding may take from them; Opacus's own are not."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -83,7 +86,8 @@ class GhostPasses:
         seen, output = layer.activations[-1][0], self._precisely(layer, output)  # type: ignore[index]
         hook = GradSampleHooksFastGradientClipping.capture_backprops_hook
         hook(self.module, layer, inputs, output, **keywords)
-        if type(layer) is nn.Linear and output[0].dim() == 3 and not self.module.force_functorch:
+        summed = type(layer) is nn.Linear and output[0].dim() == 3
+        if self.raises_norms and summed and not self.module.force_functorch:
             records, rows = (0, 1) if self.module.batch_first else (1, 0)
             mean = keywords["loss_reduction"] == "mean"  # then Opacus takes norms of n times these
             scale = output[0].shape[records] if mean else 1
@@ -234,7 +238,8 @@ class GhostLoss(DPTensorFastGradientClipping):
     def backward(self, **keywords: Any) -> None:
         """Clips every record's gradient in two backward passes.
 
-        They are Opacus's, bit for bit, where all is finite.
+        With Opacus's own accountants they are Opacus's, bit for bit, where all is finite. With
+        those of this package no norm is below the gradient's because of rounding.
 
         Raises:
             ValueError: If the losses are not one per record, or a parameter has no gradient per
@@ -249,6 +254,7 @@ class GhostLoss(DPTensorFastGradientClipping):
         passes = watch_passes(module)
         passes.check(losses)
         passes.end()
+        passes.raises_norms = isinstance(optimizer.accountant, ShuffleAccountant)
         forget_pass(module, norms_only=True)
         done = False
         try:

@@ -55,6 +55,9 @@ NETWORKS = {
         nn.Linear(48, 2),
     ),
     "words": lambda: nn.Sequential(Tokens(), nn.Embedding(7, 4), nn.Flatten(), nn.Linear(64, 2)),
+    "rows": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 4)), nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(20, 2)
+    ),
     "sequences": lambda: nn.Sequential(
         nn.Unflatten(1, (4, 4)), DPLSTM(4, 5, batch_first=True), Last(), nn.Linear(5, 2)
     ),
@@ -171,6 +174,7 @@ RUNS = [
     {"poisson_sampling": False, "loader": {"shuffle": True}, "mode": "ew"},
     {"mode": "functorch", "batch_size": 20, "network": "pictures"},
     {"mode": "ghost", "batch_size": 20, "optimizer": "AdamW", "wrap_model": False},
+    {"mode": "ghost", "batch_size": 20, "network": "rows"},
     {"clipping": "per_layer", "batch_size": 20, "network": "sequences"},
     {"clipping": "adaptive", "batch_size": 20, "optimizer": "groups"},
     {"generators": True, "loss_reduction": "sum"},
