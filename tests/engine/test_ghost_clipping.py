@@ -147,6 +147,22 @@ def test_a_record_of_long_rows_whose_gradient_cancels_is_clipped(reduction):
         assert norm_of_sums(run) <= 1 + 1e-4
 
 
+def test_parameters_of_the_network_itself_are_trained_beside_its_layers():
+    """As those of adapters are: Opacus computes their gradients by functorch, on a copy."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.low = nn.Linear(5, 3), nn.Parameter(torch.zeros(5, 3))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.low
+
+    run = private(module=Adapted()).train()
+    assert run.accounted == 1
+    assert run.network.low.any()
+
+
 @pytest.mark.parametrize("which", [1, 2])
 def test_after_an_exception_in_a_backward_pass_the_next_batch_is_clipped_by_its_own_norms(which):
     run, passes = private(), []

@@ -287,6 +287,15 @@ def test_forked_processes_that_train_on_have_parted_draw_their_own_noise_and_own
     name, tmp_path
 ):
     run = private(name).train()
+    with run.split(2) as parts:
+        rest = (part for part in parts if len(part[0]))
+        run.step(next(rest))
+
+        def step_on_the_rest():  # of a batch that the parent will release
+            with pytest.raises(ValueError, match=r"no fresh batch|drawn before the last one"):
+                run.step(next(rest))
+
+        assert status(forked(step_on_the_rest)) == 0
     run.optimizer.zero_grad()
     run.backward(next(iter(run.loader)))
 

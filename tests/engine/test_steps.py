@@ -381,6 +381,15 @@ def test_a_sum_that_was_clipped_to_another_norm_than_its_noise_is_made_for_is_re
     assert run.accounted == 0
 
 
+@pytest.mark.parametrize("name", ["shuffled_checkin", "rdp"])
+def test_a_sum_is_divided_by_no_number_that_follows_the_batch(name):
+    run = Run(name)
+    x, y = run.batch()
+    with run.refused("expected_batch_size is .* a divisor that follows the batch", goes_on=False):
+        run.optimizer.expected_batch_size = len(x) + 1
+        run.step((x, y))
+
+
 # ---- what is trained ------------------------------------------------------------------------
 
 

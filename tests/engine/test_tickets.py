@@ -403,11 +403,13 @@ def test_opacus_s_accountants_warn_of_fewer_gradients_as_opacus_s_own_tests_have
         shuffled.step([part[2:] for part in shuffled.batch(5)])
 
 
-def test_the_rows_of_two_halves_do_not_count_as_one_another_s():
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_the_rows_of_two_halves_do_not_count_as_one_another_s(by_layers):
     """Opacus adds the rows of two passes, and clips them as one record's."""
-    run = Run("shuffled_sums", records=12, batch_size=12)
+    run = Run("shuffled_sums", records=12, batch_size=12, poisson_sampling=False)
+    called = nn.Sequential(*run.network) if by_layers else run.model
     x, y = run.batch()
-    halves = [run.criterion(run.model(x[half]), y[half]) for half in (slice(6), slice(6, 12))]
+    halves = [run.criterion(called(x[half]), y[half]) for half in (slice(6), slice(6, 12))]
     with run.refused("gradients of 6 records, this batch has 12"):
         sum(halves).backward()
         run.optimizer.step()
