@@ -127,7 +127,7 @@ def step_budget(
 ) -> tuple[float, float]:
     """Returns the (ε_s, δ_s) that each of ``steps`` equal steps may spend before sampling.
 
-    It is that of WS section V-B.
+    The formula is that of WS section V-B.
 
     Args:
         epsilon: ε > 0 of the run.

@@ -1,6 +1,6 @@
 r"""Covers integer sums under binomial noise.
 
-It covers one coordinate by its exact hockey stick, many by one Gaussian mechanism.
+One coordinate is covered by its exact hockey stick, many are by one Gaussian mechanism.
 
 User i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the
 analyzer sees every coordinate's sum plus Bin(m, p). Proved for every data set in
@@ -42,8 +42,8 @@ from opacus_shuffle.core.validation import integer, open_unit_interval
 RELATIVE_ERROR = 1e-9
 """Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more.
 
-Above the error of SciPy's binomial distribution (against 50 digits: 5e-11 at m = 2^30, 6e-9 at
-2^40, 1e-7 at 2^50).
+That is above the error of SciPy's binomial distribution (against 50 digits: 5e-11 at m = 2^30, 6e-9
+at 2^40, 1e-7 at 2^50).
 """
 
 MOST_TRIALS = 2**50
@@ -95,7 +95,7 @@ class BinomialNoise:
 class GaussianBound(NamedTuple):
     """c of Lemma 2.2, rounded up (``inf`` where the noise has no room for the shift).
 
-    Beside it stands what a coordinate adds to δ.
+    The second field is what each coordinate adds to δ.
     """
 
     slope: float
@@ -105,7 +105,7 @@ class GaussianBound(NamedTuple):
 def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
     """Returns the exact δ(ε) in [0, 1] of one coordinate that moves by ``shift``, rounded up.
 
-    It is that of the larger direction.
+    Of the two directions the larger value counts.
 
     Args:
         noise: The binomial noise.
@@ -215,7 +215,7 @@ def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
 def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high: int) -> int:
     """Returns the least whole number from ``low`` on from which on a condition holds.
 
-    It is ``high`` if it does not before.
+    If the condition does not hold before ``high``, that is returned.
     """
     low -= 1
     while high - low > 1:  # many places at a time, as SciPy takes as long for one
@@ -244,9 +244,9 @@ Rounds = Sequence[tuple[BinomialSum, int]]
 
 
 def gaussian_equivalent(binomial_sum: BinomialSum, *, lost: float) -> tuple[float, float]:
-    """Returns (μ, lost) of one round.
+    """Returns (μ, lost): the round is a μ-Gaussian mechanism, but for a probability ``lost``.
 
-    It is a μ-Gaussian mechanism but for that probability, which is at most the one given.
+    That probability is at most the one given.
     """
     bound = gaussian_bound(
         binomial_sum.noise,

@@ -30,7 +30,7 @@ from opacus_shuffle.core.validation import renyi_orders
 RELATIVE_ERROR = 1e-9
 """Every ε is enlarged by this fraction.
 
-Above the numerical error of the RDP (1e-10), so the ε shown is never too small.
+That is above the numerical error of the RDP (1e-10), so the ε shown is never too small.
 """
 
 _LOW_ORDERS = 1 + np.exp2(-np.arange(20, 0, -0.25))

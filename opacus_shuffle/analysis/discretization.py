@@ -105,9 +105,9 @@ def mean_of_atoms(
 
 
 def atoms_above(masses: Vector, moments: Vector, cuts: Vector) -> tuple[Vector, float]:
-    """Returns atoms at the cuts.
+    """Returns atoms at the cuts, and the part of the mean that is left at infinity.
 
-    From cells [cuts₀, cuts₁), …, [cuts_k, ∞), and the part of the mean that is left at infinity.
+    The cells are [cuts₀, cuts₁), …, [cuts_k, ∞).
 
     What lies below cuts₀ is moved up to it: above in increasing convex order, and in convex order
     if there is nothing.

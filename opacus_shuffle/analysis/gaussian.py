@@ -1,6 +1,6 @@
 r"""Computes ε of the Gaussian mechanism with no shuffler.
 
-It is what every record keeps, whatever the other records are.
+Every record has this guarantee, whatever the other records are.
 
 T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with μ =
 Δ·sqrt(Σ 1/σ_t²), whose curve is δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). Shuffling the reports is
@@ -28,7 +28,7 @@ _SMALL, _LARGE, _LARGEST = 1e-4, 1e7, 1e150
 RELATIVE_ERROR = 1e-8
 """Every ε is enlarged by this fraction.
 
-Above what the difference of two normal tails loses, at δ down to 1e-300.
+That is above what the difference of two normal tails loses, at δ down to 1e-300.
 """
 
 

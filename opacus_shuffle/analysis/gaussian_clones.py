@@ -62,9 +62,9 @@ MOST_USERS = 10**9
 _GROUP_BITS = 7
 """Pool sizes are rounded down to this many significant bits: by 0.6 % on average, 0.3 % in ε."""
 _FEW_KINDS, _FEWER_BITS, _COARSER = 4, 5, 0.06
-"""For histories with more kinds of rounds, coarser groups and grids.
+"""Histories with more kinds of rounds have coarser groups and grids.
 
-Rounded up as ever, by about 1 % of ε more.
+They are rounded up as ever, by about 1 % of ε more.
 """
 
 
@@ -103,9 +103,9 @@ def compute_epsilon(
 def smallest_epsilon(
     rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 ) -> tuple[float, Clones | None]:
-    """Returns the smaller ε of both proofs, and which it is by.
+    """Returns the smaller ε of both proofs, and which proof gives it.
 
-    It is by None where neither gains anything from shuffling.
+    The proof is None where neither gains anything from shuffling.
 
     The proof that promises less from afar is left out, half of the work, unless its promise is
     below what the other one found.
@@ -129,9 +129,9 @@ def smallest_epsilon(
 def rough_epsilon(
     rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended"
 ) -> float:
-    """Returns about what :func:`compute_epsilon` does, in milliseconds.
+    """Returns an estimate of what :func:`compute_epsilon` returns, in milliseconds.
 
-    It is no bound, but where to look.
+    It is no bound: searches begin there.
     """
     merged, distance = coarsen(merge(rounds), "upper"), Adjacency(adjacency).distance
     return _gaussian_fixed_point(
@@ -221,9 +221,9 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
 
 
 def _slack(rounds: Merged, margin: float, clones: Clones, delta: float) -> tuple[float, float]:
-    """Returns what all rounds add to δ.
+    """Returns what all rounds add to δ: a number, and another one that e^ε multiplies.
 
-    They are a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13, 9.2).
+    See 1.4, 1.6, 1.8, 1.12, 1.13 and 9.2 of the proofs.
     """
     missing = float(ndtr(-margin))
     if clones == "mended":
@@ -252,7 +252,7 @@ def _best_margin(
 ) -> tuple[float, float]:
     """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian.
 
-    Beside it stands about the ε that it gives.
+    The second number is an estimate of the ε that it gives.
     """
 
     def epsilon(margin: float) -> float:
@@ -344,7 +344,7 @@ def _pools(
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
     """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]).
 
-    Users are 0 for what is lost.
+    For what is lost, users is 0.
     """
     n, gamma = kind.num_users, kind.sample_rate
     chance, trials = probability, n - 1
@@ -400,9 +400,9 @@ def _membership(
     weights: Vector,
     budget: float,
 ) -> tuple[Vector, Vector, Vector]:
-    """Returns π given the pool's size.
+    """Returns π given the pool's size: its mean, and its range over what else is revealed.
 
-    These are its mean and its range over what else is revealed (1.10, 1.11).
+    See 1.10 and 1.11 of the proofs.
     """
 
     def ratio(above: Vector | Counts, below: Vector) -> Vector:
@@ -420,7 +420,7 @@ def _membership(
 
 
 def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
-    """Returns numbers beyond which a binomial lies with ``probability`` on either side."""
+    """Returns numbers outside which a binomial lies with at most ``probability`` a side."""
     if probability > 1e-12:
         return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(
             probability, trials, chance

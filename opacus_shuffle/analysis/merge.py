@@ -1,6 +1,6 @@
 r"""Counts equal rounds together, and joins different ones.
 
-Many different ones into few, each counted as the worst of those it stands for.
+Many different ones become few, each counted as the worst of those that it stands for.
 
 >>> merge([("loud", 2), ("quiet", 1), ("loud", 3)])
 (('loud', 5), ('quiet', 1))
@@ -96,7 +96,7 @@ def joined(
 def _rounded_up(rows: Vector, whole: slice) -> Vector:
     """Rounds numbers up to a grid of powers until few rows are different.
 
-    They are never above the largest.
+    No number rises above the largest one.
     """
     rounded, fine = rows, _FINE
     while len(np.unique(rounded, axis=0)) > _MANY:

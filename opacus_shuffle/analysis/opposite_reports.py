@@ -43,16 +43,16 @@ from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution
 _RESOLUTION, _COARSER = 0.05, 0.06
 """Grid step in standard deviations of the mean.
 
-Below σ = 2, where reports have long tails, the coarser one.
+The coarser one is for σ below 2, where reports have long tails.
 """
 _WIDENING = 3.0
 """Beyond this many standard deviations the grid's steps grow with the distance."""
 _STEP, _GROWTH = 0.05, 8.0
 """The curve's step in standard deviations of log R, and beyond how many of them it grows."""
 _SLOPES, _MORE_SLOPES = (1.0, 2.0), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
-"""Which ε the slopes θ = tanh(ε/2) are made for.
+"""The ε that the slopes θ = tanh(ε/2) are made for, over a power of two.
 
-Times a power of two between 2 and 4 standard deviations of log R.
+The power is between 2 and 4 standard deviations of log R.
 
 That power is the same for many numbers of users, which share what their slopes need. Fewer users
 have more slopes.
@@ -74,7 +74,7 @@ def opposite_reports(
 ) -> RatioDistribution:
     """Returns a distribution of R whose hockey sticks are above those of the round.
 
-    They are above these times ``factor``, in both directions.
+    They are multiplied by ``factor``, and both directions are covered.
 
     Args:
         noise_multiplier: Local σ.
@@ -131,7 +131,7 @@ def _mean(
 ) -> tuple[Atoms, float]:
     """Returns atoms above the mean of ``users`` copies of W_θ in increasing convex order.
 
-    Beside them stands its part at infinity.
+    The second value is the part of that mean at infinity.
     """
     if users == 1:
         return _one_report(sigma, slope, tail, resolution)

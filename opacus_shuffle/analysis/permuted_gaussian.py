@@ -32,7 +32,7 @@ from opacus_shuffle.core.validation import open_unit_interval
 def pair_epsilon(steps: Rounds, *, delta: float) -> tuple[float, float]:
     """Returns a lower and an upper value of the pair's ε at δ, in the larger direction.
 
-    It is that after all steps.
+    It is the ε after all steps.
 
     Args:
         steps: Kinds of steps, each with its number of repetitions, at least 1: ``noise_multiplier``

@@ -46,7 +46,7 @@ _WINDOW = 30.0
 _WIDEST = 700.0
 """No step is wider: its exponential would overflow.
 
-So much is lost that shuffling counts for nothing.
+Where one would be, so much is lost that shuffling counts for nothing.
 """
 _COARSER = (1.0, 4.0)
 """How much wider the grid's steps become where the first ones need too long a window."""
@@ -186,7 +186,7 @@ def _smallest_epsilon(
 ) -> float:
     """Returns where log δ(ε) meets log δ.
 
-    It is on the safe side and enlarged, or (``"lower"``) on either side and reduced.
+    An upper value is on the safe side and enlarged, a lower one is reduced.
     """
     sign = 1.0 if side == "upper" else -1.0
 
@@ -219,7 +219,7 @@ def _smallest_epsilon(
 class _OnGrid:
     """Probabilities of log R, or of a loss, at (first + i)·step.
 
-    Beside them stand what lies at R = 0, and (moved, or the loss) at infinity.
+    Two more numbers say what lies at R = 0, and what is at infinity (moved there, or the loss).
     """
 
     first: int

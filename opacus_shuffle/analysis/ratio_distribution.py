@@ -82,7 +82,7 @@ class RatioDistribution:
     def clipped(self, budget: float, side: Side) -> RatioDistribution:
         """Moves away the outermost atoms, up to a probability of ``budget`` at either end.
 
-        This is so that few decades are left (6.5).
+        Then few decades are left (6.5).
 
         Upper: to R = 0 and to infinity, the next atom inside taking what keeps the mean. Lower:
         left out.
@@ -200,7 +200,7 @@ def _distribution(
 
 
 def _scale(sigma: float, rate: float, users: int) -> float:
-    """Returns standard deviation of log R, were it lognormal with R's variance γ(e^u − 1)/n.
+    """Returns the deviation of log R, were it lognormal with R's variance γ(e^u − 1)/n.
 
     It is exact for n = 1.
     """

@@ -187,7 +187,7 @@ def largest_mu(
 ) -> float:
     """Returns the largest μ of each of ``rounds`` rounds that are (ε, δ)-DP together.
 
-    It is rounded down, to 1e-6.
+    It is rounded down, by at most a millionth.
 
     Args:
         epsilon: ε > 0 of all rounds.

@@ -42,7 +42,7 @@ from opacus_shuffle.core.validation import open_unit_interval
 MOST_KINDS, MOST_SHUFFLED_KINDS = 40, 10
 """Histories with more different rounds are computed as so few kinds, on the safe side.
 
-The latter where one takes long.
+The second number is for bounds of which each kind takes long.
 """
 
 
@@ -88,7 +88,7 @@ Merged = tuple[tuple[ShuffledRound, int], ...]
 def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
     """Returns a lower and an upper value of the pair's ε at δ, in the larger direction.
 
-    It is that after all rounds.
+    It is the ε after all rounds.
 
     Args:
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
@@ -112,9 +112,9 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
 
 
 def rough_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns about what :func:`pair_epsilon` does, as if log R were Gaussian.
+    """Returns an estimate of what :func:`pair_epsilon` returns, as if log R were Gaussian.
 
-    It is no bound, but where to look for one.
+    It is no bound: searches begin there.
     """
     variance = sum(
         count

@@ -50,7 +50,7 @@ Rounds = Sequence[tuple[Mechanism, int]]
 class Answer:
     """The result of a bound function.
 
-    They are fields of :class:`PrivacyBound`, None for what was registered with the bound.
+    Fields are those of :class:`PrivacyBound`; None stands for what was registered with the bound.
     """
 
     epsilon: float
@@ -63,11 +63,9 @@ class Answer:
 
 
 BoundFunction = Callable[..., Answer]
-"""Called as ``function(rounds, delta=..., adjacency=Adjacency(...), orders=...)``.
+"""Returns the ε of rounds at δ: ``function(rounds, delta=..., adjacency=..., orders=...)``.
 
-ε of the rounds at δ.
-
-``orders`` are Rényi orders in place of an adaptive grid, None or not used by most bounds.
+``orders`` are Rényi orders in place of an adaptive grid; most bounds use none.
 """
 
 ORDER = (

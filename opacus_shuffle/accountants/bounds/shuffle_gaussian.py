@@ -192,7 +192,7 @@ def _secure_aggregation(
 ) -> Answer:
     """The sum of a round's reports carries the noise of all of them.
 
-    They are as many as there are but for a small share of δ.
+    A round by coins has at least the number of reports counted on, but for a small share of δ.
     """
     ran = merge(shuffled(rounds))
     sampled = any(kind.sample_rate < 1 for kind, _ in ran)

@@ -1,6 +1,6 @@
 """The bounds of Yang, Ji and Xiang's weight shuffling (WS).
 
-They are of DP-SGD with permuted weights, in steps that may differ in σ or γ.
+They are about DP-SGD with permuted weights. Steps may differ in σ or γ.
 
 No ε smaller than DP-SGD's holds for every data set: a gradient with equal entries looks the same
 after any permutation. And whoever sees the weights before and after a step can undo its

@@ -1,6 +1,6 @@
 """Liew and Takahashi's shuffle Gaussian mechanisms (SG).
 
-They are of its Theorems 1, 2 and 3, which differ in how users are drawn.
+There is one for each of its Theorems 1, 2 and 3, which differ in how users are drawn.
 
 A report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees the
 round's reports in random order (and how many there are): ``noise_multiplier`` is that local σ.
