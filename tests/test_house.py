@@ -55,7 +55,7 @@ WEIGHTS = {
     "protocols": 600,
     "sco": 965,
 }
-TESTS_WEIGHT = 13_920
+TESTS_WEIGHT = 13_930
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
