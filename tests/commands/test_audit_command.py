@@ -37,6 +37,7 @@ def test_a_small_training_run_is_re_aligned_and_contradicts_the_formula_but_not_
     assert claimed["published"] < found["re-aligned"]["lower"]["epsilon"] <= claimed["certified"]
 
 
+@pytest.mark.zoo
 def test_a_seed_repeats_the_audit_of_a_training_run():
     settings = AuditSettings(training_steps=100, seed=3)
     first, second = (audit_small_training(settings).to_dict() for _ in range(2))

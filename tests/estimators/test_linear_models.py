@@ -26,6 +26,7 @@ def test_scikit_learns_own_checks_pass(estimator, check):
     check(estimator)
 
 
+@pytest.mark.zoo
 def test_many_digits_are_learnt_within_the_budget():
     images, labels = load_digits(return_X_y=True)
     images = images / 60

@@ -63,6 +63,7 @@ def agreement(samples, others=math.inf):
 # ----------------------------------------------------------------------
 
 
+@pytest.mark.zoo
 @settings(max_examples=150, deadline=None)
 @given(groups, stds)
 def test_fenton_wilkinson_has_the_sums_own_mean_and_variance(terms, std):
@@ -147,6 +148,7 @@ def test_samples_are_sums_of_their_own_terms():
     assert distance(samples, np.log(np.exp(draws).sum(axis=1))) < agreement(20_000, 20_000)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     ("std", "count", "largest"), [(4.0, 10**8, 10_000), (0.25, 10**8, 1000), (20.0, 10**6, 1000)]
 )

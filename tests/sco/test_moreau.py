@@ -162,7 +162,14 @@ class OwnBall:
         return L2Ball(0.8).project(theta)
 
 
-@pytest.mark.parametrize("constraint", [L2Ball(0.8), Box(-0.5, 0.5, dimension=3), OwnBall()])
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        pytest.param(L2Ball(0.8), marks=pytest.mark.zoo),
+        Box(-0.5, 0.5, dimension=3),
+        pytest.param(OwnBall(), marks=pytest.mark.zoo),
+    ],
+)
 def test_envelopes_of_a_smooth_loss_within_a_set_are_right(constraint):
     """Projected gradient steps contract to the proximal point by H/(H + β), 2000 to rounding."""
     data, theta = labelled(10, 3), constraint.project(normal(3, seed=2))
