@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         privacy_report,
     )
     from opacus_shuffle.accountants.mechanisms import (
+        RandomAllocation,
         ShuffledCheckIn,
         ShuffledSums,
         ShuffledWeights,
@@ -56,6 +57,7 @@ __all__ = [
     "PrivacyBound",
     "PrivacyEngine",
     "PrivacyReport",
+    "RandomAllocation",
     "ShuffleGauss",
     "ShuffleGradSampleModule",
     "ShuffleVectorSum",
@@ -83,7 +85,8 @@ _HOMES = {
     "": "accountants analysis audit permutation sco",
     "accountants.compute": "compute_epsilon compute_noise_multiplier privacy_bound privacy_report",
     "accountants.mechanisms": (
-        "ShuffleGauss ShuffledCheckIn ShuffledSums ShuffledWeights SubsampledShuffle"
+        "RandomAllocation ShuffleGauss ShuffledCheckIn ShuffledSums ShuffledWeights "
+        "SubsampledShuffle"
     ),
     "accountants.plan": "plan",
     "accountants.report": "PrivacyReport",

@@ -36,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "clip": 1.0,
         "batch_clip": 1.0,
     },
+    "random_allocation": {"noise_multiplier": 2.0, "num_batches": 10},
     "shuffled_sums": {
         "noise_multiplier": 2.0,
         "num_users": 1000,

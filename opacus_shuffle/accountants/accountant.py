@@ -521,7 +521,9 @@ class ShuffleAccountant(IAccountant):
                 if a noise multiplier that is the sum's was likely meant for each report.
         """
         kind = self.mechanism_class
-        if self.planned is None and not kind.trains_on_stock_engines:
+        # Opacus draws Poisson samples, whatever was planned.
+        allocated = kind.sampling == "random_allocation"
+        if not kind.trains_on_stock_engines and (self.planned is None or allocated):
             raise ValueError(
                 f"{kind.name} is not what Opacus's engine does: train with "
                 "opacus_shuffle.PrivacyEngine"

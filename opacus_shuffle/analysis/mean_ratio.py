@@ -30,7 +30,7 @@ from scipy.special import gammaln
 from opacus_shuffle.core.validation import integer, noise_level, one_of, renyi_orders, sampling_rate
 
 Vector = npt.NDArray[np.float64]
-Sampling = Literal["fixed_size", "poisson"] | None
+Sampling = Literal["fixed_size", "poisson", "random_allocation"] | None
 
 MAX_ORDER = 16_384
 """The largest Rényi order ever computed: a few seconds of work."""

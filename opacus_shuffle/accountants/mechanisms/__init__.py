@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
+from opacus_shuffle.accountants.mechanisms.random_allocation import RandomAllocation
 from opacus_shuffle.accountants.mechanisms.shuffle_gaussian import (
     ShuffledCheckIn,
     ShuffleGauss,
@@ -24,6 +25,7 @@ for _found in pkgutil.iter_modules(__path__):
 __all__ = [
     "MECHANISMS",
     "Mechanism",
+    "RandomAllocation",
     "ShuffleGauss",
     "ShuffledCheckIn",
     "ShuffledSums",

@@ -1,0 +1,141 @@
+"""The bounds of random allocation, by which each record trains once an epoch.
+
+Steps may differ in σ. What no bound covers: a run that shows how many records its batches have, or
+whose batches are not drawn anew for every epoch (docs/how_to/train_once_an_epoch.rst).
+
+>>> from opacus_shuffle.accountants.bounds.registry import ladder
+>>> from opacus_shuffle.accountants.mechanisms import RandomAllocation
+>>> rounds = [(RandomAllocation(noise_multiplier=1.0, num_batches=1000), 1000)]
+>>> for bound in ladder(rounds, delta=1e-5):
+...     print(bound.bound, round(bound.epsilon, 3))
+certified 0.139
+shuffled_batches 4.378
+poisson 0.159
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+from opacus_shuffle.accountants.bounds.registry import Answer, register_bound
+from opacus_shuffle.accountants.mechanisms import RandomAllocation
+from opacus_shuffle.analysis import random_allocation, shuffled_rounds
+from opacus_shuffle.analysis.random_allocation import epoch
+from opacus_shuffle.core.guarantees import Adjacency, Guarantee
+
+Rounds = Sequence[tuple[RandomAllocation, int]]
+SERVER = "the server"
+ADVERSARY = (
+    "sees all weights and noised gradients of every step, but neither which records are in a "
+    "batch nor how many"
+)
+
+
+def epochs_of(
+    rounds: Rounds, noise_of_epoch: Callable[[float, float], float] = min
+) -> shuffled_rounds.Rounds:
+    """Returns the epochs that some steps make, in their order.
+
+    Args:
+        rounds: Steps, each kind with its number of repetitions.
+        noise_of_epoch: Which of two noise multipliers counts, where they change within an epoch:
+            the smaller one is on the safe side.
+    """
+    epochs: list[tuple[shuffled_rounds.ShuffledRound, int]] = []
+    batches = begun = 0
+    noise = 0.0
+    for mechanism, steps in rounds:
+        sigma = mechanism.noise_multiplier
+        if begun and mechanism.num_batches != batches:
+            epochs.append((epoch(noise, batches, begun), 1))
+            begun = 0
+        batches = mechanism.num_batches
+        if begun:  # ends the epoch that earlier steps have begun, or goes on with it
+            taken = min(steps, batches - begun)
+            noise, begun, steps = noise_of_epoch(noise, sigma), begun + taken, steps - taken
+            if begun < batches:
+                continue
+            epochs.append((epoch(noise, batches), 1))
+        whole, begun = divmod(steps, batches)
+        noise = sigma
+        if whole:
+            epochs.append((epoch(sigma, batches), whole))
+    if begun:
+        epochs.append((epoch(noise, batches, begun), 1))
+    return epochs
+
+
+def _rough(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+    return adjacency.distance * shuffled_rounds.rough_pair_epsilon(epochs_of(rounds), delta=delta)
+
+
+@register_bound(
+    RandomAllocation,
+    "certified",
+    rough=_rough,
+    meaning="each record falls into one batch of every epoch, by a secret draw of its own; "
+    "whatever the others are",
+    trusted=SERVER,
+    adversary=ADVERSARY,
+    cites="docs/proofs, page 11",
+    guarantee=Guarantee.PROVED,
+)
+def _certified(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
+    epochs = epochs_of(rounds)
+    if adjacency is Adjacency.REPLACE:
+        return Answer(random_allocation.replacement_epsilon(epochs, delta=delta))
+    lower, upper = random_allocation.zero_out_epsilon(epochs, delta=delta)
+    # Of noise that changes within an epoch, the least was taken: that bounds nothing from below.
+    return Answer(upper, lower if epochs == epochs_of(rounds, max) else None)
+
+
+_baseline = functools.partial(
+    register_bound, RandomAllocation, baseline=True, trusted=SERVER, guarantee=Guarantee.PROVED
+)
+
+
+@_baseline(
+    "shuffled_batches",
+    meaning="what is proved of batches of one size from DataLoader(shuffle=True), with the same "
+    "noise: nothing is gained from the order of the records",
+    legend="batches of one size",
+    adversary="sees all weights and noised gradients, and which records are in which batch",
+)
+def _shuffled_batches(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
+    """One record is in one batch of every epoch; what is known of the others' places helps none."""
+    whole = [
+        (epoch(kind.noise_multiplier, kind.num_users), count) for kind, count in epochs_of(rounds)
+    ]
+    return Answer(
+        shuffled_rounds.unshuffled_epsilon(whole, delta=delta, distance=adjacency.distance)
+    )
+
+
+@_baseline(
+    "poisson",
+    meaning="the same noise, where every batch is a Poisson sample at rate 1/t",
+    legend="Poisson samples",
+    adversary=ADVERSARY,
+    zero_out_only=True,
+)
+def _poisson(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
+    steps = [
+        (
+            shuffled_rounds.ShuffledRound(
+                noise_multiplier=mechanism.noise_multiplier,
+                num_users=1,
+                sample_rate=mechanism.sample_rate,
+                sampling="poisson",
+            ),
+            count,
+        )
+        for mechanism, count in rounds
+    ]
+    return Answer(shuffled_rounds.sampled_gaussian_epsilon(steps, delta=delta))

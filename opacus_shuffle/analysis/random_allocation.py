@@ -1,0 +1,111 @@
+r"""Computes ε of epochs in which each record falls into one batch, drawn at random and in secret.
+
+A trusted server releases the noised sum of every batch. Where one record's gradients become zero,
+the likelihood ratio of a whole epoch of t batches is at most, in convex order, the mean of t
+independent copies of X = exp(z/σ − 1/2σ²): the ratio of a round of t shuffled Gaussian reports,
+σ each. Where the record becomes any other one, the worst is that its gradients become the opposite.
+An epoch that ends after m of its t batches is a sample of m such reports at rate m/t. Proofs:
+docs/proofs/11_random_allocation.md.
+
+>>> lower, upper = zero_out_epsilon([(epoch(1.0, 1000), 1)], delta=1e-5)
+>>> round(lower, 4), round(upper, 4)
+(0.1388, 0.139)
+>>> round(replacement_epsilon([(epoch(1.0, 1000), 1)], delta=1e-5), 3)
+0.33
+"""
+
+from __future__ import annotations
+
+import functools
+
+from opacus_shuffle.analysis import privacy_loss
+from opacus_shuffle.analysis.merge import merge
+from opacus_shuffle.analysis.opposite_reports import opposite_reports
+from opacus_shuffle.analysis.privacy_loss import Mixture
+from opacus_shuffle.analysis.shuffled_rounds import (
+    Merged,
+    Rounds,
+    ShuffledRound,
+    coarsen,
+    pair_epsilon,
+    tail_for,
+    unshuffled_epsilon,
+)
+from opacus_shuffle.core.validation import open_unit_interval
+
+NEGLIGIBLE = 1e-4
+"""The share of δ below which probabilities need not be computed well."""
+
+
+def epoch(noise_multiplier: float, num_batches: int, steps: int | None = None) -> ShuffledRound:
+    """Returns the round of shuffled reports that is as private as an epoch.
+
+    Args:
+        noise_multiplier: σ of the sum of a batch over the clipping norm.
+        num_batches: t, into how many batches an epoch's records fall.
+        steps: m, how many of them are trained on, if the epoch ends before its last batch at a step
+            that was fixed before the run.
+    """
+    if steps is None or steps == num_batches:
+        return ShuffledRound(noise_multiplier=noise_multiplier, num_users=num_batches)
+    return ShuffledRound(
+        noise_multiplier=noise_multiplier,
+        num_users=num_batches,
+        sample_rate=steps / num_batches,
+        sampling="fixed_size",
+    )
+
+
+def zero_out_epsilon(epochs: Rounds, *, delta: float) -> tuple[float, float]:
+    """Returns a lower and an upper value of ε ≥ 0 at δ, where one record's gradients become zero.
+
+    Args:
+        epochs: Of :func:`epoch`, each with its number of repetitions, at least 1.
+        delta: δ in (0, 1).
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        The upper value covers every data set and every adaptive choice of gradients (Theorem 11.1).
+        A record whose clipped gradient is one fixed vector of the clipping norm, where all others
+        are zero, costs no less than the lower one.
+    """
+    return pair_epsilon(epochs, delta=delta)
+
+
+def replacement_epsilon(epochs: Rounds, *, delta: float) -> float:
+    """Returns ε ≥ 0 at δ, rounded up, where one record becomes any other one.
+
+    The arguments are those of :func:`zero_out_epsilon`. It is within 3 % of the proved curve for
+    100 batches or more, or an ε below 3.
+
+    Formal Guarantees:
+        For every data set and every adaptive choice of gradients (Theorem 11.4).
+    """
+    return _replacement_epsilon(merge(epochs), open_unit_interval("delta", delta))
+
+
+@functools.lru_cache(maxsize=512)
+def _replacement_epsilon(epochs: Merged, delta: float) -> float:
+    most = unshuffled_epsilon(epochs, delta=delta, distance=2.0)
+    tail = tail_for(epochs, delta)
+    if most == 0 or tail is None:
+        return most
+    negligible = NEGLIGIBLE * delta / sum(count for _, count in epochs)
+    mixtures = [
+        (
+            Mixture.of(
+                opposite_reports(
+                    noise_multiplier=kind.noise_multiplier,
+                    num_users=max(1, round(kind.num_users * kind.sample_rate)),
+                    sample_rate=kind.sample_rate,
+                    tail=tail,
+                    negligible=negligible,
+                )
+            ),
+            count,
+        )
+        for kind, count in coarsen(epochs, "upper")
+    ]
+    return min(most, privacy_loss.compute_epsilon(mixtures, delta=delta))
