@@ -65,6 +65,17 @@ def subset(count: int, size: int, generator: torch.Generator | None) -> list[int
     return _chosen(count, size, stream)[permutation(size, stream)].tolist()
 
 
+def allocate(count: int, parts: int, generator: torch.Generator | None) -> list[list[int]]:
+    """Lets each of 0, …, ``count`` − 1 fall into one of several parts, by a draw of its own.
+
+    The draws are independent, and uniform as those of :func:`subset`: a part may be empty.
+    """
+    part_of = stream_of(generator).words(count) % np.uint64(parts)
+    order = np.argsort(part_of, kind="stable")
+    ends = np.searchsorted(part_of[order], np.arange(1, parts, dtype=np.uint64))
+    return [members.tolist() for members in np.split(order, ends)]
+
+
 def permutation(count: int, generator: torch.Generator | None) -> npt.NDArray[np.int64]:
     """Draws a random order of 0, …, ``count`` − 1, exact but for ties of 64 bits: (count,)."""
     return np.argsort(stream_of(generator).words(count))

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.flag_warnings import little_local_noise, little_noise
+from opacus_shuffle.accountants.mechanism import MECHANISMS
 from opacus_shuffle.accountants.opacus_report import report_of_opacus
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.guarantees import Adjacency
@@ -55,6 +56,7 @@ from opacus_shuffle.engine.network_checks import (
 )
 from opacus_shuffle.engine.pickling import leave_out_records
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
+from opacus_shuffle.engine.sampling.samplers import COINS
 from opacus_shuffle.engine.schemes import Scheme, scheme_of
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.engine.weights.module import make_plain, make_shuffled
@@ -110,7 +112,7 @@ class PrivacyEngine(CheckpointMixin):
             )
         with warnings.catch_warnings():
             # All randomness of our accountants is cryptographic, and so is secure mode's.
-            if secure_mode or hasattr(ACCOUNTANTS[accountant], "mechanism_class"):
+            if secure_mode or accountant in MECHANISMS:
                 warnings.filterwarnings("ignore", "Secure RNG turned off")
             # True would look for torchcsprng.
             super().__init__(accountant=accountant, secure_mode=False, **keywords)
@@ -272,7 +274,7 @@ class PrivacyEngine(CheckpointMixin):
                 watch_passes(model)  # its hooks come before those that functorch must not copy
             let_layers_be_empty(model, network)
             explain_missing_calls(model)
-            if scheme.mechanisms or run.sampling.kind == "poisson":
+            if scheme.mechanisms or run.sampling.kind in COINS:
                 model.forbid_grad_accumulation()  # two batches could hold one record twice
             loader, optimizer = scheme.loader(run), scheme.build_optimizer(run)
             scheme.attach(run, model, optimizer, loader)

@@ -39,16 +39,19 @@ from torch.utils.data import (
 )
 
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
-from opacus_shuffle.core.participation import bernoulli_indices, subset
+from opacus_shuffle.core.participation import allocate, bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.tickets import Part, parts_of
 
-Kind = Literal["poisson", "fixed_size", "own"]
+Kind = Literal["poisson", "fixed_size", "random_allocation", "own"]
+COINS: tuple[Kind, ...] = ("poisson", "random_allocation")
+"""How batches are drawn whose sizes are random, and secret: each record draws for itself."""
+
 ALONE = Ranks()
 
-_SETTINGS = ("num_samples", "sample_rate", "batch_size", "drop_last", "ranks")
+_SETTINGS = ("num_samples", "sample_rate", "batch_size", "drop_last", "ranks", "steps")
 
 
 class TicketedSampler(Sampler[Any]):
@@ -71,8 +74,9 @@ class TicketedSampler(Sampler[Any]):
         return self._noting(self.drawn)
 
     def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
+        epoch = object()
         for records in self.as_planned():
-            drawn.extend(parts_of(len(records)))
+            drawn.extend(parts_of(len(records), epoch=epoch))
             yield records
 
     def as_planned(self) -> Iterator[Any]:
@@ -169,10 +173,9 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
             raise ValueError(
                 f"batch_size must not exceed the data set's {num_samples} records, got {batch_size}"
             )
-        self.ranks = ranks
+        self.ranks, self.steps = ranks, integer("steps", steps)
         records = SequentialSampler(range(self.num_samples))
         super().__init__(records, int(batch_size), drop_last=True)
-        self.steps = integer("steps", steps)
         self.generator = SecretGenerator() if generator is None else generator
 
     def __len__(self) -> int:
@@ -185,6 +188,49 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
             yield records[self.ranks.rank :: self.ranks.size]
 
 
+class RandomAllocationSampler(TicketedSampler, BatchSampler):
+    """Lets each record fall into one of an epoch's batches, anew and in secret for every epoch.
+
+    All records are in an epoch exactly once; how many a batch has is binomial, and may be none.
+    Like :class:`FixedSizeSampler` it is a ``BatchSampler``.
+
+    Args:
+        num_samples: n, the size of the data set.
+        steps: t, the batches of an epoch.
+        generator: Source of the draws; by default one seeded by the operating system.
+        ranks: The processes that draw, each for its own share of the records.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    sampling = "random_allocation"
+    """What accountants ask for."""
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        steps: int,
+        generator: torch.Generator | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.num_samples, self.steps = integer("num_samples", num_samples), integer("steps", steps)
+        self.ranks = ranks
+        expected = max(1, round(self.num_samples / self.steps))
+        super().__init__(SequentialSampler(range(self.num_samples)), expected, drop_last=False)
+        self.generator = SecretGenerator() if generator is None else generator
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def draw(self) -> Iterator[list[int]]:
+        """Draws the batches of an epoch."""
+        here = self.ranks.share(self.num_samples)
+        for places in allocate(len(here), self.steps, self.generator):
+            yield [here[place] for place in places]
+
+
 class OwnBatches(TicketedSampler, BatchSampler):
     """Yields a user's own batches, as long as their sizes stay the same."""
 
@@ -194,7 +240,7 @@ class OwnBatches(TicketedSampler, BatchSampler):
 
     def _settings(self) -> tuple[Any, ...]:
         own: Any = self.batches
-        return len(own.sampler), None, own.batch_size, own.drop_last, None
+        return len(own.sampler), None, own.batch_size, own.drop_last, None, None
 
     def draw(self) -> Iterable[list[int]]:
         """Yields the user's own batches."""
@@ -210,12 +256,20 @@ class SplitBatches(TicketedSampler, BatchSplittingSampler):
 
     def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
+        epoch = object()
         for records in inner.as_planned():
             count = max(1, math.ceil(len(records) / self.max_batch_size))
             pieces = np.array_split(np.asarray(records, dtype=np.int64), count)
-            for part, piece in zip(parts_of(*map(len, pieces)), pieces, strict=True):
+            for part, piece in zip(parts_of(*map(len, pieces), epoch=epoch), pieces, strict=True):
                 drawn.append(part)
                 yield piece.tolist()
+
+
+_SAMPLERS: dict[Kind, Any] = {
+    "poisson": POISSON_SAMPLERS,
+    "random_allocation": RandomAllocationSampler,
+}
+"""Which batch samplers of a loader may be replaced, for each way of drawing batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +315,7 @@ def plan_sampling(
         )
     if not (expected and kind == "own"):
         _check_sampler(accountant, kind, data_loader, distributed=expected or distributed)
-    if kind == "poisson" or expected:
+    if kind in COINS or expected:
         return SamplingPlan(kind, users, steps, max(1, round(users / steps)), 1 / steps)
     sampler: Any = data_loader.batch_sampler  # which knows its size, or was refused above
     batch = min(sampler.batch_size, users)
@@ -280,7 +334,7 @@ def _check_sampler(
     sampler: Any = data_loader.sampler
     if data_loader.batch_size is None:  # a batch sampler of its own
         sampler = data_loader.batch_sampler
-        fits = isinstance(sampler, POISSON_SAMPLERS if kind == "poisson" else (FixedSizeSampler,))
+        fits = isinstance(sampler, _SAMPLERS.get(kind, FixedSizeSampler))
     elif isinstance(sampler, RandomSampler):
         fits = not sampler.replacement and sampler.num_samples == len(data_loader.dataset)  # type: ignore[arg-type]
     else:

@@ -46,10 +46,12 @@ class Ticket:
     Attributes:
         sizes: How many records each of its physical batches has.
         summed: Which of these were clipped and summed.
+        epoch: Stands for the pass over the loader that has drawn it.
         released: Whether the noised sum has moved the weights.
     """
 
     sizes: tuple[int, ...]
+    epoch: object = None
     summed: set[int] = dataclasses.field(default_factory=set)
     released: bool = False
 
@@ -74,9 +76,9 @@ class Part:
         return self.index == len(self.ticket.sizes) - 1
 
 
-def parts_of(*sizes: int) -> list[Part]:
-    """Makes the ticket of a batch, as physical batches of these sizes."""
-    ticket = Ticket(sizes)
+def parts_of(*sizes: int, epoch: object = None) -> list[Part]:
+    """Makes the ticket of a batch of an epoch, as physical batches of these sizes."""
+    ticket = Ticket(sizes, epoch)
     return [Part(ticket, index, records) for index, records in enumerate(sizes)]
 
 

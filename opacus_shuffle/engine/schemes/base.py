@@ -44,6 +44,7 @@ from opacus_shuffle.engine.sampling.loaders import (
     with_batch_sampler,
 )
 from opacus_shuffle.engine.sampling.samplers import (
+    COINS,
     ExactPoissonSampler,
     FixedSizeSampler,
     Kind,
@@ -284,7 +285,7 @@ class Scheme:
         )
         if plan.kind == "own":
             return self.own_loader(loader, tickets)
-        if plan.kind == "poisson":
+        if plan.kind in COINS:
             private = DPDataLoader.from_data_loader(
                 loader,
                 generator=self.engine.secure_rng,
@@ -293,7 +294,7 @@ class Scheme:
                 rand_on_empty=asked.rand_on_empty,
             )
             prepare_empty_batches(private, loader, plan)
-            coins = self.poisson_sampler(run, generator)
+            coins = self.sampler_of_coins(run, generator)
             return with_batch_sampler(private, coins, tickets, TicketedDPDataLoader)
         fixed = FixedSizeSampler(
             num_samples=plan.num_users,
@@ -308,8 +309,8 @@ class Scheme:
         """Returns the user's own loader, with tickets."""
         return ticketed_copy(loader, tickets)
 
-    def poisson_sampler(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
-        """Returns the Poisson sampler of this run."""
+    def sampler_of_coins(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
+        """Returns the sampler of this run, if each record draws for itself: Poisson's."""
         plan = run.sampling
         return ExactPoissonSampler(
             num_samples=plan.num_users,
@@ -327,7 +328,7 @@ class Scheme:
             return self.engine.secure_rng
         if own is not None and not (ranks.distributed and isinstance(own, SecretGenerator)):
             return own
-        if ranks.distributed and run.sampling.kind != "poisson":
+        if ranks.distributed and run.sampling.kind not in COINS:
             # One sample of fixed size is drawn by all ranks alike, each for its share of it.
             shared = KeyChain(ranks.of_the_first(KeyChain().key)).next_generator()
             return shared if seed is None else self.fresh_generator("participation")
@@ -533,7 +534,7 @@ def plan_on_ranks(
     """
     ranks, loader = request.ranks, request.data_loader
     plan = plan_sampling(accountant, loader, kind, distributed=ranks.distributed)
-    if not ranks.distributed or kind == "poisson":
+    if not ranks.distributed or kind in COINS:
         return plan
     if kind == "own":
         raise ValueError(

@@ -1,0 +1,82 @@
+"""Trains on every record once an epoch, in a batch that is drawn at random and in secret.
+
+Each epoch is accounted in full when its first step is taken, because what the epoch shows may make
+a run stop. So an epoch that is left before its end costs what a whole one does, and the next pass
+over the loader is another epoch.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from opacus_shuffle.accountants.mechanisms import Mechanism, RandomAllocation
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.sampling.samplers import (
+    RandomAllocationSampler,
+    SamplingPlan,
+    TicketedSampler,
+)
+from opacus_shuffle.engine.schemes.base import Scheme, plan_on_ranks
+from opacus_shuffle.engine.training_plan import Request, Run
+
+
+class EpochsByAllocation(Scheme):
+    """DP-SGD whose batches are made by one draw of each record for each epoch.
+
+    Attributes:
+        epoch: Stands for the epoch that was accounted last.
+        noise: The noise multiplier that it was accounted with.
+    """
+
+    mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (RandomAllocation,)
+    noise_elsewhere: ClassVar[str] = "adds the noise to the sum, at the server"
+    epoch: object = None
+    noise: float = 0.0
+
+    def plan_sampling(self, request: Request) -> SamplingPlan:
+        """Plans as many batches as the loader has; refuses other ways of drawing them."""
+        if request.poisson_sampling is not None:
+            raise ValueError(
+                "random_allocation draws each record's batch once an epoch, got "
+                f"poisson_sampling={request.poisson_sampling}: leave it out, or use an accountant "
+                "of Poisson batches, such as 'prv', or of batches of one size, such as "
+                "'subsampled_shuffle'"
+            )
+        secure = self.engine.secure_mode
+        return plan_on_ranks(self.name, request, "random_allocation", secure_mode=secure)
+
+    def sampler_of_coins(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
+        """Returns the sampler that draws each record's batch."""
+        return RandomAllocationSampler(
+            num_samples=run.sampling.num_users,
+            steps=run.sampling.steps_per_epoch,
+            generator=generator,
+            ranks=run.request.ranks,
+        )
+
+    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> RandomAllocation:
+        """Returns the mechanism of one step."""
+        return RandomAllocation(
+            noise_multiplier=noise_multiplier,
+            num_users=run.sampling.num_users,
+            num_batches=run.sampling.steps_per_epoch,
+        )
+
+    def record(self, run: Run, optimizer: PrivateOptimizer) -> None:
+        """Records all steps of an epoch at its first one.
+
+        Raises:
+            ValueError: If the noise is less than what the epoch was accounted with.
+        """
+        step, batch = self.round(run, optimizer), optimizer.tickets and optimizer.tickets.latest
+        epoch = batch and batch.ticket.epoch
+        if epoch is None or epoch is not self.epoch:
+            self.accountant.record(step, run.sampling.steps_per_epoch)
+            self.epoch, self.noise = epoch, step.noise_multiplier
+        elif step.noise_multiplier < self.noise:
+            raise ValueError(
+                f"noise_multiplier is {step.noise_multiplier}, this epoch was accounted with "
+                f"{self.noise} at its first step: let it fall between epochs alone"
+            )

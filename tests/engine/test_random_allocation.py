@@ -1,0 +1,225 @@
+"""Training on every record once an epoch: the batches, the account, and an attack on real runs."""
+
+from __future__ import annotations
+
+import opacus
+import pytest
+import torch
+from helpers.private_runs import MODES, Run
+from helpers.toy import make_toy
+from scipy.stats import chi2
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyEngine, compute_epsilon
+from opacus_shuffle.audit import audit_scores
+from opacus_shuffle.engine.sampling.samplers import RandomAllocationSampler
+
+
+def epsilon_of(epochs, batches=4, sigma=2.0):
+    return compute_epsilon(
+        "random_allocation",
+        noise_multiplier=sigma,
+        num_batches=batches,
+        steps=epochs * batches,
+        delta=1e-5,
+    )
+
+
+def test_every_record_is_in_each_epoch_once_and_in_each_batch_as_often():
+    """Chi-square of the places of 40 records in 400 epochs: 40·4 classes, at p = 1e-6."""
+    sampler = RandomAllocationSampler(num_samples=40, steps=5)
+    seen = torch.zeros(40, 5)
+    for _ in range(400):
+        batches = list(sampler)
+        assert len(batches) == 5
+        assert sorted(record for batch in batches for record in batch) == list(range(40))
+        for place, batch in enumerate(batches):
+            seen[batch, place] += 1
+    assert float(((seen - 80) ** 2 / 80).sum()) < chi2.ppf(1 - 1e-6, 40 * 4)
+
+
+def test_two_records_and_two_epochs_are_drawn_apart():
+    """Pairs of places are uniform: of two records in one epoch, of one record in two epochs."""
+    sampler = RandomAllocationSampler(num_samples=2, steps=3)
+    together, later = torch.zeros(3, 3), torch.zeros(3, 3)
+    before = 0
+    for _ in range(1800):
+        batches = list(sampler)
+        one, two = (next(p for p, batch in enumerate(batches) if r in batch) for r in (0, 1))
+        together[one, two] += 1
+        later[before, one] += 1
+        before = one
+    for counts in (together, later):
+        assert float(((counts - 200) ** 2 / 200).sum()) < chi2.ppf(1 - 1e-6, 8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_epoch_trains_on_each_record_once_and_is_accounted_in_full_at_its_first_step(mode):
+    run = Run("random_allocation", mode)
+    for epochs in (1, 2):
+        records = 0
+        for batch in run.loader:
+            run.step(batch)
+            records += len(batch[0])
+            assert run.accounted == 4 * epochs
+        assert records == 24
+        assert run.updates == 4 * epochs
+        assert run.engine.get_epsilon(1e-5) == epsilon_of(epochs)
+
+
+def test_an_epoch_that_is_left_costs_what_a_whole_one_costs():
+    run = Run("random_allocation")
+    for _ in range(3):
+        run.step(next(iter(run.loader)))
+    assert run.updates == 3
+    assert run.engine.get_epsilon(1e-5) == epsilon_of(3)
+
+
+def test_a_batch_that_nobody_steps_on_changes_nothing():
+    run = Run("random_allocation")
+    for place, batch in enumerate(run.loader):
+        if place != 1:
+            run.step(batch)
+    assert (run.updates, run.accounted) == (3, 4)
+
+
+def test_physical_batches_belong_to_the_epoch_of_theirs():
+    run = Run("random_allocation", records=40, batch_size=10)
+    for epochs in (1, 2):
+        with run.split(3) as loader:
+            run.train(loader)
+        assert (run.updates, run.accounted) == (4 * epochs, 4 * epochs)
+
+
+def test_an_empty_batch_is_noised_and_released():
+    run = Run("random_allocation", records=3, batch_size=1)
+    sizes = []
+    for _ in range(20):
+        for x, y in run.loader:
+            sizes.append(len(x))
+            before = run.weights()
+            run.step((x, y))
+            moved = [not torch.equal(before[name], now) for name, now in run.weights().items()]
+            assert all(moved)
+    assert 0 in sizes
+    assert run.updates == len(sizes) == 60
+
+
+def test_noise_may_rise_within_an_epoch_and_fall_between_epochs():
+    run = Run("random_allocation")
+    batches = iter(run.loader)
+    run.step(next(batches))
+    run.optimizer.noise_multiplier = 3.0
+    run.step(next(batches))
+    run.optimizer.noise_multiplier = 1.9
+    with run.refused("this epoch was accounted with 2.0", goes_on=False):
+        run.step(next(batches))
+    run.train()
+    assert [step.noise_multiplier for step, _ in run.engine.accountant.rounds] == [2.0, 1.9]
+    assert run.accounted == 8
+
+
+def test_a_checkpoint_in_the_middle_of_an_epoch_holds_all_of_it(tmp_path):
+    run = Run("random_allocation")
+    run.step(next(iter(run.loader)))
+    run.engine.save_checkpoint(path=tmp_path / "run.pt", module=run.private)
+    again = Run("random_allocation")
+    again.engine.load_checkpoint(path=tmp_path / "run.pt", module=again.private)
+    assert again.accounted == 4
+    again.train()  # another epoch, with draws of its own
+    assert again.engine.get_epsilon(1e-5) == epsilon_of(2)
+
+
+def test_noise_is_found_for_whole_epochs():
+    run = Run("random_allocation", sigma=None, target_epsilon=1.0, target_delta=1e-5, epochs=3)
+    for _ in range(3):
+        run.train()
+    spent = run.engine.get_epsilon(1e-5)
+    assert 0.99 < spent <= 1.0
+
+
+def test_the_report_says_what_is_hidden_and_what_is_not_claimed():
+    run = Run("random_allocation").train()
+    report = run.engine.privacy_report(1e-5)
+    statement = report.statement()
+    assert "neither which records are in a batch nor how many" in statement
+    rows = {bound.bound: bound.epsilon for bound in report.bounds}
+    assert rows["certified"] < rows["shuffled_batches"]
+    assert "one size from" in str(report)
+    assert run.engine.privacy_report(1e-5, adjacency="replace").best.epsilon > rows["certified"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"poisson_sampling": True}, "got poisson_sampling=True: leave it out"),
+        ({"poisson_sampling": False}, "got poisson_sampling=False: leave it out"),
+        ({"local_noise": True}, "at the server: leave out local_noise"),
+        ({"rand_on_empty": True}, "leave it out, for batches of no records"),
+        ({"clipping": "adaptive"}, "clipping must be one of"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Run("random_allocation", **options)
+
+
+def test_a_changed_sampler_is_refused():
+    run = Run("random_allocation")
+    run.loader.batch_sampler.steps = 2
+    with pytest.raises(ValueError, match="steps from 4 to 2"):
+        next(iter(run.loader))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_opacus_s_engine_is_refused_whose_batches_are_others(planned):
+    engine = opacus.PrivacyEngine(accountant="random_allocation")
+    if planned:
+        made = Run("random_allocation")
+        engine.accountant.plan(made.engine.accountant.planned)
+    with pytest.raises(ValueError, match=r"train with opacus_shuffle\.PrivacyEngine"):
+        engine.make_private(**make_toy(), noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("name", ["random_allocation", "shuffled_checkin", "shuffle_gauss"])
+def test_nothing_is_said_of_a_secure_generator_where_all_are(name, recwarn):
+    PrivacyEngine(accountant=name)
+    assert not [str(warning.message) for warning in recwarn if "Secure RNG" in str(warning.message)]
+
+
+@pytest.mark.zoo
+def test_an_attack_on_real_epochs_stays_below_and_comes_near():
+    """The likelihood ratio of what an engine released, record 1 as it is and zeroed.
+
+    At a learning rate of 0 every epoch is a trial by itself. The bound is above the truth with
+    probability 1e-6 at most.
+    """
+    sigma, batches, epochs = 0.6, 2, 1500
+
+    def scores(present):
+        data = torch.zeros(4, 1)
+        data[0] = 100.0 * present  # clipped to a gradient of norm 1
+        model = nn.Linear(1, 1, bias=False)
+        private, optimizer, loader = PrivacyEngine(accountant="random_allocation").make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            data_loader=DataLoader(TensorDataset(data), batch_size=2),
+            noise_multiplier=sigma,
+            max_grad_norm=1.0,
+            loss_reduction="sum",
+        )
+        found = torch.empty(epochs, batches)
+        for trial in range(epochs):
+            for step, (x,) in enumerate(loader):
+                private(x).sum().backward()
+                optimizer.step()
+                found[trial, step] = model.weight.grad.item()
+                optimizer.zero_grad()
+        return torch.exp((found - 0.5) / sigma**2).mean(dim=1).numpy()
+
+    lower = audit_scores(scores(0.0), scores(1.0), delta=1e-2, confidence=1 - 1e-6)
+    certified = compute_epsilon(
+        "random_allocation", noise_multiplier=sigma, num_batches=batches, steps=batches, delta=1e-2
+    )
+    assert 0.3 < lower.epsilon <= certified
