@@ -280,8 +280,7 @@ def _ranks(size: int) -> npt.NDArray[np.int64]:
 def _scores(name: str, scores: Any) -> Vector:
     """Returns scores as a row of at least two real numbers, or refuses them."""
     if isinstance(scores, torch.Tensor):
-        scores = scores.detach().cpu()
-        scores = scores.double().numpy() if scores.is_floating_point() else scores.numpy()
+        scores = (scores.double() if scores.is_floating_point() else scores).numpy(force=True)
     array = np.asarray(scores)
     if array.dtype.kind not in "fiub" or array.ndim != 1:
         raise ValueError(

@@ -61,16 +61,24 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import norms_of_records
-from opacus_shuffle.networks.other_records import (
+from opacus_shuffle.networks.running import (
+    Snapshot,
+    random_states_kept,
+    results,
+    rolled_back,
+    seed_draws,
+    unwrap,
+)
+from opacus_shuffle.networks.sample_input import (
     KEPT,
+    Call,
     extents,
     first_of,
+    first_records,
+    from_batch,
     has_records,
     with_others,
 )
-from opacus_shuffle.networks.rollback import Snapshot, random_states_kept, rolled_back
-from opacus_shuffle.networks.running import results, seed_draws, unwrap
-from opacus_shuffle.networks.sample_input import Call, first_records, from_batch
 
 MOST_RECORDS = 6
 """Of a loader that are looked at."""

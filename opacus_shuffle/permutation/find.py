@@ -25,8 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_shuffle.core.validation import instance_of, one_of
-from opacus_shuffle.networks.rollback import rolled_back
-from opacus_shuffle.networks.running import results, unwrap, without_graph
+from opacus_shuffle.networks.running import results, rolled_back, unwrap, without_graph
 from opacus_shuffle.networks.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.finding.axes import fix_all
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec

@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from opacus_shuffle.networks.rollback import rolled_back
-from opacus_shuffle.networks.running import results, seed_draws, without_graph
+from opacus_shuffle.networks.running import results, rolled_back, seed_draws, without_graph
 from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
