@@ -180,7 +180,6 @@ def audit_scores(
     )
     delta = open_unit_interval("delta", delta)
     confidence = open_unit_interval("confidence", confidence)
-    one_of("method", method, METHODS)
     half = len(null) // 2, len(alternative) // 2
     threshold = choose_threshold(
         null[: half[0]], alternative[: half[1]], delta=delta, confidence=confidence, method=method

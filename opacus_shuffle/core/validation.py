@@ -154,16 +154,6 @@ def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     return value
 
 
-def identity(name: str, value: Any) -> str:
-    """A plain string, which is a key: a derived class may compare in another way."""
-    if type(value) is not str:
-        raise ValueError(
-            f"{name} must be a str, got {reprlib.repr(value)} ({type(value).__name__}): pass a "
-            "name or number as text, the same text each time"
-        )
-    return value
-
-
 def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     """A non-empty vector of Rényi orders in (1, maximum]."""
     try:

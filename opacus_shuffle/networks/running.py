@@ -19,7 +19,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType, NoneType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -133,12 +133,9 @@ class Snapshot:
                 container.clear()
                 getattr(container, "extend" if hasattr(container, "extend") else "update")(held)
             for key in keys:
-                leaves = tree_leaves([now.get(key), before.get(key)])
-                name, kinds = _name_of(place, key), {type(leaf) for leaf in leaves}
-                # A name that is chosen at the first call, as of a kind of loss, is of no records.
-                if not kinds <= {str, NoneType}:
-                    tensors = any(issubclass(kind, torch.Tensor) for kind in kinds)
-                    changed[name] = tensors or changed.get(name, False)
+                name, values = _name_of(place, key), [now.get(key), before.get(key)]
+                tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values))
+                changed[name] = tensors or changed.get(name, False)
         for place, tensor, memory, content in self._tensors:
             # Averages of weights are used by exchanging the memory of the parameters. The tensor
             # itself is not written to: gradients under way take notice of its versions.

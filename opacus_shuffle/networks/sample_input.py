@@ -101,13 +101,13 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     elif not several:
         call = (batch,), {}
     # A list of strings (untokenised texts) is a tuple's entry, not a list of arguments.
-    elif isinstance(first, tuple | list) and _has_tensors(first):
+    elif isinstance(first, tuple | list) and tensors_of(first):
         call = tuple(first), {}
     else:
         positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
         needed = max(1, sum(parameter.default is parameter.empty for parameter in positional))
         call = (tuple(batch[:needed]) if len(batch) >= needed else ()), {}
-    if not _has_tensors(call):
+    if not tensors_of(call):
         entries = f" with {', '.join(map(str, first))}" if isinstance(first, Mapping) else ""
         raise ValueError(
             "data_loader must yield tensors, or mappings or tuples (inputs..., targets) with "
@@ -118,8 +118,9 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     return _on_device_of(module, call)
 
 
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in containers that PyTorch knows."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def first_records(data_loader: DataLoader, count: int = 2) -> Any:
@@ -141,10 +142,7 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
     with random_states_kept():
         if data_loader.batch_sampler is None:  # each entry of the data set is passed on alone
             return data_loader.collate_fn(dataset[0])
-        places = range(min(count, len(dataset)))
-        fetch: Any = getattr(dataset, "__getitems__", None)
-        records = fetch(list(places)) if fetch else [dataset[place] for place in places]
-        return data_loader.collate_fn(records)
+        return data_loader.collate_fn([dataset[place] for place in range(min(count, len(dataset)))])
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
