@@ -24,12 +24,11 @@ from collections.abc import Callable
 
 import numpy as np
 import scipy  # whose statistics, half of the time of all imports, are loaded when first used
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 from scipy.special import expit
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.core.solve import crossing
 from opacus_shuffle.core.validation import (
     finite_number,
     integer,
@@ -140,9 +139,7 @@ def _numeric(
     # A start on the left: the root if the loss stayed at 2·lost. From there Newton's method on a
     # convex function of e^ε, each step a little too long, so that it ends on the safe side, where
     # the bound was evaluated and found small enough.
-    epsilon = crossing(
-        excess, 0.0, local_epsilon, tolerance=1e-13 * local_epsilon, relative_tolerance=1e-12
-    )
+    epsilon = float(brentq(excess, 0.0, local_epsilon, xtol=1e-13 * local_epsilon, rtol=1e-12))
     for _ in range(200):
         value, mass = _hockey_stick(epsilon, local_epsilon, counts, masses)
         total, slope = value + 2 * tail + (1 + math.exp(epsilon)) * lost, lost - mass
@@ -172,7 +169,7 @@ def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
     """
     if function(0.0) <= 0:
         return 0.0
-    return end if function(end) >= 0 else crossing(function, 0.0, end, tolerance=1e-12 * end)
+    return end if function(end) >= 0 else float(brentq(function, 0.0, end, xtol=1e-12 * end))
 
 
 def compute_epsilon(

@@ -25,7 +25,7 @@ from scipy.optimize import minimize_scalar
 
 from opacus_shuffle.core.validation import (
     integer,
-    not_negative_or_infinite,
+    not_negative,
     open_unit_interval,
     positive,
     sampling_rate,
@@ -41,7 +41,7 @@ def subsample(epsilon: float, *, sample_rate: float) -> float:
     Its δ becomes ``sample_rate`` times as large.
     """
     epsilon, sample_rate = (
-        not_negative_or_infinite("epsilon", epsilon),
+        not_negative("epsilon", epsilon, infinite=True),
         sampling_rate("sample_rate", sample_rate),
     )
     if epsilon > 700:  # (1 − q) + q·e^ε overflows

@@ -35,7 +35,6 @@ from opacus_shuffle.core.validation import (
     integer,
     noise_level,
     not_negative,
-    not_negative_or_infinite,
     open_unit_interval,
     positive,
 )
@@ -128,7 +127,7 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
 def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, float]:
     """Returns σ/c and c′/c: nothing else matters."""
     clip, noise_std = positive("clip", clip), positive("noise_std", noise_std)
-    norm = not_negative_or_infinite("batch_clip", batch_clip)
+    norm = not_negative("batch_clip", batch_clip, infinite=True)
     return noise_level("noise_std / clip", noise_std / clip), norm / clip
 
 

@@ -27,11 +27,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 
 from opacus_shuffle.analysis.mean_ratio import Vector, logsumexp
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side
-from opacus_shuffle.core.solve import crossing, safe_root
+from opacus_shuffle.core.solve import safe_root
 
 RELATIVE_ERROR = 1e-9
 """Every upper ε is enlarged by this fraction, for the rounding of sums of positive terms."""
@@ -206,9 +206,8 @@ def _smallest_epsilon(
                 return 0.0
             low = 0.0
     if side == "lower":
-        return crossing(excess, low, high, tolerance=1e-12 * high, relative_tolerance=1e-12) * (
-            1 - RELATIVE_ERROR
-        )
+        root = brentq(excess, low, high, xtol=1e-12 * high, rtol=1e-12)
+        return float(root) * (1 - RELATIVE_ERROR)
     root = safe_root(
         excess, unsafe=low, safe=high, tolerance=1e-12 * high, relative_tolerance=1e-12
     )

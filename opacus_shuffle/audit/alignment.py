@@ -204,40 +204,27 @@ def cut(spec: PermutationSpec) -> Iterator[Cell]:
     >>> from opacus_shuffle.permutation import find_permutations
     >>> layers = torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)
     >>> [cell.sizes for cell in cut(find_permutations(torch.nn.Sequential(*layers)))]
-    [(6, 4), (6,), (2, 6)]
+    [(4, 6), (6,), (2, 6)]
     """
     for name, blocks in spec.blocks.items():
         shape = spec.shapes[name]
-        starts = {block.start: block for block in blocks}
-        inside = {axis for block in blocks for axis in range(block.start + 1, block.stop)}
+        stay = set(range(len(shape))).difference(*(range(b.start, b.stop) for b in blocks))
         for terms in itertools.product(*(block.terms for block in blocks)):
-            term_of = dict(zip(starts, terms, strict=True))
             # As Cell has them: size, stride, factor, outer.
-            dimensions: list[tuple[int, int, int, tuple[int, ...]]] = []
+            dimensions: list[tuple[int, int, int, tuple[int, ...]]] = [
+                (shape[axis], math.prod(shape[axis + 1 :]), -1, ()) for axis in stay
+            ]
             offset = 0
-            for axis in range(len(shape)):
-                if axis in inside:
-                    continue
-                if axis not in starts:
-                    dimensions.append((shape[axis], math.prod(shape[axis + 1 :]), -1, ()))
-                    continue
-                term, first, unit = (
-                    term_of[axis],
-                    len(dimensions),
-                    math.prod(shape[starts[axis].stop :]),
-                )
+            for block, term in zip(blocks, terms, strict=True):
+                first, unit = len(dimensions), math.prod(shape[block.stop :])
                 numbers = [number for number, _ in term.grid]
                 offset += term.offset * unit
                 for place, (number, stride) in enumerate(term.grid):
-                    factor = spec.factors[number]
-                    outer = (
-                        tuple(first + nearest(numbers, other, place) for other in factor.inside)
-                        if factor.free
-                        else ()
-                    )
-                    dimensions.append(
-                        (factor.size, stride * unit, number if factor.free else -1, outer)
-                    )
+                    factor, outer = spec.factors[number], ()
+                    if factor.free:
+                        outer = tuple(first + nearest(numbers, o, place) for o in factor.inside)
+                    known = number if factor.free else -1
+                    dimensions.append((factor.size, stride * unit, known, outer))
             sizes, strides, factors, outers = zip(*dimensions, strict=True)
             if max(factors) >= 0:
                 yield Cell(name, sizes, strides, offset, factors, outers)

@@ -180,7 +180,6 @@ def audit_scores(
     )
     delta = open_unit_interval("delta", delta)
     confidence = open_unit_interval("confidence", confidence)
-    one_of("method", method, METHODS)
     half = len(null) // 2, len(alternative) // 2
     threshold = choose_threshold(
         null[: half[0]], alternative[: half[1]], delta=delta, confidence=confidence, method=method
@@ -280,8 +279,7 @@ def _ranks(size: int) -> npt.NDArray[np.int64]:
 def _scores(name: str, scores: Any) -> Vector:
     """Returns scores as a row of at least two real numbers, or refuses them."""
     if isinstance(scores, torch.Tensor):
-        scores = scores.detach().cpu()
-        scores = scores.double().numpy() if scores.is_floating_point() else scores.numpy()
+        scores = (scores.double() if scores.is_floating_point() else scores).numpy(force=True)
     array = np.asarray(scores)
     if array.dtype.kind not in "fiub" or array.ndim != 1:
         raise ValueError(

@@ -148,17 +148,15 @@ class AuditResult:
             )
             for c in self.claims
         ]
-        for finding in self.findings:
-            status = f"{_percent(finding.lower.confidence)} confidence"
-            cells.append(
-                (
-                    f"found: {finding.name}",
-                    f">= {round_down(finding.lower.epsilon)}",
-                    "the pair audited",
-                    status,
-                )
+        return cells + [
+            (
+                f"found: {finding.name}",
+                f">= {round_down(finding.lower.epsilon)}",
+                "the pair audited",
+                f"{_percent(finding.lower.confidence)} confidence",
             )
-        return cells
+            for finding in self.findings
+        ]
 
     def _sentences(self) -> list[str]:
         """Returns what the table says, in sentences."""

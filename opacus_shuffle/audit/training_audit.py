@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import opacus
 import torch
 from opacus.optimizers import DPOptimizer
@@ -171,15 +172,8 @@ def audit_training(
         optimizer.zero_grad()
 
     def bound(scores: list[float]) -> LowerBound:
-        null, alternative = (
-            [
-                score
-                for score, trial in zip(scores, canary.trials, strict=True)
-                if trial.present is present
-            ]
-            for present in (False, True)
-        )
-        return audit_scores(null, alternative, delta=delta, confidence=confidence)
+        present, every = np.array([trial.present for trial in canary.trials]), np.array(scores)
+        return audit_scores(every[~present], every[present], delta=delta, confidence=confidence)
 
     gradients = [trial.score for trial in canary.trials]
     findings = [
@@ -309,10 +303,9 @@ def orbit(
     """Returns a mask of the places that a tensor's entry can be moved to."""
     reached = torch.zeros(tensor.shape)
     reached[place] = 1
-    generator = torch.Generator().manual_seed(0)  # any permutations will do
     for _ in range(64):  # then it is complete but for a chance of 2^-64
         moved = reached.clone()
-        spec.move({name: [moved]}, spec.sample(generator))
+        spec.move({name: [moved]}, spec.sample())
         reached = torch.maximum(reached, moved)
     return reached.bool().to(tensor.device)
 
@@ -328,11 +321,7 @@ def _check_run(
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
     instance_of("engine", engine, (opacus.PrivacyEngine, type(None)))
-    if not isinstance(data_loader, DataLoader):
-        raise ValueError(
-            "data_loader must yield batches as a DataLoader does, got a "
-            f"{type(data_loader).__name__}"
-        )
+    instance_of("data_loader", data_loader, (DataLoader,))
     if not callable(loss):
         raise ValueError(
             f"loss must be a function of the model and a batch, got {type(loss).__name__}"
@@ -403,16 +392,14 @@ def _published(engine: opacus.PrivacyEngine | None, sigma: float, delta: float) 
     step = dataclasses.replace(
         planned, noise_multiplier=sigma, sample_rate=1.0, unshuffled_noise_multiplier=None
     )
-    covers = "no data set for certain: WS Theorem 6, about the permuted gradient by itself"
-    epsilon = step_epsilon(step, delta)
     bound = PrivacyBound(
-        step.name,
-        "published",
-        epsilon,
-        delta,
-        Adjacency.ZERO_OUT,
-        Guarantee.ESTIMATE,
-        covers,
+        mechanism=step.name,
+        bound="published",
+        epsilon=step_epsilon(step, delta),
+        delta=delta,
+        adjacency=Adjacency.ZERO_OUT,
+        guarantee=Guarantee.ESTIMATE,
+        covers="no data set for certain: WS Theorem 6, about the permuted gradient by itself",
         rounds=1,
     )
     return [Claim(bound, against=("shuffled gradient",))]

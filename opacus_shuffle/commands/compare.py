@@ -27,9 +27,9 @@ from opacus_shuffle.accountants.report import not_private, promise
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.commands.flags import CompareSettings, check_file, check_picture
 from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.progress import show_progress
 from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
-from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import WIDTH, paragraph, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive
@@ -244,24 +244,22 @@ def compare(settings: CompareSettings) -> Comparison:
     integer("seed", settings.seed or 0, minimum=0)
     sets = load_image_dataset(settings.data, settings.data_root)
     outcomes: list[Outcome] = []
-    with progress("compare"):
-        enter_phase("features of images", share=0.0)
-        train_set, test_set = (
-            TensorDataset(scattering_features(images.tensors[0]), images.tensors[1])
-            for images in sets
-        )
-        for kind in KINDS:
-            enter_phase(f"noise for {kind.how}", share=len(outcomes) / len(KINDS))
-            outcomes.append(
-                train_kind(
-                    kind,
-                    train_set,
-                    test_set,
-                    epsilon=settings.epsilon,
-                    delta=settings.delta,
-                    seed=settings.seed,
-                )
+    show_progress("features of images")
+    train_set, test_set = (
+        TensorDataset(scattering_features(images.tensors[0]), images.tensors[1]) for images in sets
+    )
+    for kind in KINDS:
+        show_progress(f"training, trusting {kind.trusted}: {kind.how}")
+        outcomes.append(
+            train_kind(
+                kind,
+                train_set,
+                test_set,
+                epsilon=settings.epsilon,
+                delta=settings.delta,
+                seed=settings.seed,
             )
+        )
     return Comparison(settings, tuple(outcomes), len(test_set))
 
 
@@ -326,7 +324,6 @@ def train_kind(
             loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            enter_phase(f"trusting {kind.trusted}, {kind.how}")
     rounds = getattr(engine.accountant, "rounds", ())  # Opacus's own accountants know of no reports
     sent = sent_per_user(rounds, dimension=network.weight.numel())
     held_out, labels = test_set.tensors

@@ -22,8 +22,8 @@ from opacus_shuffle.commands.flags import (
     TrainingSettings,
 )
 from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.progress import show_progress
 from opacus_shuffle.commands.small_cnn import PHYSICAL_BATCH, SmallCNN, accuracy
-from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph
 from opacus_shuffle.core.validation import integer, open_unit_interval
@@ -106,19 +106,15 @@ def train(settings: TrainingSettings) -> TrainingResult:
     warn_if_weak(engine.accountant.planned, steps, settings.delta)
     falling = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, total_iters=steps)
     sgd.register_step_post_hook(lambda *_: falling.step())
-    with progress("training"):
-        for _ in range(epochs):
-            with BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer
-            ) as physical_loader:
-                for x, y in physical_loader:
-                    functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    enter_phase(
-                        f"step {len(engine.accountant):,} of {steps:,}",
-                        share=len(engine.accountant) / steps,
-                    )
+    for epoch in range(epochs):
+        show_progress(f"epoch {epoch + 1} of {epochs}")
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer
+        ) as physical_loader:
+            for x, y in physical_loader:
+                functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
     return TrainingResult(
         accuracy=accuracy(network, test_set),
         test_records=len(test_set),

@@ -117,12 +117,8 @@ class PrivacyBound:
         open_unit_interval("delta", self.delta)
         instance_of("guarantee", self.guarantee, (Guarantee,))
         integer("rounds", self.rounds)
-        for name in ("epsilon", "lower"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not (
-                isinstance(value, numbers.Real) or (value is None and name == "lower")
-            ):
-                raise ValueError(f"{name} must be a number, got {value!r}")
+        instance_of("epsilon", self.epsilon, (numbers.Real,))
+        instance_of("lower", self.lower, (numbers.Real, type(None)))
         if not self.epsilon >= 0 or (self.lower is not None and not self.epsilon >= self.lower):
             raise self.contradicted(f"lower = {self.lower!r}")
 

@@ -98,6 +98,7 @@ class SecretGenerator(torch.Generator):
         secure: Noise is the sum of four draws in double precision, on a grid (``secure_mode``).
 
     Attributes:
+        key: The key of the numbers that come next, a secret as they are.
         secret: Whether nobody can draw the same numbers again. ``manual_seed`` and ``set_state``
             make the stream repeatable, and this False.
         secure: As above.
@@ -132,7 +133,7 @@ class SecretGenerator(torch.Generator):
 
     def _start(self, key: bytes) -> None:
         """Begins the stream of a key."""
-        self._key = key
+        self.key = key
         self._stream: CipherContext = Cipher(
             algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))
         ).encryptor()
@@ -151,7 +152,7 @@ class SecretGenerator(torch.Generator):
     def next_key(self) -> None:
         """Replaces the key by its hash: what was drawn so far cannot be drawn again from here."""
         ready = self._ready  # nobody has had these
-        self._start(hashlib.sha256(b"next" + self._key).digest())
+        self._start(hashlib.sha256(b"next" + self.key).digest())
         self._ready = ready
 
     def manual_seed(self, seed: int) -> SecretGenerator:
@@ -307,33 +308,3 @@ def stream_of(generator: torch.Generator | None) -> SecretGenerator:
 def is_secret(generator: torch.Generator | None) -> bool:
     """Tells whether nobody can draw a generator's numbers again; PyTorch's own is None."""
     return isinstance(generator, SecretGenerator) and generator.secret
-
-
-class KeyChain:
-    """A secret key that gives one CPU generator after another and cannot be run backwards.
-
-    Each draw replaces the key by its hash, so a key in a checkpoint tells the permutations drawn
-    from then on, never those before. After a fork the child has a key of its own, and so has a
-    copy.
-
-    Args:
-        key: 32 bytes; by default from the operating system.
-        secret: Whether they are nobody's choice.
-    """
-
-    def __init__(self, key: bytes | None = None, *, secret: bool = True) -> None:
-        self.key, self.secret = os.urandom(KEY_BYTES) if key is None else key, secret
-        renew_after_fork(self)
-
-    def renew(self) -> None:
-        """Takes another key from the operating system."""
-        self.key = os.urandom(KEY_BYTES)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KeyChain, ()
-
-    def next_generator(self) -> SecretGenerator:
-        """Returns a generator of its own for the next draw."""
-        drawn = hashlib.sha256(b"draw" + self.key).digest()
-        self.key = hashlib.sha256(b"next" + self.key).digest()
-        return SecretGenerator(key=drawn, secret=self.secret)

@@ -21,24 +21,6 @@ _FINEST = 4 * math.ulp(1.0)
 """The relative error that brentq asks for at least."""
 
 
-def crossing(
-    function: Callable[[float], float],
-    low: float,
-    high: float,
-    *,
-    tolerance: float,
-    relative_tolerance: float = _FINEST,
-) -> float:
-    """Returns where a continuous function changes its sign, on either side of its root.
-
-    It is within the tolerances; an end where that is zero.
-
-    Raises:
-        ValueError: If the function has the same sign at both ends.
-    """
-    return float(brentq(function, low, high, xtol=tolerance, rtol=relative_tolerance))
-
-
 def safe_root(
     excess: Callable[[float], float],
     *,
@@ -76,13 +58,8 @@ def safe_root(
             f"no safe root: excess is {known(unsafe)!r} at unsafe={unsafe!r} and {known(safe)!r} "
             f"at safe={safe!r}"
         )
-    point = crossing(
-        known,
-        min(unsafe, safe),
-        max(unsafe, safe),
-        tolerance=tolerance,
-        relative_tolerance=relative_tolerance,
-    )
+    low, high = min(unsafe, safe), max(unsafe, safe)
+    point = float(brentq(known, low, high, xtol=tolerance, rtol=relative_tolerance))
     upwards = safe > unsafe
     pace = relative_tolerance if step is None else step
     while not known(point) <= 0:

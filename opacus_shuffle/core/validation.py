@@ -17,10 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 
-class UnknownKeywordError(ValueError, TypeError):
-    """A keyword that nobody reads: a ``ValueError`` as all refusals, and Python's ``TypeError``."""
-
-
 def reject_unknown(
     function: str,
     unknown: Mapping[str, Any],
@@ -50,73 +46,66 @@ def reject_unknown(
         for name in unknown
         for match in difflib.get_close_matches(name, list(written), 1)
     ]
-    raise UnknownKeywordError(
+    raise ValueError(
         f"{function} got unknown keyword(s): {names}; remove or correct them"
         + (f" (known: {', '.join(sorted(known))})" if known else "")
         + (f" (did you mean {', '.join(close)}?)" if close else "")
     )
 
 
-def finite_number(name: str, value: Any) -> float:
-    """A finite float."""
+def finite_number(name: str, value: Any, *, infinite: bool = False) -> float:
+    """A finite float, or infinity where that is allowed, too."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     try:
         finite = float(value)
     except OverflowError:  # a whole number or fraction beyond double precision
         finite = value = math.inf
-    if not math.isfinite(finite):
+    if not math.isfinite(finite) and not (infinite and finite == math.inf):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return finite
 
 
 def number(
-    name: str, value: Any, wanted: str, holds: Callable[[float], bool], remedy: str = ""
+    name: str,
+    value: Any,
+    wanted: str,
+    holds: Callable[[float], bool],
+    remedy: str = "",
+    *,
+    infinite: bool = False,
 ) -> float:
-    """A finite float of which a condition holds.
+    """A finite float of which a condition holds, or infinity where that is allowed, too.
 
     Raises:
         ValueError: If it does not; the argument, what it must do, its value and a remedy are named.
     """
-    finite = finite_number(name, value)
+    finite = finite_number(name, value, infinite=infinite)
     if not holds(finite):
         raise ValueError(f"{name} must {wanted}, got {value!r}{remedy}")
     return finite
 
 
-def positive(name: str, value: Any) -> float:
-    """A finite float above zero."""
-    return number(name, value, "be positive", lambda finite: finite > 0)
+def positive(name: str, value: Any, *, infinite: bool = False) -> float:
+    """A float above zero; a norm that nothing is clipped to may be infinite."""
+    return number(name, value, "be positive", lambda given: given > 0, infinite=infinite)
 
 
-def not_negative(name: str, value: Any) -> float:
-    """A finite float of at least zero."""
-    return number(name, value, "not be negative", lambda finite: finite >= 0)
-
-
-def not_negative_or_infinite(name: str, value: Any) -> float:
-    """A float of at least zero or infinity, as an ε is."""
-    infinite = isinstance(value, numbers.Real) and value == math.inf
-    return math.inf if infinite else not_negative(name, value)
-
-
-def positive_or_infinite(name: str, value: Any) -> float:
-    """A float above zero or infinity, as a norm that nothing is clipped to."""
-    infinite = isinstance(value, numbers.Real) and value == math.inf
-    return math.inf if infinite else positive(name, value)
+def not_negative(name: str, value: Any, *, infinite: bool = False) -> float:
+    """A float of at least zero; an ε may be infinite."""
+    return number(name, value, "not be negative", lambda given: given >= 0, infinite=infinite)
 
 
 def moderate(name: str, value: Any) -> float:
     """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
-    positive(name, value)
-    wanted, remedy = "lie in [1e-100, 1e100]", ": measure it in another unit"
+    wanted, remedy = "be positive and lie in [1e-100, 1e100]", ": measure it in another unit"
     return number(name, value, wanted, lambda finite: 1e-100 <= finite <= 1e100, remedy)
 
 
 def noise_level(name: str, value: Any) -> float:
     """A noise multiplier in [1e-6, 1e12], beyond which double precision says nothing."""
-    positive(name, value)
-    return number(name, value, "lie in [1e-6, 1e12]", lambda finite: 1e-6 <= finite <= 1e12)
+    wanted = "be positive and lie in [1e-6, 1e12]"
+    return number(name, value, wanted, lambda finite: 1e-6 <= finite <= 1e12)
 
 
 def open_unit_interval(name: str, value: Any) -> float:
@@ -149,11 +138,8 @@ def boolean(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     """A member of ``allowed``."""
     choices = list(allowed)
-    try:
-        known = value in set(choices)  # which, unlike a list, compares no array
-    except TypeError:  # no hash
-        known = False
-    if not known:
+    # Of the same kind, so that no array is compared with a choice.
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
 
@@ -168,21 +154,10 @@ def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     return value
 
 
-def identity(name: str, value: Any) -> str:
-    """A plain string, which is a key: a derived class may compare in another way."""
-    if type(value) is not str:
-        raise ValueError(
-            f"{name} must be a str, got {reprlib.repr(value)} ({type(value).__name__}): pass a "
-            "name or number as text, the same text each time"
-        )
-    return value
-
-
 def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     """A non-empty vector of Rényi orders in (1, maximum]."""
     try:
-        listed = list(orders) if isinstance(orders, Iterable) else [orders]
-        vector = np.asarray(listed, dtype=np.float64)
+        vector = np.atleast_1d(np.asarray(orders, dtype=np.float64))
     except (OverflowError, TypeError, ValueError):
         vector = np.empty(0)
     if vector.ndim != 1 or not vector.size or not np.all((vector > 1) & (vector <= maximum)):

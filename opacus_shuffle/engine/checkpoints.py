@@ -36,7 +36,7 @@ from opacus_shuffle.core.plain_values import fingerprint, plain
 from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer
 from opacus_shuffle.engine.raw_gradients import private_optimizers
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
-from opacus_shuffle.networks.rollback import rolled_back_if_refused
+from opacus_shuffle.networks.running import rolled_back_if_refused
 
 Entries = list[tuple[tuple[float, float], int]]
 

@@ -32,7 +32,6 @@ from opacus_shuffle.core.opacus_compat import (
     norms_of_records,
     raise_norms,
     records_of_calls,
-    without_norm,
     wrapped_network,
 )
 from opacus_shuffle.engine.clipping import HALF
@@ -263,7 +262,8 @@ class GhostLoss(DPTensorFastGradientClipping):
             reduced.backward(retain_graph=True)
             # Nothing is left to add to, which would take a pass over all weights.
             optimizer.zero_grad(set_to_none=True)
-            if missing := without_norm(module):
+            parameters = module.trainable_parameters
+            if missing := [p for p in parameters if norms_of_records(p) is None]:
                 raise ValueError(
                     f"parameters {names_of(missing)} took no part in this batch's loss, so ghost "
                     "clipping has no norms for them; use them in every forward pass, freeze them "

@@ -39,7 +39,7 @@ from opacus_shuffle.accountants.communication import Communication
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffledSums, ShuffleGauss
 from opacus_shuffle.core.opacus_compat import gaussian_noise
-from opacus_shuffle.core.participation import subset
+from opacus_shuffle.core.participation import permutation
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.validation import (
     instance_of,
@@ -510,7 +510,7 @@ class GaussianReports(ReportFormat):
         """Returns the reports of those who take part, in random order."""
         blank = bytes(self.bytes_per_report)
         there = [numbers for numbers in held if numbers != blank]
-        return b"".join(there[place] for place in subset(len(there), len(there), generator))
+        return b"".join(there[place] for place in permutation(len(there), generator))
 
     def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
         """Returns the sum of the reports."""

@@ -20,13 +20,14 @@ interface.
 from __future__ import annotations
 
 import hashlib
+import reprlib
 import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator, is_secret
-from opacus_shuffle.core.validation import identity, instance_of, integer
+from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
 
@@ -124,7 +125,12 @@ class Shuffler:
             RefusedReportError: If it is malformed or of another round, or its sender has sent
                 another one.
         """
-        key = identity("sender", sender)
+        # A derived class of str may compare in another way.
+        if type(sender) is not str:
+            raise ValueError(
+                f"sender must be a str, got {reprlib.repr(sender)} ({type(sender).__name__}): pass "
+                "a name or number as text, the same text each time"
+            )
         try:
             round_, numbers = self.format.open(report)
         except ValueError as error:
@@ -135,7 +141,7 @@ class Shuffler:
                 raise RefusedReportError(
                     f"report is of round {round_}, the open one is {self._open}: it is not taken"
                 )
-            known = self._digests.get(key)
+            known = self._digests.get(sender)
             if known == digest:
                 return
             if known is not None:
@@ -147,7 +153,7 @@ class Shuffler:
                     f"round {round_} has all of its {self.format.num_users} reports"
                 )
             self.format.keep(self._held, numbers)
-            self._digests[key] = digest
+            self._digests[sender] = digest
 
     def waiting(self) -> int:
         """Returns how many reports the open round has."""

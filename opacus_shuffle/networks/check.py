@@ -56,21 +56,30 @@ from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import norms_of_records
-from opacus_shuffle.networks.other_records import (
+from opacus_shuffle.networks.running import (
+    Snapshot,
+    random_states_kept,
+    results,
+    rolled_back,
+    seed_draws,
+    unwrap,
+)
+from opacus_shuffle.networks.sample_input import (
     KEPT,
+    Call,
     extents,
     first_of,
+    first_records,
+    from_batch,
     has_records,
+    tensors_of,
     with_others,
 )
-from opacus_shuffle.networks.rollback import Snapshot, random_states_kept, rolled_back
-from opacus_shuffle.networks.running import results, seed_draws, unwrap
-from opacus_shuffle.networks.sample_input import Call, first_records, from_batch
 
 MOST_RECORDS = 6
 """Of a loader that are looked at."""
@@ -363,7 +372,7 @@ class _Runs:
 
         def note(module: nn.Module, args: Any, keywords: Any, output: Any) -> Any:
             if module in self.names:
-                inputs, outputs = _tensors_of((args, keywords)), _tensors_of(output)
+                inputs, outputs = tensors_of((args, keywords)), tensors_of(output)
                 calls.append((self.names[module], module, inputs, outputs))
             # Gradients come to Opacus after the hooks of what a layer gives, and before what is
             # written into that in place.
@@ -392,7 +401,7 @@ class _Runs:
             counts: dict[str, int] = defaultdict(int)
             for (name, *_, outputs), axis in self.clipped(calls):
                 counts[name] = max(counts[name], outputs[0].shape[axis])
-            sizes = {size for tensor in _tensors_of([call, calls]) for size in tensor.shape}
+            sizes = {size for tensor in tensors_of([call, calls]) for size in tensor.shape}
         return counts, sizes
 
     def run(self, call: Call, factors: torch.Tensor) -> tuple[_Rows, bool]:
@@ -439,12 +448,8 @@ class _Runs:
     def second_batch(self, earlier: Call, call: Call) -> list[torch.Tensor]:
         """Returns all that modules are given, and give, in the batch after an earlier one."""
         with self.forwards(earlier, call) as (outputs, calls):
-            tensors = [*outputs, *_tensors_of(calls)]
+            tensors = [*outputs, *tensors_of(calls)]
             return [t.detach().clone() for t in tensors if t.layout == torch.strided]
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _by_record(tensors: list[torch.Tensor], records: int) -> list[torch.Tensor]:

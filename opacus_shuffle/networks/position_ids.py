@@ -23,7 +23,7 @@ optimizer then cannot stack them. ``prepare_model`` spreads the row before the l
 from __future__ import annotations
 
 import inspect
-import threading
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -95,14 +95,8 @@ class _Frame(NamedTuple):
     """Whether that is certain, as the tensor has the name of one that holds records, or indices."""
 
 
-class _Calls(threading.local):
-    """The calls under way in a thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
-
-
-_CALLS = _Calls()
+_CALLS: ContextVar[tuple[_Frame, ...]] = ContextVar("_CALLS", default=())
+"""The calls under way in a thread, outermost first."""
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -115,28 +109,25 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     known = [named[name] for name in _RECORDS if isinstance(named.get(name), torch.Tensor)]
     leaves = [*known, *tree_leaves((args, kwargs))]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if not tensors:
-        _CALLS.frames.append(_Frame(module, 1, 1, False))
-        return
-    records, *lengths = tensors[0].shape
-    certain = bool(known) or not tensors[0].is_floating_point()
-    _CALLS.frames.append(_Frame(module, records, lengths[0] if lengths else 1, certain))
+    records, length, *_ = (*tensors[0].shape, 1) if tensors else (1, 1)
+    certain = bool(tensors) and (bool(known) or not tensors[0].is_floating_point())
+    _CALLS.set((*_CALLS.get(), _Frame(module, records, length, certain)))
 
 
 def _leave(module: nn.Module, args: Any = None, output: Any = None) -> None:
     """Notes, as a hook after it, that a module's call and all within it are over or have failed."""
-    for depth, frame in enumerate(_CALLS.frames):
-        if frame.module is module:
-            del _CALLS.frames[depth:]
-            return
+    frames = _CALLS.get()
+    depths = [depth for depth, frame in enumerate(frames) if frame.module is module]
+    _CALLS.set(frames[: min(depths, default=len(frames))])
 
 
 def _expand(module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Repeats, as a hook before an embedding, one row of indices for each record."""
-    around = [frame for frame in reversed(_CALLS.frames) if frame.records != 1]
+    frames = _CALLS.get()
+    around = [frame for frame in reversed(frames) if frame.records != 1]
     if not around or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
         return None
-    index, nearest, outermost = args[0], around[0], _CALLS.frames[0]
+    index, nearest, outermost = args[0], around[0], frames[0]
     # The nearest module around that runs on a batch says what the row will be added to. Where that
     # is not the batch of the whole model (several choices per record, an image for each text) there
     # is no row per record to be had.

@@ -1,19 +1,35 @@
-"""Handling a network as users bring it: without its wrappers, its results without its caches."""
+"""Running networks and leaving no trace: without wrappers, and put back as they were afterwards.
+
+>>> network = torch.nn.Linear(2, 1)
+>>> before = network.weight.detach().clone()
+>>> try:
+...     with rolled_back_if_refused(network):
+...         network.load_state_dict({"weight": torch.ones(1, 2), "bias": torch.ones(5)})
+... except RuntimeError:
+...     torch.equal(network.weight, before)
+True
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import re
-from collections.abc import Callable
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
+from opacus_shuffle.core.randomness import SecretGenerator
 
 Result = TypeVar("Result")
 _WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
@@ -43,11 +59,9 @@ def without_graph(run: Callable[[], Result]) -> Result:
     try:
         with torch.no_grad():
             return run()
-    except RuntimeError as error:
-        if "does not require grad" not in str(error):
-            raise
-    with torch.enable_grad():
-        return run()
+    except RuntimeError:  # also what has another reason, and comes again
+        with torch.enable_grad():
+            return run()
 
 
 def seed_draws(seed: int) -> None:
@@ -77,3 +91,163 @@ def results(outputs: Any) -> list[torch.Tensor]:
         else:
             waiting += gc.get_referents(value)  # what a container or another object holds
     return tensors
+
+
+_UNNAMED = ("_modules", "_parameters", "_buffers")
+"""Attributes of modules whose entries have the names that users know."""
+_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""What all modules have; hooks among them."""
+
+
+class Snapshot:
+    """What networks, optimizers and other objects hold at one moment, to be put back once or often.
+
+    Args:
+        *owners: Modules and optimizers with all that is inside of them, or other objects with their
+            attributes. Copies of tensors are kept on the CPU.
+    """
+
+    def __init__(self, *owners: Any) -> None:
+        self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._known: dict[int, Any] = {}  # held, so that no identity is given anew
+        for owner in owners:
+            self._remember(owner, "")
+
+    def restore(self) -> dict[str, bool]:
+        """Puts all back.
+
+        Returns:
+            The names of the parameters, buffers and attributes that had changed, with whether there
+            are tensors in them.
+        """
+        changed: dict[str, bool] = {}
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for place, container, held in self._containers:
+            now, before = _entries(container), _entries(held)
+            keys = [key for key in now | before if now.get(key, now) is not before.get(key, before)]
+            if keys:
+                container.clear()
+                getattr(container, "extend" if hasattr(container, "extend") else "update")(held)
+            for key in keys:
+                name, values = _name_of(place, key), [now.get(key), before.get(key)]
+                tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values))
+                changed[name] = tensors or changed.get(name, False)
+        for place, tensor, memory, content in self._tensors:
+            # Averages of weights are used by exchanging the memory of the parameters. The tensor
+            # itself is not written to: gradients under way take notice of its versions.
+            same = tensor.data_ptr() == memory.data_ptr()
+            if not same or not torch.equal(memory.to("cpu"), content):
+                tensor.data = memory
+                memory.copy_(content)
+                changed[place] = True
+        for parameter, gradient in self._gradients:  # which is no entry of its attributes
+            parameter.grad = gradient
+        return {name: tensors for name, tensors in changed.items() if "\0" not in name}
+
+    def _remember(self, value: Any, place: str, *, inside: bool = False) -> None:
+        """Notes what a value holds.
+
+        Args:
+            value: Anything that a network or an optimizer may hold.
+            place: The name of the value; with a zero in it if nobody asks whether it has changed.
+            inside: Whether an object that is neither module nor optimizer holds it: what it refers
+                to is not followed, as it may be others'.
+        """
+        if id(value) in self._known:
+            return
+        self._known[id(value)] = value
+        whole = isinstance(value, nn.Module | torch.optim.Optimizer)
+        pythons_own = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, nn.Parameter):  # to which Opacus adds attributes, and gradients
+                self._containers.append(("\0", vars(value), dict(vars(value))))
+                self._gradients.append((value, value.grad))
+                self._remember(value.grad, "\0")
+            if value.layout == torch.strided and value.device.type != "meta" and not is_lazy(value):
+                copied = value.data.to("cpu", copy=True)
+                self._tensors.append((place, value, value.data, copied))
+        elif isinstance(value, torch.Generator):
+            # A secret generator stays: its state, put back, would make its stream repeatable.
+            if not isinstance(value, SecretGenerator):
+                self._generators.append((value, value.get_state()))
+        elif isinstance(value, list | tuple | dict | set | deque):
+            for key, entry in _entries(value).items():
+                self._remember(entry, _name_of(place, key), inside=inside)
+            if not isinstance(value, tuple):
+                self._containers.append((place, value, value.copy()))
+        elif whole or (hasattr(value, "__dict__") and not inside and not pythons_own):
+            self._remember(vars(value), place, inside=not whole)
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+
+
+def _name_of(place: str, key: Any) -> str:
+    """Returns the name of an entry of a container or of an object's attribute."""
+    if not isinstance(key, str) or key in _UNNAMED:
+        return place
+    if key in _ATTRIBUTES:
+        return "\0"
+    return f"{place}.{key}" if place else key
+
+
+@contextlib.contextmanager
+def rolled_back(network: nn.Module, before: Snapshot | None = None) -> Iterator[dict[str, bool]]:
+    """A block after which a network is as it was: tensors, modes, attributes, hooks, random states.
+
+    In the block it has no hooks of an earlier ``make_private``, which would note what is run there.
+
+    Args:
+        network: It is put back.
+        before: A snapshot of it as it is now, if there is one.
+
+    Yields:
+        What :meth:`Snapshot.restore` returns, filled at the end of the block.
+    """
+    before, changed = before or Snapshot(network), dict[str, bool]()
+    try:
+        for handle in vars(network).pop("autograd_grad_sample_hooks", ()):
+            handle.remove()
+        for module in network.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    home = str(getattr(hook, "__module__", ""))
+                    if home.startswith("opacus_shuffle.") and not home.endswith(".position_ids"):
+                        del hooks[key]
+        with random_states_kept():
+            yield changed
+    finally:
+        changed |= before.restore()
+
+
+@contextlib.contextmanager
+def rolled_back_if_refused(*owners: Any) -> Iterator[None]:
+    """Puts modules, optimizers and other objects back as they were if the block raises.
+
+    Args:
+        *owners: As of :class:`Snapshot`.
+    """
+    before = Snapshot(*owners)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Restores the random states of Python, NumPy and PyTorch, on devices in use, at the end."""
+    python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  (others use the global one)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)  # noqa: NPY002

@@ -1,21 +1,30 @@
-"""What to run a module on: what the user gave, a data loader's first records, or a guess."""
+"""What to run a module on: what the user gave, a loader's first records, a guess, or others."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
-from opacus_shuffle.networks.rollback import random_states_kept, rolled_back
-from opacus_shuffle.networks.running import without_graph
+from opacus_shuffle.networks.running import (
+    Result,
+    random_states_kept,
+    rolled_back,
+    without_graph,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module, by position and by keyword."""
+
+KEPT = 1
+"""The record that stays: not the first, with which others are compared, and early for few rows."""
 
 
 def normalise(sample_input: Any, name: str = "sample_input") -> Call:
@@ -92,13 +101,13 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     elif not several:
         call = (batch,), {}
     # A list of strings (untokenised texts) is a tuple's entry, not a list of arguments.
-    elif isinstance(first, tuple | list) and _has_tensors(first):
+    elif isinstance(first, tuple | list) and tensors_of(first):
         call = tuple(first), {}
     else:
         positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
         needed = max(1, sum(parameter.default is parameter.empty for parameter in positional))
         call = (tuple(batch[:needed]) if len(batch) >= needed else ()), {}
-    if not _has_tensors(call):
+    if not tensors_of(call):
         entries = f" with {', '.join(map(str, first))}" if isinstance(first, Mapping) else ""
         raise ValueError(
             "data_loader must yield tensors, or mappings or tuples (inputs..., targets) with "
@@ -109,8 +118,9 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     return _on_device_of(module, call)
 
 
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in containers that PyTorch knows."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def first_records(data_loader: DataLoader, count: int = 2) -> Any:
@@ -132,10 +142,7 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
     with random_states_kept():
         if data_loader.batch_sampler is None:  # each entry of the data set is passed on alone
             return data_loader.collate_fn(dataset[0])
-        places = range(min(count, len(dataset)))
-        fetch: Any = getattr(dataset, "__getitems__", None)
-        records = fetch(list(places)) if fetch else [dataset[place] for place in places]
-        return data_loader.collate_fn(records)
+        return data_loader.collate_fn([dataset[place] for place in range(min(count, len(dataset)))])
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -149,3 +156,67 @@ def _on_device_of(module: nn.Module, call: Call) -> Call:
     """Returns the arguments with their tensors where the module's first parameter or buffer is."""
     first = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0))
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(first.device), call)
+
+
+def extents(value: Any, axis: int) -> list[int]:
+    """Returns the extents along an axis of the tensors in containers."""
+    # Packed sequences of several records lie in one tensor, which cannot be cut into them.
+    leaves = tree_leaves(value, is_leaf=lambda part: isinstance(part, PackedSequence))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
+
+
+def has_records(value: Any, records: int, axis: int) -> bool:
+    """Whether it is a tensor with so many records along an axis."""
+    return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
+
+
+def first_of(call: Call, whole: int, records: int, axis: int) -> Call:
+    """Returns the first records of a call of ``whole`` ones, which are repeated to be enough."""
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(records, device=tensor.device) % whole
+        return tensor.index_select(axis, rows) if has_records(tensor, whole, axis) else tensor
+
+    return tree_map_only(torch.Tensor, cut, call)
+
+
+def with_others(
+    run: Callable[[Call], Result], call: Call, records: int, axis: int, *, counted: bool = False
+) -> Result:
+    """Returns what a run gives with all records changed but one, in the first way that it takes.
+
+    It may take no probability above one, say, and no index beyond those that there are.
+
+    Args:
+        run: Of a network or a loss, on a call.
+        call: The arguments.
+        records: How many they have.
+        axis: Where they have them.
+        counted: Whether they may say what a loss of the whole batch is divided by: then records
+            keep their order. Integers below two, true and false are other records' alone.
+
+    Raises:
+        Exception: What the run raises if it takes no change.
+    """
+
+    def other(way: set[str], value: torch.Tensor) -> torch.Tensor:
+        if not has_records(value, records, axis):
+            return value
+        changed = value.roll(-1, axis) if "order" in way else value.clone()
+        if "numbers" in way and (value.is_floating_point() or value.is_complex()):
+            # Numbers of either sign change theirs: a network may choose by it.
+            signed = value.is_floating_point() and bool((value < 0).any())
+            changed = (-20 if signed else 20) * changed + 0.25
+        elif "integers" in way and value.dtype != torch.bool:
+            changed = torch.where(changed > 1, changed - 1, changed)
+        changed.select(axis, KEPT).copy_(value.select(axis, KEPT))
+        return changed
+
+    in_order = [{"numbers", "integers"}, {"numbers"}]
+    for way in in_order if counted else [{"order", *in_order[0]}, {"order"}, {"numbers"}]:
+        try:
+            return run(tree_map_only(torch.Tensor, partial(other, way), call))
+        except Exception as error:
+            failure = error
+    raise failure

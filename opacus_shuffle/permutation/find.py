@@ -24,10 +24,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.validation import instance_of, one_of
-from opacus_shuffle.networks.rollback import rolled_back
-from opacus_shuffle.networks.running import results, unwrap, without_graph
+from opacus_shuffle.networks.running import results, rolled_back, unwrap, without_graph
 from opacus_shuffle.networks.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.finding.axes import fix_all
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
@@ -95,8 +93,7 @@ def find_permutations(
     more = [
         normalise(sample, f"more_samples[{number}]") for number, sample in enumerate(more_samples)
     ]
-    with progress("finding permutations"):
-        return find_on_calls(network, [call_of(network, sample_input), *more], groups)
+    return find_on_calls(network, [call_of(network, sample_input), *more], groups)
 
 
 def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> PermutationSpec:
@@ -110,7 +107,6 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> Per
             the user answers for it that they take every way that inputs can.
         groups: As of :func:`find_permutations`.
     """
-    enter_phase("tracing")
     with rolled_back(network):
         ways = _trace_all_ways(network, calls)
     spec = build_spec(ways.run, groups, dict(sorted(ways.followed.items())))

@@ -15,9 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from opacus_shuffle.core.progress import enter_phase
-from opacus_shuffle.networks.rollback import rolled_back
-from opacus_shuffle.networks.running import results, seed_draws, without_graph
+from opacus_shuffle.networks.running import results, rolled_back, seed_draws, without_graph
 from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
@@ -80,7 +78,6 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
         ValueError: If outputs or gradients change, or the network cannot be checked; with the group
             concerned.
     """
-    enter_phase("checking")
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
     plans = [_without_fixed_points(action.sample(generator)), action.sample(generator)]

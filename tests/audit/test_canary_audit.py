@@ -253,7 +253,7 @@ def quieter(run):
         ("loss", lambda run: None, "loss must be a function"),
         ("model", lambda run: run["model"].eval(), r"call model\.train"),
         ("model", lambda run: copy.deepcopy(run["model"]), "does not hold this model's parameters"),
-        ("data_loader", lambda run: [], "data_loader must yield batches"),
+        ("data_loader", lambda run: [], "data_loader must be a DataLoader"),
         ("optimizer", lambda run: torch.optim.SGD(run["model"].parameters()), "DPOptimizer"),
     ],
 )

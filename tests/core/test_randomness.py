@@ -17,7 +17,6 @@ from scipy import stats
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.core import randomness
 from opacus_shuffle.core.randomness import (
-    KeyChain,
     SecretGenerator,
     is_secret,
     seeded_generator,
@@ -56,16 +55,11 @@ def drawn(generator):
 
 @forks
 def test_a_forked_child_has_secrets_of_its_own_and_two_children_differ():
-    secret, chains = (
-        SecretGenerator(),
-        [KeyChain(), KeyChain(bytes(32))],
-    )  # also where the key was loaded
+    # Also where the key was loaded from a file.
+    secrets = [SecretGenerator(), SecretGenerator(key=bytes(32), secret=True)]
 
     def draws():
-        return [
-            drawn(generator)
-            for generator in (secret, *(chain.next_generator() for chain in chains))
-        ]
+        return [drawn(secret) for secret in secrets]
 
     for kind in zip(in_child(draws), in_child(draws), draws(), strict=True):
         assert len(set(map(tuple, kind))) == 3
@@ -115,12 +109,12 @@ def test_after_a_fork_a_run_of_opacus_own_accountants_draws_from_secrets():
     "duplicate", [copy.copy, copy.deepcopy, lambda secret: pickle.loads(pickle.dumps(secret))]
 )
 def test_a_copy_of_a_secret_is_another_secret(device, duplicate):
-    secret, chain = SecretGenerator(device, secure=True), KeyChain()
+    secret = SecretGenerator(device, secure=True)
     other = duplicate(secret)
     assert (other.device, other.secure, other.secret) == (secret.device, True, True)
     assert drawn(other) != drawn(secret)
     assert other.initial_seed() != secret.initial_seed()  # on a GPU, the key of the noise
-    assert duplicate(chain).key != chain.key
+    assert other.key != secret.key
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -214,9 +208,9 @@ def test_a_stream_of_somebody_s_generator_is_no_secret_and_another_one_each_time
     assert drawn(stream_of(same)) == drawn(stream_of(torch.Generator().manual_seed(0)))
     secret = SecretGenerator()
     assert stream_of(secret) is secret
-    assert all(map(is_secret, (secret, stream_of(None), KeyChain().next_generator())))
-    chosen = (SecretGenerator(key=bytes(32)), KeyChain(bytes(32), secret=False).next_generator())
-    assert not any(map(is_secret, (None, own, first, *chosen)))
+    assert is_secret(secret)
+    assert is_secret(stream_of(None))
+    assert not any(map(is_secret, (None, own, first, SecretGenerator(key=bytes(32)))))
 
 
 def test_numbers_that_are_saved_hold_none_of_those_that_come_next():

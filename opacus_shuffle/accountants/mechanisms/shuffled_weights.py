@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from opacus_shuffle.accountants.mechanism import Mechanism, described
 from opacus_shuffle.analysis.fenton_wilkinson import dimensions
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.core.validation import integer, noise_level, positive, positive_or_infinite
+from opacus_shuffle.core.validation import integer, noise_level, positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class ShuffledWeights(Mechanism):
         self._set(
             dimension=layers[0] if len(layers) == 1 else layers,
             clip=clip,
-            batch_clip=positive_or_infinite("batch_clip", norm),
+            batch_clip=positive("batch_clip", norm, infinite=True),
             orbit=None if self.orbit is None else integer("orbit", self.orbit),
         )
         if self.unshuffled_noise_multiplier is None:

@@ -29,7 +29,7 @@ from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, is_secret, seeded_generator
+from opacus_shuffle.core.randomness import SecretGenerator, is_secret, seeded_generator
 from opacus_shuffle.core.validation import check_free, noise_level, one_of
 from opacus_shuffle.engine.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
 from opacus_shuffle.engine.noise import Noise, noise_for
@@ -330,7 +330,8 @@ class Scheme:
             return own
         if ranks.distributed and run.sampling.kind not in COINS:
             # One sample of fixed size is drawn by all ranks alike, each for its share of it.
-            shared = KeyChain(ranks.of_the_first(KeyChain().key)).next_generator()
+            key = ranks.of_the_first(SecretGenerator().key)
+            shared = SecretGenerator(key=key, secret=True)
             return shared if seed is None else self.fresh_generator("participation")
         return self.fresh_generator(ranks.named("participation"))
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import waits_for_step
-from opacus_shuffle.core.randomness import KeyChain, check_generator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.networks.running import unwrap
@@ -52,8 +52,8 @@ class WeightShuffler:
             permutations, by rank 0's secret.
         spec: The group to draw from, of this network.
         optimizer: As of :meth:`attach`; by default the first one that steps on the network.
-        generator: On the CPU; by default a chain of keys from the operating system, which cannot be
-            run backwards. Pass your own to repeat a run, and never on real data.
+        generator: On the CPU; by default a secret stream, whose earlier keys cannot be told from
+            later ones. Pass your own to repeat a run, and never on real data.
 
     Attributes:
         spec: What is drawn from.
@@ -84,7 +84,7 @@ class WeightShuffler:
         self.steps = self.shuffles = 0
         self._network = unwrap(module)
         self._known = {name for name, _ in self._network.named_parameters(remove_duplicate=False)}
-        self._generator, self._keys = generator, KeyChain()
+        self._generator, self._stream = generator, SecretGenerator()
         self._averages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
@@ -204,7 +204,7 @@ class WeightShuffler:
         """
         generator = None if self._generator is None else self._generator.get_state()
         counts = {"steps": self.steps, "shuffles": self.shuffles}
-        return {"key": self._keys.key, "generator": generator, **counts}
+        return {"key": self._stream.key, "generator": generator, **counts}
 
     def load_state_dict(self, state: Any) -> None:
         """Continues from the state of an earlier run.
@@ -225,7 +225,7 @@ class WeightShuffler:
                 "state was saved with a generator of your own and loaded without, or the reverse: "
                 "use the same"
             )
-        key, size = state["key"], len(self._keys.key)
+        key, size = state["key"], len(self._stream.key)
         if not isinstance(key, bytes) or len(key) != size:  # which no message shows
             raise ValueError(
                 f"key in state must be {size} bytes, got something else: the state was damaged"
@@ -237,7 +237,8 @@ class WeightShuffler:
                 raise ValueError(
                     f"generator in state must be a generator's state ({error}): it was damaged"
                 ) from None
-        self._keys, self.steps, self.shuffles = KeyChain(key), steps, shuffles
+        self._stream = SecretGenerator(key=key, secret=True)
+        self.steps, self.shuffles = steps, shuffles
 
     def _check(self, optimizer: Any) -> torch.optim.Optimizer:
         """Returns the innermost optimizer; refuses one that cannot be followed."""
@@ -278,9 +279,13 @@ class WeightShuffler:
         self.spec.move(moving, self.draw())
 
     def draw(self) -> PermutationPlan:
-        """Draws a permutation of the whole group."""
-        own = self._generator
-        return self.spec.sample(self._keys.next_generator() if own is None else own)
+        """Draws a permutation of the whole group, and replaces the key of the secret stream.
+
+        So a key in a checkpoint tells the permutations from then on, and none before.
+        """
+        plan = self.spec.sample(self._stream if self._generator is None else self._generator)
+        self._stream.next_key()
+        return plan
 
 
 @functools.cache

@@ -14,16 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import check_attention, check_ghost_ties
-from opacus_shuffle.core.progress import progress
 from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.validation import (
-    instance_of,
-    integer,
-    noise_level,
-    one_of,
-    positive,
-    positive_or_infinite,
-)
+from opacus_shuffle.core.validation import instance_of, integer, noise_level, one_of, positive
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.running import unwrap
@@ -80,7 +72,7 @@ class WeightShuffling:
             one_of("shuffle_weights (groups)", self.groups, (True, False, *LEVELS))
         check_generator("generator (of WeightShuffling)", self.generator)
         if self.batch_clip is not None:
-            positive_or_infinite("batch_clip", self.batch_clip)
+            positive("batch_clip", self.batch_clip, infinite=True)
         if self.unshuffled_noise_multiplier is not None:
             noise_level("unshuffled_noise_multiplier", self.unshuffled_noise_multiplier)
         if isinstance(self.dimension, str):
@@ -233,15 +225,14 @@ def find_spec(
             f"{type(error).__name__}: {error}; pass shuffle_weights=find_permutations(module, "
             "sample_input) if its batches are not what the network gets"
         ) from error
-    with progress("finding permutations"):
-        if isinstance(shuffling.groups, PermutationSpec):
-            spec = shuffling.groups
-            check_calls(spec, network, [call])
-        else:
-            level = "residual" if shuffling.groups is True else shuffling.groups
-            spec = find_on_calls(network, [call], level)
-            if level == "residual":
-                warn_of_what_stays(spec, network)
+    if isinstance(shuffling.groups, PermutationSpec):
+        spec = shuffling.groups
+        check_calls(spec, network, [call])
+    else:
+        level = "residual" if shuffling.groups is True else shuffling.groups
+        spec = find_on_calls(network, [call], level)
+        if level == "residual":
+            warn_of_what_stays(spec, network)
     if (ranks := Ranks.of(module)).distributed:
         spec = ranks.of_the_first(spec)  # another rank's first records may have another length
         check_calls(spec, network, [call])
