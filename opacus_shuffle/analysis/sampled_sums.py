@@ -31,7 +31,7 @@ import numpy as np
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.analysis.merge import joined, merge
+from opacus_shuffle.analysis.merge import grouped, merge
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, tail_for
@@ -170,7 +170,7 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> Rounds:
         return np.log1p(rows[:, 1] * np.expm1(np.minimum(rows[:, 0] ** 2, 600.0)))
 
     merged = []
-    for worst, members, together in joined(
+    for worst, members, together in grouped(
         rows, [count for _, count in rounds], size, most=MOST_KINDS
     ):
         mu, rate, lost = (float(number) for number in worst)

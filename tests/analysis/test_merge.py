@@ -9,15 +9,17 @@ import pytest
 
 from opacus_shuffle.accountants import bounds_of, compute_bound
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
-from opacus_shuffle.analysis.merge import joined, merge
+from opacus_shuffle.analysis.merge import grouped, merge
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_SHUFFLED_KINDS, ShuffledRound, coarsen
 
 
-def test_those_are_joined_that_cost_least_together():
+def test_those_are_grouped_that_cost_least_together():
     kinds = np.array([[9.0], [2.9], [8.0], [3.0], [2.8]])
-    left = joined(kinds, 7 * np.ones(5), lambda worst: worst.prod(axis=1), most=2)
-    told = sorted((places.tolist(), worst.tolist(), rounds) for worst, places, rounds in left)
+    left = grouped(kinds, 7 * np.ones(5), lambda worst: worst.prod(axis=1), most=2)
+    told = sorted(
+        (sorted(places.tolist()), worst.tolist(), rounds) for worst, places, rounds in left
+    )
     assert told == [([0, 2], [9.0], 14), ([1, 3, 4], [3.0], 21)]
 
 
