@@ -336,7 +336,7 @@ class _Candidate:
             sigma = max(one.noise_multiplier * noise / same.noise_of_mean, least)
             return self._rounds(sigma, num_users=math.ceil(users))
 
-        users, _ = least_within(
+        users = least_within(
             self.entry,
             as_noisy,
             target_epsilon=self.epsilon,
