@@ -59,12 +59,18 @@ def noise_within(
     Raises:
         ValueError: As :func:`smallest_noise`, or as the bound.
     """
-    budget = {"delta": delta, "adjacency": adjacency}
     sigma = least_within(
-        entry, rounds, target_epsilon=target_epsilon, lowest=lowest, tolerance=tolerance, **budget
+        entry,
+        rounds,
+        target_epsilon=target_epsilon,
+        delta=delta,
+        adjacency=adjacency,
+        lowest=lowest,
+        tolerance=tolerance,
     )
     if sigma is None:
-        raise _out_of_reach(target_epsilon, ask(entry, rounds(HIGHEST), **budget).epsilon)
+        floor = ask(entry, rounds(HIGHEST), delta=delta, adjacency=adjacency)
+        raise _out_of_reach(target_epsilon, floor.epsilon)
     return sigma
 
 
