@@ -267,11 +267,6 @@ class ShuffleAccountant(IAccountant):
         mechanism = self.planned
         if kind.sampling is not None:
             mechanism = dataclasses.replace(mechanism, sample_rate=sample_rate)
-        if not kind.trains_on_stock_engines and not mechanism.same_run_as(self.planned):
-            raise ValueError(
-                f"sample_rate must be {self.planned.sample_rate} as planned, got {sample_rate}: "
-                "use a new PrivacyEngine"
-            )
         if self.emulated:
             shares = max(1, mechanism.expected_reports, (users or 0) * sample_rate, batch or 1)
             noise_multiplier /= math.sqrt(shares)
@@ -522,7 +517,7 @@ class ShuffleAccountant(IAccountant):
                 if a noise multiplier that is the sum's was likely meant for each report.
         """
         kind = self.mechanism_class
-        if self.planned is None and not kind.trains_on_stock_engines:
+        if not kind.trains_on_stock_engines:
             raise ValueError(
                 f"{kind.name} is not what Opacus's engine does: train with "
                 "opacus_shuffle.PrivacyEngine"

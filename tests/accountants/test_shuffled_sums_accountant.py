@@ -169,9 +169,6 @@ REFUSALS = {
     "state_dict speaks of": lambda: accountant_of().load_state_dict(
         accountant_of(PUBLISHED).state_dict()
     ),
-    r"sample_rate must be 0\.05 as planned": lambda: accountant_of().step(
-        noise_multiplier=TIGHT.noise_multiplier, sample_rate=0.5
-    ),
     r"num_users=50 is for samples of fixed size": lambda: ShuffledSums.of_protocol(
         TIGHT, num_users=50, sample_rate=0.1
     ),

@@ -255,14 +255,6 @@ class ShuffledSums(Mechanism):
             round_delta=protocol.round_delta if published else None,
         )
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Refuses an optimizer that adds no shuffled sums' noise, as a stock engine's."""
-        if getattr(optimizer, "aggregator", None) is None:
-            raise ValueError(
-                f"this optimizer adds no shuffled sums' noise, got a {type(optimizer).__name__}: "
-                "train with opacus_shuffle.PrivacyEngine(accountant='shuffled_sums')"
-            )
-
     @property
     def noise(self) -> BinomialNoise:
         """The honest reports' noise in one coordinate."""
