@@ -18,7 +18,7 @@ import warnings
 import opacus
 
 from opacus_shuffle import compute_epsilon
-from opacus_shuffle.accountants import compute_baseline
+from opacus_shuffle.accountants.bounds.registry import ask, entries_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 
 SETTINGS = {
@@ -77,7 +77,8 @@ def measure(
             if name in run
         }
         rounds = [(MECHANISMS[mechanism](**numbers), run["steps"])]
-        epsilon = compute_baseline(rounds, delta=run["delta"], baseline=bound).epsilon
+        (entry,) = (entry for entry in entries_of(MECHANISMS[mechanism]) if entry.name == bound)
+        epsilon = ask(entry, rounds, delta=run["delta"]).epsilon
     else:
         epsilon = compute_epsilon(mechanism, bound=bound, **run)
     seconds = time.perf_counter() - start

@@ -65,7 +65,8 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 
 import opacus_shuffle
-from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, largest_mu
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
 
 DELTA, BETA, DEVIATIONS = 1e-5, math.exp(-0.5), 4.0
 BITS, SHARES = (8, 10, 12, 14, 16, 18, 20), (0.3, 0.1, 0.04, 0.01)
@@ -88,7 +89,7 @@ class Setting:
     @property
     def central(self) -> float:
         """The noise of the Gaussian mechanism, exactly calibrated, T rounds together."""
-        return math.sqrt(self.rounds) / largest_mu(epsilon=self.epsilon, delta=DELTA)
+        return math.sqrt(self.rounds) / gaussian.largest_mu(epsilon=self.epsilon, delta=DELTA)
 
 
 Divergences = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
@@ -204,7 +205,7 @@ def ours(setting: Setting, share: float) -> Ours:
         setting.dimension,
         1.0,
         math.sqrt(setting.rounds)
-        / largest_mu(epsilon=setting.epsilon, delta=DELTA * (1 - LOST_SHARE)),
+        / gaussian.largest_mu(epsilon=setting.epsilon, delta=DELTA * (1 - LOST_SHARE)),
         delta=DELTA,
         rounds=setting.rounds,
         rounding_share=share,

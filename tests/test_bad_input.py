@@ -16,7 +16,6 @@ from opacus_shuffle.analysis import (
     binomial_sums,
     fenton_wilkinson,
     gaussian,
-    gaussian_clones,
     mean_ratio,
     sampled_sums,
     subsampling,
@@ -93,10 +92,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "log_delta": (gaussian.log_delta, {"mu": 1.0, "epsilon": 1.0}),
         "gaussian.compute_epsilon": (gaussian.compute_epsilon, {"mu": 1.0, "delta": 1e-5}),
-        "clone_probability": (
-            gaussian_clones.clone_probability,
-            {"noise_multiplier": 2.0, "margin": 4.0},
-        ),
         "fenton_wilkinson.compute_delta": (
             fenton_wilkinson.compute_delta,
             {"epsilon": 0.2, "noise_std": 0.3, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},

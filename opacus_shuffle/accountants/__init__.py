@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 from opacus_shuffle.accountants import bounds as _registers_all_bounds  # noqa: F401
 from opacus_shuffle.accountants.bounds.registry import (
-    baselines_of,
     bounds_of,
-    compute_baseline,
     compute_bound,
     register_bound,
 )
@@ -37,9 +35,7 @@ __all__ = [
     "PrivacyAssumptionWarning",
     "PrivacyBound",
     "ShuffleAccountant",
-    "baselines_of",
     "bounds_of",
-    "compute_baseline",
     "compute_bound",
     "register_accountants",
     "register_bound",

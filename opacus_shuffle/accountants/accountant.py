@@ -48,7 +48,6 @@ from opacus_shuffle.core.randomness import is_secret
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import (
     boolean,
-    finite_number,
     integer,
     noise_level,
     one_of,
@@ -57,8 +56,8 @@ from opacus_shuffle.core.validation import (
     sampling_rate,
 )
 
-Triple = tuple[float, float, int]
-"""Opacus's record of equal steps: noise multiplier, sample rate, number of steps."""
+Step = tuple[float, float]
+"""What Opacus knows of a step: its noise multiplier and its sample rate."""
 
 _STOCK_GENERATOR = "the state of the generator of opacus.PrivacyEngine's noise, which is no cipher,"
 
@@ -69,8 +68,8 @@ class ShuffleAccountant(IAccountant):
     Args:
         mechanism_class: What is accounted, such as ``ShuffledCheckIn``.
         num_users: n, the size of the data set. On a stock engine the step hook learns it.
-        batch_size: B, reports per round. Used for n while n is unknown; where it exceeds n·γ, the
-            noise of the sum is divided by its root.
+        batch_size: B, reports per round: where it exceeds n·γ, the noise of the sum is divided by
+            its root.
         local_noise: What Opacus's multipliers mean: ``False`` is the noise of the sum, √B·σ;
             ``True`` each report's own σ.
 
@@ -104,10 +103,8 @@ class ShuffleAccountant(IAccountant):
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size)
         self.planned: Mechanism | None = None
         self.emulated = kind.noise_is_local and not local_noise
-        self._rounds: list[tuple[Mechanism, int]] = []
-        # What Opacus's calibration has set as the history, before it tells how many users there
-        # are.
-        self._pending: list[Triple] = []
+        # Opacus's calibration sets steps as the history, before it tells how many users there are.
+        self._entries: list[tuple[Mechanism | Step, int]] = []
         self._lineage = Lineage()
         self.predictable: tuple[str, ...] = ()
         self.unchecked: tuple[str, ...] = ()
@@ -138,7 +135,7 @@ class ShuffleAccountant(IAccountant):
             raise ValueError(
                 f"{self.mechanism()} has no noise of each report's own: leave out emulated=True"
             )
-        accounted = self.planned or (self._rounds[-1][0] if self._rounds else None)
+        accounted = self.planned or next(iter(self._recorded), None)
         if accounted is not None and not (
             mechanism.same_run_as(accounted) and emulated == self.emulated
         ):
@@ -151,13 +148,8 @@ class ShuffleAccountant(IAccountant):
     def record(self, mechanism: Mechanism, steps: int = 1) -> None:
         """Records rounds; equal neighbours are merged."""
         self._check_kind(mechanism)
-        steps = integer("steps", steps)
-        if self._pending:
-            self._rounds, self._pending = self.rounds, []
-        # Told before the round is there: a handler of a signal may save, and name it, in between.
-        named = self._lineage.rounds + steps
-        append_rounds(self._rounds, mechanism, steps)
-        self._lineage.name_rounds(named)
+        append_rounds(self._entries, mechanism, integer("steps", steps))
+        self._lineage.name_rounds(len(self))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Records one round as Opacus tells of it; this package's engine calls :meth:`record`.
@@ -188,7 +180,7 @@ class ShuffleAccountant(IAccountant):
 
     def __len__(self) -> int:
         """Rounds so far."""
-        return number_of_rounds(self._rounds) + sum(steps for *_, steps in self._pending)
+        return number_of_rounds(self._entries)
 
     @property
     def lineage(self) -> Lineage:
@@ -197,6 +189,11 @@ class ShuffleAccountant(IAccountant):
         # has ended too early.
         self._lineage.name_rounds(len(self))
         return self._lineage
+
+    @property
+    def _recorded(self) -> list[Mechanism]:
+        """What ran as a round, and was not set as Opacus's history."""
+        return [entry for entry, _ in self._entries if isinstance(entry, Mechanism)]
 
     @property
     def rewound(self) -> int:
@@ -214,40 +211,48 @@ class ShuffleAccountant(IAccountant):
 
     def _rounds_told(self, told: dict[str, Any]) -> list[tuple[Mechanism, int]]:
         """Returns what ran; fields that are told turn a history that was set into rounds."""
-        rounds = list(self._rounds)
-        for noise_multiplier, sample_rate, steps in self._pending:
-            append_rounds(rounds, self._round(noise_multiplier, sample_rate, **told), steps)
+        rounds: list[tuple[Mechanism, int]] = []
+        for entry, steps in self._entries:
+            mechanism = entry if isinstance(entry, Mechanism) else self._round(*entry, **told)
+            append_rounds(rounds, mechanism, steps)
         return rounds
 
     @property
-    def history(self) -> list[Triple]:
-        """Opacus's triples, with σ as its optimizer has it.
+    def history(self) -> list[tuple[float, float, int]]:
+        """Opacus's triples (noise multiplier, sample rate, steps), σ as its optimizer has it.
 
         Opacus's calibration sets it, in the place of all rounds so far; those that ran are said to
         be left out then.
         """
-        return [(*self._as_step(mechanism), steps) for mechanism, steps in self._rounds] + [
-            *self._pending
-        ]
+        merged: list[tuple[Step, int]] = []
+        for entry, steps in self._entries:
+            append_rounds(merged, self._as_step(entry), steps)
+        return [(*step, steps) for step, steps in merged]
 
     @history.setter
-    def history(self, triples: Iterable[Triple]) -> None:
-        if not isinstance(triples, Iterable):
+    def history(self, triples: Iterable[tuple[float, float, int]]) -> None:
+        try:
+            read = [(sigma, rate, steps) for sigma, rate, steps in triples]
+        except (TypeError, ValueError):
             raise ValueError(
                 "history must be a list of (noise_multiplier, sample_rate, steps) triples, got "
                 f"{triples!r}"
+            ) from None
+        entries: list[tuple[Mechanism | Step, int]] = [
+            (
+                (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate)),
+                integer("steps", steps),
             )
-        pending = [_read(triple) for triple in triples]
+            for sigma, rate, steps in read
+        ]
         self._lineage = self._lineage.rewound_to(Lineage())
-        self._rounds, self._pending = [], pending
+        self._entries = entries
 
     def _round(self, noise_multiplier: float, sample_rate: float, **told: Any) -> Mechanism:
         """Turns one of Opacus's steps into a round, by what is known and what is told besides."""
         kind, batch = self.mechanism_class, told.pop("batch_size", self.batch_size)
         users = told.pop("num_users", self.num_users)
         if self.planned is None:
-            if users is None and batch is not None:
-                users = max(1, round(batch / sample_rate))
             known = {"noise_multiplier", "sample_rate", *told, *(["num_users"] if users else [])}
             if unknown := sorted({*kind.required_fields()} - known, reverse=True):
                 raise ValueError(self._ways_to_say(unknown))
@@ -262,11 +267,6 @@ class ShuffleAccountant(IAccountant):
         mechanism = self.planned
         if kind.sampling is not None:
             mechanism = dataclasses.replace(mechanism, sample_rate=sample_rate)
-        if not kind.trains_on_stock_engines and not mechanism.same_run_as(self.planned):
-            raise ValueError(
-                f"sample_rate must be {self.planned.sample_rate} as planned, got {sample_rate}: "
-                "use a new PrivacyEngine"
-            )
         if self.emulated:
             shares = max(1, mechanism.expected_reports, (users or 0) * sample_rate, batch or 1)
             noise_multiplier /= math.sqrt(shares)
@@ -285,8 +285,10 @@ class ShuffleAccountant(IAccountant):
             f"takes make_private_with_epsilon(..., {given}) for the noise, but forgets it.)"
         )
 
-    def _as_step(self, mechanism: Mechanism) -> tuple[float, float]:
+    def _as_step(self, mechanism: Mechanism | Step) -> Step:
         """A round's noise multiplier and sample rate as Opacus's optimizer and sampler had them."""
+        if not isinstance(mechanism, Mechanism):
+            return mechanism
         shares = max(1, mechanism.expected_reports, self.batch_size or 1) if self.emulated else 1
         rate = mechanism.sample_rate
         if self.num_users is not None and mechanism.sampling is None:
@@ -318,8 +320,8 @@ class ShuffleAccountant(IAccountant):
             ε, rounded up; 0 if nothing ran.
 
         Raises:
-            ValueError: If something is unknown, out of range or contradicts what is known, or a
-                keyword is unknown.
+            ValueError: If something is unknown or out of range, or a keyword is unknown or tells
+                what is known already.
 
         Warns:
             PrivacyAssumptionWarning: The first time that ε does not cover every data set, naming
@@ -343,7 +345,7 @@ class ShuffleAccountant(IAccountant):
         return answer.epsilon
 
     def _told(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields that a caller tells and that are not known yet; refuses others."""
+        """Returns the fields that a caller tells; refuses those that are known already."""
         # Opacus itself tells the other two.
         names = {*self.mechanism_class.field_names(), "batch_size"} - {
             "noise_multiplier",
@@ -351,18 +353,11 @@ class ShuffleAccountant(IAccountant):
         }
         unknown = {name: value for name, value in fields.items() if name not in names}
         reject_unknown(self.mechanism(), unknown, ["bound", "adjacency", "orders", *sorted(names)])
-        told: dict[str, Any] = {}
+        ran = self.planned is not None or bool(self._recorded)
         for name, value in fields.items():
-            known = getattr(self, name, None)
-            if name in ("num_users", "batch_size") and value is not None:
-                value = integer(name, value)
-            if value is None or value == known:
-                continue
-            if known is not None or self.planned is not None or not self._pending:
-                said = "" if known is None else f" to be {known}"
-                raise ValueError(f"{name} is known{said}, got {value!r}: leave it out")
-            told[name] = value
-        return told
+            if ran or getattr(self, name, None) is not None:
+                raise ValueError(f"{name} is known of what ran, got {value!r}: leave it out")
+        return fields
 
     def bound(self, delta: float, **options: Any) -> PrivacyBound:
         """Returns ε with its meaning, and does not warn; needs at least one round.
@@ -461,9 +456,10 @@ class ShuffleAccountant(IAccountant):
             saved._lineage = self.lineage.rewound_to(saved._lineage)
         else:
             rounds = len(saved)
-            saved._lineage, saved._rounds = self.lineage.reconcile(
-                self.rounds, saved._lineage, saved._rounds
+            saved._lineage, entries = self.lineage.reconcile(
+                self.rounds, saved._lineage, saved.rounds
             )
+            saved._entries = [*entries]
             warn_of_kept_rounds(len(saved) - rounds, rounds)
         self.__dict__.update(saved.__dict__)
 
@@ -486,7 +482,7 @@ class ShuffleAccountant(IAccountant):
         saved.predictable = tuple(state_dict["predictable"])
         saved.unchecked = tuple(state_dict["unchecked"])
         saved.planned = None if planned is None else self.mechanism_class.build(**planned)
-        saved._rounds = [
+        saved._entries = [
             (self.mechanism_class.build(**fields), steps) for fields, steps in state_dict["rounds"]
         ]
         return saved
@@ -502,7 +498,7 @@ class ShuffleAccountant(IAccountant):
             or len(batches) > 1
             or not all(
                 _may_be(mechanism, planned)
-                for mechanism in (saved.planned, *(mechanism for mechanism, _ in saved._rounds))
+                for mechanism in (saved.planned, *saved._recorded)
                 if mechanism is not None and planned is not None
             )
         )
@@ -521,9 +517,7 @@ class ShuffleAccountant(IAccountant):
                 if a noise multiplier that is the sum's was likely meant for each report.
         """
         kind = self.mechanism_class
-        # Opacus draws Poisson samples, whatever was planned.
-        allocated = kind.sampling == "random_allocation"
-        if not kind.trains_on_stock_engines and (self.planned is None or allocated):
+        if not kind.trains_on_stock_engines:
             raise ValueError(
                 f"{kind.name} is not what Opacus's engine does: train with "
                 "opacus_shuffle.PrivacyEngine"
@@ -537,13 +531,20 @@ class ShuffleAccountant(IAccountant):
             warnings.warn(sentence, stacklevel=3)
 
         def record(optimizer: DPOptimizer) -> None:
-            if self.num_users is None:
-                self._learn(optimizer, sample_rate, users)
+            if not optimizer.expected_batch_size:
+                raise ValueError(
+                    f"expected_batch_size is {optimizer.expected_batch_size}, so the gradients "
+                    "were divided by nothing: use a larger batch, or opacus_shuffle.PrivacyEngine, "
+                    "which computes it in whole numbers"
+                )
+            if self.num_users is None and users is not None:
+                # On the safe side B is rounded up.
+                self.num_users, self.batch_size = users, math.ceil(users * sample_rate - 1e-6)
             sigma = optimizer.noise_multiplier
             rate = min(1.0, sample_rate * optimizer.accumulated_iterations)
             mechanism = self._round(sigma, rate)
             mechanism.check_optimizer(optimizer)
-            if self.emulated and not self._rounds and (sentence := little_noise(mechanism, sigma)):
+            if self.emulated and not len(self) and (sentence := little_noise(mechanism, sigma)):
                 # The hook is called by the optimizer's step.
                 warnings.warn(sentence, stacklevel=4)
             if not is_secret(optimizer.generator):
@@ -580,23 +581,6 @@ class ShuffleAccountant(IAccountant):
                 stacklevel=4,
             )
 
-    def _learn(self, optimizer: DPOptimizer, sample_rate: float, users: int | None) -> None:
-        """Takes n and B from a stock engine's optimizer, whose batch size is rounded down."""
-        batch = finite_number(
-            "expected_batch_size",
-            (optimizer.expected_batch_size or 0) * getattr(optimizer, "world_size", 1),
-        )
-        if batch < 1:
-            raise ValueError(
-                f"expected_batch_size is {batch}, so the gradients were divided by nothing: use a "
-                "larger batch, or opacus_shuffle.PrivacyEngine, which computes it in whole numbers"
-            )
-        # On the safe side n is rounded down, but B up.
-        if users is None:
-            self.num_users, self.batch_size = round(batch / sample_rate), math.floor(batch) + 1
-        else:
-            self.num_users, self.batch_size = users, math.ceil(users * sample_rate - 1e-6)
-
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:
     """Returns the one sentence that goes with an ε that is not proved for every data set."""
@@ -609,20 +593,6 @@ def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool 
         f"epsilon={round_up(answer.epsilon)} (bound={answer.bound!r}, delta={answer.delta:.3g}) "
         f"covers {answer.covers}{how}, which is no guarantee for every data set; proved for every "
         f"data set is epsilon={round_up(certified.epsilon)} (bound={certified.bound!r})"
-    )
-
-
-def _read(triple: Any) -> Triple:
-    """Checks one of Opacus's triples."""
-    if not isinstance(triple, tuple | list) or len(triple) != 3:
-        raise ValueError(
-            f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}"
-        )
-    sigma, rate, steps = triple
-    return (
-        noise_level("noise_multiplier", sigma),
-        sampling_rate("sample_rate", rate),
-        integer("steps", steps),
     )
 
 
@@ -644,4 +614,4 @@ def _run(accountant: ShuffleAccountant) -> str:
         "emulated": accountant.emulated,
     }
     said = ", ".join(f"{name}={value}" for name, value in known.items())
-    return f"{said}, {accountant.planned or accountant._rounds[-1:]}"
+    return f"{said}, {accountant.planned or accountant._recorded[-1:]}"

@@ -158,15 +158,10 @@ class Lineage:
 
 
 def _begins(short: dict[str, int], long: dict[str, int]) -> bool:
-    """Whether a chain of names is the beginning of another.
-
-    Its last name may have gone on there.
-    """
-    beginning = dict(list(long.items())[: len(short)])
-    last = next(reversed(short), None)
-    if last in beginning:
-        beginning[last] = min(beginning[last], short[last])
-    return list(beginning.items()) == list(short.items())
+    """Whether a chain of names is the beginning of another, whose last name may have gone on."""
+    names = list(short)
+    same = names == list(long)[: len(names)] and all(short[name] <= long[name] for name in names)
+    return same and all(short[name] == long[name] for name in names[:-1])
 
 
 def warn_of_kept_rounds(kept: int, loaded: int) -> None:

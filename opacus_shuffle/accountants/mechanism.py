@@ -12,7 +12,6 @@ the flags of the command line; its bounds are registered in
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from typing import Any, ClassVar
 
@@ -27,22 +26,6 @@ from opacus_shuffle.core.validation import (
 
 MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism by its name."""
-
-RESERVED_KEYWORDS = {
-    *(
-        "mechanism",
-        "accountant",
-        "steps",
-        "delta",
-        "bound",
-        "adjacency",
-        "orders",
-        "target_epsilon",
-        "target_delta",
-    ),
-    *("batch_size", "emulated", "local_noise", "output", "json", "help"),
-}
-"""What functions, accountants and the command line take beside a mechanism's fields."""
 
 
 def described(text: str, metavar: str, *, varies: bool = False, **options: Any) -> Any:
@@ -95,11 +78,6 @@ class Mechanism:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if taken := sorted(RESERVED_KEYWORDS.intersection(inspect.get_annotations(cls))):
-            raise ValueError(
-                f"{cls.__name__} must not call a field {', '.join(taken)}, which is said beside "
-                "the fields: choose another name"
-            )
         if "name" in cls.__dict__:
             check_free(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
             MECHANISMS[cls.name] = cls

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import (
@@ -237,41 +237,38 @@ def plan(
     if dimension is not None:
         asked["dimension"] = integer("dimension", dimension)
     steps = integer("steps", steps)
-    budget = {
-        "steps": steps,
-        "epsilon": positive("target_epsilon", target_epsilon),
+    budget: dict[str, Any] = {
+        "target_epsilon": positive("target_epsilon", target_epsilon),
         "delta": open_unit_interval("target_delta", target_delta),
     }
-    best: dict[tuple[str, str], _Candidate] = {}
-    for candidate in _candidates(asked, budget):
-        key = candidate.entry.trusted, "" if candidate.entry.baseline else candidate.kind.name
-        noise = candidate.round.noise_of_mean
-        if key not in best or noise < (1 - COARSE) * best[key].round.noise_of_mean:
-            best[key] = candidate
-    candidates = sorted(best.values(), key=lambda candidate: candidate.entry.place)
-    server = candidates[-1].round
+    best: dict[tuple[str, str], tuple[Bound, Callable[..., Rounds], Mechanism]] = {}
+    for kind, entry, fields in _ways(asked):
+        rounds = functools.partial(_rounds, kind, steps, fields)
+        sigma = noise_within(entry, rounds, lowest=kind.least_noise, tolerance=TOLERANCE, **budget)
+        ((one, _),) = rounds(sigma)
+        key = entry.trusted, "" if entry.baseline else kind.name
+        if key not in best or one.noise_of_mean < (1 - COARSE) * best[key][2].noise_of_mean:
+            best[key] = entry, rounds, one
+    ways = sorted(best.values(), key=lambda way: way[0].place)
+    server = ways[-1][2]
     rows = [
         PlannedRun(
-            trusted=candidate.entry.trusted,
-            round=candidate.round,
-            bound=ask(candidate.entry, [(candidate.round, steps)], delta=target_delta),
-            server_noise_multiplier=candidate.round.noise_of_mean * num_users * sample_rate,
-            users_needed=candidate.users_needed(server.noise_of_mean),
-            sent=None
-            if candidate.round is server
-            else sent_per_user([(candidate.round, steps)], dimension=dimension),
+            trusted=entry.trusted,
+            round=one,
+            bound=ask(entry, [(one, steps)], delta=target_delta),
+            server_noise_multiplier=one.noise_of_mean * num_users * sample_rate,
+            users_needed=_users_needed(entry, rounds, one, server.noise_of_mean, budget),
+            sent=None if one is server else sent_per_user([(one, steps)], dimension=dimension),
         )
-        for candidate in candidates
+        for entry, rounds, one in ways
     ]
     return Plan(tuple(rows), num_users, steps, sample_rate, target_epsilon, target_delta, dimension)
 
 
-def _candidates(asked: dict[str, Any], budget: dict[str, Any]) -> Iterator[_Candidate]:
-    """Yields each shuffled mechanism by its default bound and by its baselines.
+def _ways(asked: dict[str, Any]) -> Iterator[tuple[type[Mechanism], Bound, dict[str, Any]]]:
+    """Yields each shuffled mechanism with its default bound and with its baselines.
 
-    Args:
-        asked: Fields of mechanisms; each takes those that it has.
-        budget: ``steps``, ``epsilon`` and ``delta``.
+    The fields that it takes of those that are asked for come with it.
     """
     everyone = asked["sample_rate"] == 1
     for kind in MECHANISMS.values():
@@ -289,61 +286,40 @@ def _candidates(asked: dict[str, Any], budget: dict[str, Any]) -> Iterator[_Cand
         for entry in entries_of(kind):
             baseline = entry.baseline and (everyone or kind.sampling)
             if entry.guarantee is Guarantee.PROVED and (entry.name == "certified" or baseline):
-                yield _Candidate(entry, kind, fields, **budget)
+                yield kind, entry, fields
 
 
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
-    """A mechanism's rounds by one bound, within a budget."""
+def _rounds(
+    kind: type[Mechanism], steps: int, fields: dict[str, Any], sigma: float, **changed: Any
+) -> Rounds:
+    """Returns all rounds at a noise multiplier."""
+    return [(kind.build(**{**fields, "noise_multiplier": sigma, **changed}), steps)]
 
-    entry: Bound
-    kind: type[Mechanism]
-    fields: dict[str, Any]
-    steps: int
-    epsilon: float
-    delta: float
 
-    def _rounds(self, noise_multiplier: float, **changed: Any) -> Rounds:
-        """Returns all rounds at a noise multiplier."""
-        fields = {**self.fields, **changed}
-        return [(self.kind.build(noise_multiplier=noise_multiplier, **fields), self.steps)]
+def _users_needed(
+    entry: Bound,
+    rounds: Callable[..., Rounds],
+    one: Mechanism,
+    noise: float,
+    budget: dict[str, Any],
+) -> int | None:
+    """Returns how many users make the mean gradient no noisier than ``noise`` within the budget."""
+    if one.noise_of_mean <= noise:
+        return one.num_users
 
-    @functools.cached_property
-    def round(self) -> Mechanism:
-        """One round with the least noise that keeps the budget."""
-        sigma = noise_within(
-            self.entry,
-            self._rounds,
-            target_epsilon=self.epsilon,
-            delta=self.delta,
-            lowest=self.kind.least_noise,
-            tolerance=TOLERANCE,
-        )
-        return self._rounds(sigma)[0][0]
+    def as_noisy(users: float) -> Rounds:
+        """Returns the rounds of so many users whose mean gradient is as noisy as this."""
+        ((same, _),) = rounds(one.noise_multiplier, num_users=math.ceil(users))
+        sigma = max(one.noise_multiplier * noise / same.noise_of_mean, one.least_noise)
+        return rounds(sigma, num_users=math.ceil(users))
 
-    def users_needed(self, noise: float) -> int | None:
-        """Returns how many users make the mean gradient no noisier than this.
-
-        They stay within the same budget.
-        """
-        one, least = self.round, self.kind.least_noise
-        if one.noise_of_mean <= noise:
-            return one.num_users
-
-        def as_noisy(users: float) -> Rounds:
-            """Returns the rounds of so many users whose mean gradient is as noisy as this."""
-            same, _ = self._rounds(one.noise_multiplier, num_users=math.ceil(users))[0]
-            sigma = max(one.noise_multiplier * noise / same.noise_of_mean, least)
-            return self._rounds(sigma, num_users=math.ceil(users))
-
-        users, _ = least_within(
-            self.entry,
-            as_noisy,
-            target_epsilon=self.epsilon,
-            delta=self.delta,
-            lowest=one.num_users,
-            highest=MOST_USERS,
-            # Of ε, which falls with the root of the number of users or faster.
-            tolerance=COARSE / 4,
-        )
-        return None if users is None else math.ceil(users)
+    users = least_within(
+        entry,
+        as_noisy,
+        lowest=one.num_users,
+        highest=MOST_USERS,
+        # Of ε, which falls with the root of the number of users or faster.
+        tolerance=COARSE / 4,
+        **budget,
+    )
+    return None if users is None else math.ceil(users)

@@ -335,7 +335,8 @@ class PrivacyReport:
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws ε over the rounds for each bound, on logarithmic axes.
 
-        The gap between one pair and certified is shaded.
+        The rounds are the first 1, …, T of the history, geometrically spaced. The gap between one
+        pair and certified is shaded.
 
         Args:
             ax: Axes to draw on; by default a new figure's. Needs ``opacus_shuffle[plots]``.
@@ -349,23 +350,24 @@ class PrivacyReport:
             except ImportError as error:
                 raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
             ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
-        curves = {
-            name: [point for point in points if point[1] > 0]
-            for name, points in self.curves().items()
-        }
+        total = sum(count for _, count in self.rounds)
+        curves: dict[str, dict[int, float]] = {entry.name: {} for entry in self.entries}
+        for count in sorted({round(value) for value in np.geomspace(1, total, POINTS)}):
+            for bound in self._ladder(first_rounds(self.rounds, count)):
+                if bound.epsilon > 0:
+                    curves[bound.bound][count] = bound.epsilon
         for entry in self.entries:
-            if points := curves.get(entry.name):
+            if points := curves[entry.name]:
                 ax.plot(
-                    [count for count, _ in points],
-                    [epsilon for _, epsilon in points],
+                    list(points),
+                    list(points.values()),
                     markersize=4,
                     linewidth=1.6,
                     label=f"{entry.name}: {entry.legend or entry.covers}",
                     **STYLES.get(entry.name, {"color": "#444444"}),
                 )
-        low, high = (dict(curves.get(name, ())) for name in ("pair", "certified"))
-        both = [count for count in low if count in high]
-        if both:
+        low, high = curves.get("pair", {}), curves.get("certified", {})
+        if both := [count for count in low if count in high]:
             ax.fill_between(
                 both,
                 [low[count] for count in both],
@@ -383,18 +385,6 @@ class PrivacyReport:
             fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False
         )
         return ax
-
-    def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """Returns for each bound (rounds, ε) after the first 1, …, T rounds of the history.
-
-        The numbers of rounds are geometrically spaced.
-        """
-        total = sum(count for _, count in self.rounds)
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for count in sorted({round(value) for value in np.geomspace(1, total, POINTS)}):
-            for bound in self._ladder(first_rounds(self.rounds, count)):
-                curves.setdefault(bound.bound, []).append((count, bound.epsilon))
-        return curves
 
     def _headline(self) -> str:
         """The number to quote, and what it means to who has never heard of the shuffle model."""

@@ -36,7 +36,6 @@ from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution
-from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import integer, open_unit_interval
 
 RELATIVE_ERROR = 1e-9
@@ -344,15 +343,3 @@ def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
         scipy.stats.binom.sf(ends, trials, probability),
     )
     return np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
-
-
-def largest_mu(*, epsilon: float, delta: float) -> float:
-    """Returns the μ, rounded down, of the Gaussian mechanism that is just (ε, δ)-DP."""
-
-    def excess(log_mu: float) -> float:
-        return max(gaussian.log_delta(mu=math.exp(log_mu), epsilon=epsilon), -1e6) - math.log(delta)
-
-    log_mu = safe_root(
-        excess, unsafe=math.log(1e3), safe=math.log(1e-40), tolerance=1e-12, step=1e-10
-    )
-    return math.exp(log_mu) * (1 - 1e-8)

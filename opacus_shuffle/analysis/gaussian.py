@@ -95,3 +95,15 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
             step=1e-12 * high,
         )
     return math.nextafter(epsilon * (1 + RELATIVE_ERROR), math.inf)
+
+
+def largest_mu(*, epsilon: float, delta: float) -> float:
+    """Returns the μ, rounded down, of the Gaussian mechanism that is just (ε, δ)-DP."""
+
+    def excess(log_mu: float) -> float:
+        return max(log_delta(mu=math.exp(log_mu), epsilon=epsilon), -1e6) - math.log(delta)
+
+    log_mu = safe_root(
+        excess, unsafe=math.log(1e3), safe=math.log(1e-40), tolerance=1e-12, step=1e-10
+    )
+    return math.exp(log_mu) * (1 - 1e-8)

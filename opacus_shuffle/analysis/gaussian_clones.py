@@ -44,7 +44,7 @@ from opacus_shuffle.analysis.shuffled_rounds import (
     unshuffled_epsilon,
 )
 from opacus_shuffle.core.guarantees import Adjacency
-from opacus_shuffle.core.validation import finite_number, noise_level, one_of, open_unit_interval
+from opacus_shuffle.core.validation import one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
 Clones = Literal["mended", "truncated"]
@@ -159,8 +159,7 @@ def _gaussian_fixed_point(
 
 def clone_probability(noise_multiplier: float, margin: float) -> float:
     """Returns α: how much of a user's distribution is a clone's, but for a share Φ(−``margin``)."""
-    noise_level("noise_multiplier", noise_multiplier)
-    exponent = -finite_number("margin", margin) / noise_multiplier - 0.5 / noise_multiplier**2
+    exponent = -margin / noise_multiplier - 0.5 / noise_multiplier**2
     return math.exp(min(exponent, 0.0))
 
 

@@ -15,9 +15,8 @@ above the true one in both directions at once, as they are equal. Proofs:
 docs/proofs/09_replacement.md.
 
 >>> replaced = opposite_reports(noise_multiplier=9.48, num_users=60_000)
->>> for stick in (replaced.hockey_stick, replaced.reverse_hockey_stick):
-...     print(round(float(stick(0.001)), 8))
-5.307e-05
+>>> beyond = math.expm1(0.001)  # e^ε − 1; offsets are R − 1
+>>> round(float(replaced.masses @ np.maximum(replaced.offsets - beyond, 0.0)), 8)
 5.307e-05
 """
 

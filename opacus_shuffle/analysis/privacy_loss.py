@@ -22,16 +22,17 @@ works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.optimize import brentq, minimize_scalar
+from scipy.optimize import minimize_scalar
 
 from opacus_shuffle.analysis.mean_ratio import Vector, logsumexp
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side
-from opacus_shuffle.core.solve import safe_root
+from opacus_shuffle.core.solve import bracket, safe_root
 
 RELATIVE_ERROR = 1e-9
 """Every upper ε is enlarged by this fraction, for the rounding of sums of positive terms."""
@@ -193,23 +194,20 @@ def _smallest_epsilon(
     def excess(epsilon: float) -> float:
         return composed.log_delta(epsilon, sign, left, slack) - math.log(delta)
 
-    low = high = composed.chernoff
-    while excess(high) > 0:
-        high *= 1.05
-        if high > 20 * composed.chernoff:
-            return math.inf
-    pace = 0.95
-    while excess(low) <= 0:
-        low, pace = low * pace, pace**2
-        if low < 1e-3 * composed.chernoff:
-            if excess(0.0) <= 0:
-                return 0.0
-            low = 0.0
+    ups = (composed.chernoff * 1.05**step for step in range(1, 62))
+    downs = (composed.chernoff * 0.95 ** (2**step - 1) for step in range(1, 8))
+    unsafe, safe = bracket(
+        excess, composed.chernoff, towards_safe=ups, towards_unsafe=itertools.chain(downs, [0.0])
+    )
+    if safe is None:
+        return math.inf
+    if unsafe is None:
+        return 0.0
     if side == "lower":
-        root = brentq(excess, low, high, xtol=1e-12 * high, rtol=1e-12)
+        root = brentq(excess, unsafe, safe, xtol=1e-12 * safe, rtol=1e-12)
         return float(root) * (1 - RELATIVE_ERROR)
     root = safe_root(
-        excess, unsafe=low, safe=high, tolerance=1e-12 * high, relative_tolerance=1e-12
+        excess, unsafe=unsafe, safe=safe, tolerance=1e-12 * safe, relative_tolerance=1e-12
     )
     return math.nextafter(root * (1 + RELATIVE_ERROR), math.inf)
 

@@ -10,7 +10,9 @@ to 6.5). With the default step, upper and lower ε differ by some tenths of a pe
 
 >>> upper = mean_distribution(noise_multiplier=9.48, num_users=60_000)
 >>> lower = mean_distribution(noise_multiplier=9.48, num_users=60_000, side="lower")
->>> round(float(lower.hockey_stick(0.0005)), 8), round(float(upper.hockey_stick(0.0005)), 8)
+>>> def hockey_stick(ratio, epsilon):
+...     return float(ratio.masses @ np.maximum(ratio.offsets - math.expm1(epsilon), 0.0))
+>>> round(hockey_stick(lower, 0.0005), 8), round(hockey_stick(upper, 0.0005), 8)
 (2.634e-05, 2.652e-05)
 """
 
@@ -104,16 +106,6 @@ class RatioDistribution:
         if zero:
             offsets, masses = np.append(-self.centre, offsets), np.append(zero, masses)
         return dataclasses.replace(self, offsets=offsets, masses=masses, infinite=infinite)
-
-    def hockey_stick(self, epsilon: float) -> float:
-        """Returns E(R − e^ε)₊."""
-        threshold = math.expm1(epsilon) if self.centre else math.exp(epsilon)
-        return float(self.masses @ np.maximum(self.offsets - threshold, 0.0)) + self.infinite
-
-    def reverse_hockey_stick(self, epsilon: float) -> float:
-        """Returns E(1 − e^ε·R)₊."""
-        threshold = math.expm1(-epsilon) if self.centre else math.exp(-epsilon)
-        return math.exp(epsilon) * float(self.masses @ np.maximum(threshold - self.offsets, 0.0))
 
 
 def has_distribution(noise_multiplier: float, tail: float = TAILS[0]) -> bool:

@@ -31,7 +31,7 @@ import numpy as np
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.analysis.merge import joined, merge
+from opacus_shuffle.analysis.merge import grouped, merge
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, tail_for
@@ -170,7 +170,7 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> Rounds:
         return np.log1p(rows[:, 1] * np.expm1(np.minimum(rows[:, 0] ** 2, 600.0)))
 
     merged = []
-    for worst, members, together in joined(
+    for worst, members, together in grouped(
         rows, [count for _, count in rounds], size, most=MOST_KINDS
     ):
         mu, rate, lost = (float(number) for number in worst)
@@ -207,26 +207,21 @@ def largest_mu(
             "larger delta"
         )
 
-    def spent(mu: float) -> float:
-        everyone = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=delta - count * lost)
-        if everyone <= target:
-            return everyone
-        sampled_sum = SampledSum(mu=mu, sample_rate=sample_rate, lost=lost)
-        return min(everyone, compute_epsilon([(sampled_sum, count)], delta=delta))
+    left = delta - count * lost
 
     def excess(log_mu: float) -> float:
-        return log_excess(spent(math.exp(log_mu)), target)
+        mu = math.exp(log_mu)
+        spent = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=left)
+        if spent > target:  # a sample may cost less than everyone
+            sampled_sum = SampledSum(mu=mu, sample_rate=sample_rate, lost=lost)
+            spent = min(spent, compute_epsilon([(sampled_sum, count)], delta=delta))
+        return log_excess(spent, target)
 
-    start = math.log(1e-3)
-    down = (max(start - 2.0 * k, math.log(1e-9)) for k in range(1, 8))
-    up = (start + 2.0 * k for k in range(1, 11))  # to 4.9e5
-    unsafe, safe = bracket(excess, start, towards_safe=down, towards_unsafe=up)
-    if safe is None:
-        raise ValueError(
-            f"no mu above 1e-9 keeps {count} rounds within epsilon={epsilon!r}: ask for more, or "
-            "take fewer rounds"
-        )
-    if unsafe is None:
+    # Samples cost no more than everyone, who keep to the budget a rounding below this.
+    everyone = math.log(gaussian.largest_mu(epsilon=target, delta=left) / math.sqrt(count)) - 1e-6
+    more = (min(everyone + 2.0 * step, math.log(1e6)) for step in range(1, 20))
+    unsafe, safe = bracket(excess, everyone, towards_safe=(), towards_unsafe=more)
+    if unsafe is None or safe is None:
         raise ValueError(
             f"epsilon={epsilon!r} at delta={delta!r} allows any mu up to 1e6: this needs no noise"
         )

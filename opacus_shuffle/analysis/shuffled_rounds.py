@@ -28,7 +28,7 @@ from scipy.special import ndtr
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
-from opacus_shuffle.analysis.merge import joined, merge
+from opacus_shuffle.analysis.merge import grouped, merge
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import (
     TAILS,
@@ -236,7 +236,7 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
 def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> Merged:
     """Leaves few different rounds.
 
-    Those that cost least together become one kind that tells more than each, or less (1.18).
+    Those that are grouped become one kind that tells more than each, or less (1.18).
 
     For an upper ε that kind has the smallest σ, the fewest users and the largest γ (or sample of
     fixed size) among them, for a lower one the other ends. A thousand rounds that differ by a
@@ -250,15 +250,15 @@ def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> M
     """
     if len(rounds) <= most:
         return rounds
-    merged: list[tuple[ShuffledRound, int]] = []
+    few: list[tuple[ShuffledRound, int]] = []
     for sampling in dict.fromkeys(kind.sampling for kind, _ in rounds):
-        merged += _joined(
+        few += _grouped(
             [(kind, count) for kind, count in rounds if kind.sampling == sampling], side, most
         )
-    return merge(merged)
+    return merge(few)
 
 
-def _joined(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRound, int]]:
+def _grouped(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRound, int]]:
     """Yields a few kinds in place of rounds whose users are drawn in the same way."""
     like = rounds[0][0]
     fixed, sign = like.sampling == "fixed_size", 1.0 if side == "upper" else -1.0
@@ -276,10 +276,7 @@ def _joined(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRou
 
     rows = sign * np.array([numbers(kind) for kind, _ in rounds])  # the larger, the safer
     most *= max(int(np.count_nonzero(np.ptp(rows, axis=0))), 1)
-    whole = slice(1, 3 if fixed else 2)
-    for worst, _, together in joined(
-        rows, [count for _, count in rounds], size, most=most, whole=whole
-    ):
+    for worst, _, together in grouped(rows, [count for _, count in rounds], size, most=most):
         noise, users, drawn = (float(number) for number in np.abs(worst))
         kind = dataclasses.replace(
             like,

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Callable
 
-from opacus_shuffle.analysis import sampled_sums
+from opacus_shuffle.analysis import gaussian, sampled_sums
 from opacus_shuffle.analysis.advanced_composition import step_budget
 from opacus_shuffle.analysis.binomial_sums import (
     LOST_SHARE,
@@ -27,7 +27,6 @@ from opacus_shuffle.analysis.binomial_sums import (
     BinomialNoise,
     gaussian_bound,
     hockey_stick,
-    largest_mu,
 )
 from opacus_shuffle.core.validation import (
     finite_number,
@@ -159,9 +158,8 @@ class Promise:
                 sample_rate=self.sample_rate,
                 lost=self.lost,
             )
-        return largest_mu(epsilon=self.epsilon, delta=self.delta * (1 - LOST_SHARE)) / math.sqrt(
-            self.rounds
-        )
+        together = gaussian.largest_mu(epsilon=self.epsilon, delta=self.delta * (1 - LOST_SHARE))
+        return together / math.sqrt(self.rounds)
 
     @property
     def published_round(self) -> tuple[float, float]:
@@ -385,7 +383,7 @@ def tight_scalar_plan(
         num_users,
         honest,
         largest_granularity,
-        limit=1 / largest_mu(epsilon=epsilon, delta=delta) ** 2,
+        limit=1 / gaussian.largest_mu(epsilon=epsilon, delta=delta) ** 2,
     )
 
 

@@ -113,9 +113,6 @@ NEWCOMERS = {
     "the training of shuffled_checkin belongs to GaussianReports": lambda kind: type(
         "Takeover", (Scheme,), {"mechanisms": (kind,)}
     ),
-    "must not call a field steps": lambda kind: type(
-        "Mine", (kind,), {"name": "mine", "__annotations__": {"steps": int}}
-    ),
 }
 
 

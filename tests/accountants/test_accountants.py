@@ -17,11 +17,10 @@ from helpers.accountants import (
     spent,
     weights_of,
 )
-from opacus.accountants import RDPAccountant, registry
 from opacus.accountants.utils import get_noise_multiplier
 
 from opacus_shuffle import PrivacyAssumptionWarning, ShuffledCheckIn, ShuffleGauss
-from opacus_shuffle.accountants import ShuffleAccountant, register_accountants
+from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.analysis import composition, mean_ratio
 from opacus_shuffle.core.rounding import round_up
 
@@ -178,15 +177,3 @@ def test_opacus_own_calibration_works(kind, bound):
         **weights_of(kind),
     )
     assert spent(kind, [(sigma, 0.1, 20)], bound=bound, num_users=2000, local_noise=False) <= 20.0
-
-
-@pytest.mark.parametrize("stranger", [RDPAccountant, lambda *, patience: RDPAccountant()])
-def test_a_stranger_of_the_same_name_is_not_overwritten_and_nothing_else_is_registered(
-    stranger, monkeypatch
-):
-    monkeypatch.setitem(registry._ACCOUNTANTS, "shuffled_checkin", stranger)
-    monkeypatch.delitem(registry._ACCOUNTANTS, "shuffle_gauss")
-    with pytest.raises(ValueError, match="already registered as shuffled_checkin: register those"):
-        register_accountants()
-    assert registry._ACCOUNTANTS["shuffled_checkin"] is stranger
-    assert "shuffle_gauss" not in registry._ACCOUNTANTS

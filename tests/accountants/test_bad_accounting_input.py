@@ -69,7 +69,6 @@ CALLS = {
         {"mechanism": ROUND, "steps": 2, **QUESTION},
     ),
     "bound": (accountants.compute_bound, {**HISTORY, **QUESTION}),
-    "baseline": (accountants.compute_baseline, {**HISTORY, **REPORT, "baseline": "local"}),
     "names of bounds": (accountants.bounds_of, {"mechanism": ShuffledCheckIn}),
     "noise": (
         accountants.smallest_noise,

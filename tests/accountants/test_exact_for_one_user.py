@@ -13,11 +13,12 @@ from decimal import Decimal
 
 import mpmath
 import pytest
+from helpers.accountants import compute_baseline
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opacus_shuffle import compute_noise_multiplier
-from opacus_shuffle.accountants import compute_baseline, compute_bound
+from opacus_shuffle.accountants import compute_bound
 from opacus_shuffle.accountants.bounds.shuffled_sums import round_epsilon
 from opacus_shuffle.accountants.mechanisms import (
     RandomAllocation,

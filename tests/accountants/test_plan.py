@@ -6,9 +6,10 @@ import json
 import math
 
 import pytest
+from helpers.accountants import compute_baseline
 from scipy.special import ndtr
 
-from opacus_shuffle.accountants.bounds.registry import compute_baseline, compute_bound
+from opacus_shuffle.accountants import compute_bound
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.plan import COARSE, TOLERANCE, plan
 from opacus_shuffle.commands.main import main

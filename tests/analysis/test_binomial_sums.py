@@ -21,7 +21,6 @@ from opacus_shuffle.analysis.binomial_sums import (
     BinomialNoise,
     BinomialSum,
     compute_epsilon,
-    largest_mu,
     lower_epsilon,
 )
 
@@ -96,6 +95,6 @@ def test_the_lower_value_of_a_sampled_user_is_that_of_a_mixture(rate):
 @pytest.mark.parametrize("delta", [0.4, 1e-2, 1e-6, 1e-100])
 @pytest.mark.parametrize("epsilon", [1e-6, 0.1, 1.0, 15.0])
 def test_the_largest_mu_is_just_private_enough(epsilon, delta):
-    mu = largest_mu(epsilon=epsilon, delta=delta)
+    mu = gaussian.largest_mu(epsilon=epsilon, delta=delta)
     assert gaussian.log_delta(mu=mu, epsilon=epsilon) <= math.log(delta)
     assert gaussian.log_delta(mu=mu * (1 + 1e-6), epsilon=epsilon) > math.log(delta)

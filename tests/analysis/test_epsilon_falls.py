@@ -9,9 +9,10 @@ import itertools
 
 import numpy as np
 import pytest
+from helpers.accountants import compute_baseline
 
 from opacus_shuffle import compute_epsilon, privacy_bound
-from opacus_shuffle.accountants import compute_baseline, compute_bound
+from opacus_shuffle.accountants import compute_bound
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 
 OFTEN = {"noise_multiplier": 9.48, "num_users": 60_000, "steps": 7}

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.hockey_sticks import hockey_stick, reverse_hockey_stick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
@@ -59,8 +60,8 @@ def test_one_user_is_the_exact_gaussian(sigma):
     lower, upper = both_sides(noise_multiplier=sigma, num_users=1)
     for epsilon in epsilons_that_matter(upper):
         exact = math.exp(gaussian.log_delta(mu=1 / sigma, epsilon=epsilon))
-        for name in ("hockey_stick", "reverse_hockey_stick"):
-            low, high = getattr(lower, name)(epsilon), getattr(upper, name)(epsilon)
+        for stick in (hockey_stick, reverse_hockey_stick):
+            low, high = stick(lower, epsilon), stick(upper, epsilon)
             assert low <= exact * (1 + 1e-9)
             assert exact <= high * (1 + 1e-9)
             # A cell of width w standard deviations moves δ by w²/8·φ at most, and δ ≥ φ/(1 + x)² ·
@@ -79,8 +80,8 @@ def test_two_users_agree_with_quadrature(sigma):
             call_on_the_mean_of_two(math.exp(-epsilon), u) + math.exp(-epsilon) - 1
         )
         for exact, low, high in (
-            (forward, lower.hockey_stick(epsilon), upper.hockey_stick(epsilon)),
-            (reverse, lower.reverse_hockey_stick(epsilon), upper.reverse_hockey_stick(epsilon)),
+            (forward, hockey_stick(lower, epsilon), hockey_stick(upper, epsilon)),
+            (reverse, reverse_hockey_stick(lower, epsilon), reverse_hockey_stick(upper, epsilon)),
         ):
             error = 1e-9 * exact + 1e-13  # quadrature, and the parity's cancellation
             assert low - error <= exact <= high + error
@@ -125,5 +126,5 @@ def test_more_users_never_cost_more(sigma, users, epsilon):
     # for the grids.
     fewer = mean_distribution(noise_multiplier=sigma, num_users=users)
     more = mean_distribution(noise_multiplier=sigma, num_users=2 * users, side="lower")
-    assert more.hockey_stick(epsilon) <= fewer.hockey_stick(epsilon) * (1 + 1e-11)
-    assert more.reverse_hockey_stick(epsilon) <= fewer.reverse_hockey_stick(epsilon) * (1 + 1e-11)
+    assert hockey_stick(more, epsilon) <= hockey_stick(fewer, epsilon) * (1 + 1e-11)
+    assert reverse_hockey_stick(more, epsilon) <= reverse_hockey_stick(fewer, epsilon) * (1 + 1e-11)

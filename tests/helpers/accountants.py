@@ -6,6 +6,7 @@ import pytest
 
 from helpers.toy import ONE_NOISE
 from opacus_shuffle.accountants import ShuffleAccountant, bounds_of
+from opacus_shuffle.accountants.bounds.registry import ask, entries_of, kind_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 
 DELTA = 1e-5
@@ -53,3 +54,9 @@ def spent(
 ):
     accountant = accountant_of(kind, history, num_users=num_users, local_noise=local_noise)
     return accountant.get_epsilon(delta, bound=bound, **options)
+
+
+def compute_baseline(rounds, *, baseline, **asked):
+    """What a report says of the same noise under another trust model."""
+    (entry,) = (entry for entry in entries_of(kind_of(rounds)) if entry.name == baseline)
+    return ask(entry, rounds, **asked)

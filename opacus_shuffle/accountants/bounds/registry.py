@@ -148,24 +148,18 @@ def register_bound(
     return register
 
 
-def find_bound(mechanism: type[Mechanism], name: str, *, baseline: bool = False) -> Bound:
-    """Returns the entry of a bound, or of a baseline.
+def find_bound(mechanism: type[Mechanism], name: str) -> Bound:
+    """Returns the entry of a bound.
 
     Raises:
         ValueError: If the mechanism has none of that name.
     """
-    names = (baselines_of if baseline else bounds_of)(mechanism)
-    return _TABLE[mechanism][one_of("baseline" if baseline else "bound", name, names)]
+    return _TABLE[mechanism][one_of("bound", name, bounds_of(mechanism))]
 
 
 def bounds_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
     """Returns the names of a mechanism's bounds, in the order of a report."""
     return tuple(entry.name for entry in entries_of(mechanism) if not entry.baseline)
-
-
-def baselines_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
-    """Returns the names of a mechanism's baselines, in the order of a report."""
-    return tuple(entry.name for entry in entries_of(mechanism) if entry.baseline)
 
 
 def compute_bound(
@@ -192,21 +186,6 @@ def compute_bound(
     """
     return ask(
         find_bound(kind_of(rounds), bound), rounds, delta=delta, adjacency=adjacency, orders=orders
-    )
-
-
-def compute_baseline(
-    rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out"
-) -> PrivacyBound:
-    """Returns what the same noise would give under another trust model.
-
-    Arguments are those of :func:`compute_bound`.
-    """
-    return ask(
-        find_bound(kind_of(rounds), baseline, baseline=True),
-        rounds,
-        delta=delta,
-        adjacency=adjacency,
     )
 
 
@@ -260,15 +239,16 @@ def ladder(
 def kind_of(rounds: Rounds) -> type[Mechanism]:
     """Returns the one kind of mechanism that ran."""
     pairs = isinstance(rounds, Sequence) and all(
-        isinstance(entry, Sequence) and len(entry) == 2 for entry in rounds
+        isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], Mechanism)
+        for entry in rounds
     )
-    if not pairs or not all(isinstance(mechanism, Mechanism) for mechanism, _ in rounds):
+    if not pairs:
         raise ValueError(
             f"rounds must be a list of (mechanism, number of rounds) pairs, got {rounds!r}"
         )
-    kinds = {type(mechanism) for mechanism, _ in rounds}
-    if not kinds:
+    if not rounds:
         raise ValueError("rounds must not be empty: there is nothing to report")
+    kinds = {type(mechanism) for mechanism, _ in rounds}
     if len(kinds) != 1:
         raise ValueError(
             f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}"

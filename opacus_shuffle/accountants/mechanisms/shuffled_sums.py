@@ -183,14 +183,8 @@ class ShuffledSums(Mechanism):
         A grid does not allow every noise: the multiplier is the one asked for or up to 5 % more.
         """
         sound = {*cls.required_fields()} <= fields.keys() <= {*cls.field_names()}
-        if fields.get("granularity") or fields.get("noise_trials") or not sound:
+        if any(fields.get(name) for name in _BITS) or not sound:
             return super().build(**fields)
-        given = sorted({name for name in _BITS if name in fields})
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} of shuffled_sums needs granularity and noise_trials too: pass "
-                "all, or none"
-            )
         users = integer("num_users", fields["num_users"])
         rate = sampling_rate("sample_rate", fields.get("sample_rate", 1.0))
         sampling = fields.get("sampling", "poisson")
@@ -260,14 +254,6 @@ class ShuffledSums(Mechanism):
             round_epsilon=protocol.round_epsilon if published else None,
             round_delta=protocol.round_delta if published else None,
         )
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Refuses an optimizer that adds no shuffled sums' noise, as a stock engine's."""
-        if getattr(optimizer, "aggregator", None) is None:
-            raise ValueError(
-                f"this optimizer adds no shuffled sums' noise, got a {type(optimizer).__name__}: "
-                "train with opacus_shuffle.PrivacyEngine(accountant='shuffled_sums')"
-            )
 
     @property
     def noise(self) -> BinomialNoise:
