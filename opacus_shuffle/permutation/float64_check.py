@@ -195,7 +195,8 @@ def _run(
     def run(arguments: Call) -> list[torch.Tensor]:
         seed_draws(0)
         args, kwargs = tree_map(_widened, arguments)
-        return results(torch.func.functional_call(network, own, args, kwargs))
+        # It exchanges tensors with those of the dictionary, wrongly for a layer of two names.
+        return results(torch.func.functional_call(network, dict(own), args, kwargs))
 
     outputs: list[torch.Tensor] = []
     with plain_operations(network):
