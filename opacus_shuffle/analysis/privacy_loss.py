@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 
 from opacus_shuffle.analysis.mean_ratio import Vector, logsumexp
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side

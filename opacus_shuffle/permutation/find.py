@@ -130,6 +130,10 @@ def _trace_all_ways(network: nn.Module, calls: Sequence[Call]) -> _Ways:
             return ways
 
 
+class DoesNotRunError(ValueError):
+    """Raised where a network does not run on what it was given, for the reason that it gave."""
+
+
 class _StartAgainError(Exception):
     """Raised where a run has learnt what it had to know from its start."""
 
@@ -170,7 +174,7 @@ class _Ways:
                 if error is not None:
                     name = f"more_samples[{number - 1}]" if number else "sample_input"
                     mode = "training" if training else "evaluation"
-                    raise ValueError(
+                    raise DoesNotRunError(
                         f"{name} does not run through {type(self._network).__name__} in {mode} "
                         f"mode: {type(error).__name__}: {error}"
                     ) from error
@@ -183,7 +187,8 @@ class _Ways:
             call = next((call for call in alternatives if self._runs(call, training=False)), None)
             if call is not None:
                 self._trace(_Way(call, training=False))
-                if _entries(call) < _entries(self.shortest) and self._runs(call, training=True):
+                short = alternatives is shorter and _entries(call) < _entries(self._sample)
+                if short and self._runs(call, training=True):
                     self.shortest = call
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all(

@@ -15,7 +15,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from opacus_shuffle.networks.running import results, rolled_back, seed_draws, without_graph
+from opacus_shuffle.networks.running import (
+    Snapshot,
+    results,
+    rolled_back,
+    seed_draws,
+    without_graph,
+)
 from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
@@ -142,41 +148,58 @@ def _change(
         buffers: Whether buffers are perturbed, too.
     """
     weights = _perturbed_copy(network, buffers=buffers)
-    moving = [name for name in action.blocks if name in weights]
+
+    def move(plan: PermutationPlan, tensors: Tensors) -> None:
+        action.move({name: [tensors[name]] for name in action.blocks if name in tensors}, plan)
+
+    as_it_was = Snapshot(network)
     modes = [(calls[:1], True), (calls, False)]
-    with rolled_back(network):
-        before = [_run(network, weights, *mode) for mode in modes]
+    with rolled_back(network, as_it_was):
+        before = [
+            _run(network, weights, *mode, functools.partial(move, plan))
+            for mode, plan in zip(modes, plans, strict=True)
+        ]
     if not any(bool(tensor.any()) for outputs, _ in before for tensor in outputs):
         raise ValueError(
             f"{type(network).__name__} gives only zeros on the sample input: give another, so "
             "it can be checked"
         )
     worst = 0.0
-    with rolled_back(network):  # one that counts its calls counts alike with all weights
+    # One that counts its calls counts alike with all weights.
+    with rolled_back(network, as_it_was):
         for mode, plan, (outputs, slopes) in zip(modes, plans, before, strict=True):
-            action.move({name: [weights[name]] for name in moving}, plan)
-            action.move({name: [slopes[name]] for name in moving if name in slopes}, plan)
+            move(plan, weights)
             moved_outputs, moved_slopes = _run(network, weights, *mode)
             worst = max(
-                worst,
-                _difference(outputs, moved_outputs),
-                _difference(list(slopes.values()), list(moved_slopes.values())),
+                worst, _difference(outputs, moved_outputs), _difference(slopes, moved_slopes)
             )
     return worst
 
 
 def _run(
-    network: nn.Module, weights: Tensors, calls: Sequence[Call], training: bool
-) -> tuple[list[torch.Tensor], Tensors]:
-    """Returns what the network computes with these weights, and in training mode its gradients."""
-    # A pass may write to buffers.
-    own = _each_once(weights, lambda tensor: tensor if tensor.requires_grad else tensor.clone())
+    network: nn.Module,
+    weights: Tensors,
+    calls: Sequence[Call],
+    training: bool,
+    move: Callable[[Tensors], None] = lambda gradients: None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns what the network computes with these weights, and in training mode its gradients.
+
+    Of a gradient that ``move`` has moved it returns one weighted sum per row: all gradients at once
+    would take as much memory as the weights do, and more time than computing them.
+    """
+    # A pass may write to buffers, and gradients are noted as they come.
+    own = _each_once(
+        weights,
+        lambda tensor: tensor.detach().requires_grad_() if tensor.requires_grad else tensor.clone(),
+    )
     kind, default = type(network).__name__, torch.get_default_dtype()
 
     def run(arguments: Call) -> list[torch.Tensor]:
         seed_draws(0)
         args, kwargs = tree_map(_widened, arguments)
-        return results(torch.func.functional_call(network, own, args, kwargs))
+        # It exchanges tensors with those of the dictionary, wrongly for a layer of two names.
+        return results(torch.func.functional_call(network, dict(own), args, kwargs))
 
     outputs: list[torch.Tensor] = []
     with plain_operations(network):
@@ -206,7 +229,7 @@ def _run(
     leaves = {
         name: tensor for tensor, name in first_names.items() if training and tensor.requires_grad
     }
-    slopes = _gradients(outputs, leaves)
+    slopes = _gradients(outputs, leaves, move)
     # Numbers that can be subtracted, which whole numbers and yes or no cannot always.
     numbers = [output.detach() * torch.ones((), dtype=torch.float64) for output in outputs]
     return numbers, slopes
@@ -246,20 +269,41 @@ def _grouped_product(
     return torch.cat([*parts, rows.new_zeros(len(rows) - stops[-1], matrices.shape[-1])])
 
 
-def _gradients(outputs: Sequence[torch.Tensor], leaves: Tensors) -> Tensors:
-    """Returns the gradients of a sum of all outputs, in which no two entries weigh the same."""
+def _gradients(
+    outputs: Sequence[torch.Tensor], leaves: Tensors, move: Callable[[Tensors], None]
+) -> list[torch.Tensor]:
+    """Returns the sums of the moved gradients of a sum of all outputs, all weighted differently."""
     tops = [output for output in outputs if output.requires_grad and not output.is_complex()]
     if not tops or not leaves:
-        return {}
+        return []
+    sums = dict.fromkeys(leaves, torch.zeros(()))
+
+    def note(name: str, leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        # Autograd may still use its memory for the gradient of something else.
+        gradient = leaf.grad.to_dense().clone()
+        leaf.grad = None
+        move({name: gradient})
+        sums[name] = _sums_of_rows(gradient)
+
+    for name, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(functools.partial(note, name))  # type: ignore[no-untyped-call]
     weights = [torch.linspace(1, 2, output.numel()).to(output).view_as(output) for output in tops]
     try:
-        slopes = torch.autograd.grad(
-            tops, list(leaves.values()), weights, allow_unused=True, materialize_grads=True
-        )
+        torch.autograd.backward(tops, weights, inputs=list(leaves.values()))
     except RuntimeError:  # something in it has no derivative
-        return {}
-    # Autograd gives two leaves that were added the same tensor, which would then be moved twice.
-    return {name: slope.to_dense().clone() for name, slope in zip(leaves, slopes, strict=True)}
+        return []
+    return list(sums.values())
+
+
+def _sums_of_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a sum over each row, of the size of an entry, in which no two entries weigh alike."""
+    if gradient.dim() < 2:
+        return gradient
+    rows = gradient.flatten(1)
+    generator = torch.Generator().manual_seed(20_230_103)
+    weights = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)
+    return rows @ (weights / max(1, len(weights)) ** 0.5).to(rows)
 
 
 def _each_once(
@@ -285,14 +329,20 @@ def _perturbed_copy(network: nn.Module, *, buffers: bool) -> Tensors:
     def perturbed(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.detach().to(WIDER.get(tensor.dtype, tensor.dtype), copy=True)
         if copy.is_floating_point() and copy.layout == torch.strided:
+            copy = copy.contiguous()
             start = int(torch.randint(len(draws), (), generator=generator))
-            noise = draws.roll(start).repeat(copy.numel() // len(draws) + 1)[: copy.numel()]
-            noise = noise.view(copy.shape).to(copy.device)
-            if isinstance(tensor, nn.Parameter):
-                spread = max(float(copy.std(correction=0)), 1e-2)
-                copy.add_(noise, alpha=0.5 * spread if copy.dim() > 1 else 0.2)
-            elif buffers and bool(torch.isfinite(copy).all()):  # a variance stays positive
-                copy = torch.where(copy == 0, 0.1 * noise, copy * torch.exp(0.2 * noise))
+            repeated = draws.roll(start).to(copy.device)
+            spread = 0.2
+            if copy.dim() > 1:
+                spread = 0.5 * max(float(copy.view(-1)[: len(draws)].std(correction=0)), 1e-2)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            usual = not is_parameter and buffers and bool(torch.isfinite(copy).all())
+            for part in torch.split(copy.view(-1), len(draws)):
+                noise = repeated[: len(part)]
+                if is_parameter:
+                    part.add_(noise, alpha=spread)
+                elif usual:  # a variance stays positive
+                    part.copy_(torch.where(part == 0, 0.1 * noise, part * torch.exp(0.2 * noise)))
         return copy.requires_grad_(tensor.requires_grad)
 
     tensors = dict(network.named_parameters(remove_duplicate=False))

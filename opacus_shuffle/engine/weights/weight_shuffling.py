@@ -21,7 +21,7 @@ from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.find import find_on_calls
+from opacus_shuffle.permutation.find import DoesNotRunError, find_on_calls
 from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.float64_check import check_calls
 from opacus_shuffle.permutation.network import check_ready
@@ -217,22 +217,25 @@ def find_spec(
         check_ghost_ties(network)
     check_ready(network)
     call = from_batch(network, first_records(data_loader))
+    given = shuffling.groups if isinstance(shuffling.groups, PermutationSpec) else None
+    level = "residual" if shuffling.groups is True else str(shuffling.groups)
     try:
-        run_quietly(network, *call)
+        if given is not None:
+            run_quietly(network, *call)
+        spec = find_on_calls(network, [call], level) if given is None else given
     except Exception as error:
+        if given is None and not isinstance(error, DoesNotRunError):
+            raise
+        cause = error.__cause__ or error
         raise ValueError(
             f"data_loader's first records do not run through {type(network).__name__}: "
-            f"{type(error).__name__}: {error}; pass shuffle_weights=find_permutations(module, "
+            f"{type(cause).__name__}: {cause}; pass shuffle_weights=find_permutations(module, "
             "sample_input) if its batches are not what the network gets"
         ) from error
-    if isinstance(shuffling.groups, PermutationSpec):
-        spec = shuffling.groups
+    if given is not None:
         check_calls(spec, network, [call])
-    else:
-        level = "residual" if shuffling.groups is True else shuffling.groups
-        spec = find_on_calls(network, [call], level)
-        if level == "residual":
-            warn_of_what_stays(spec, network)
+    elif level == "residual":
+        warn_of_what_stays(spec, network)
     if (ranks := Ranks.of(module)).distributed:
         spec = ranks.of_the_first(spec)  # another rank's first records may have another length
         check_calls(spec, network, [call])

@@ -17,8 +17,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 
 _CAUSE: ContextVar[Callable[[], str]] = ContextVar("CAUSE", default=str)
@@ -298,70 +298,20 @@ def unify_axes(ones: Iterable[Factors], others: Iterable[Factors]) -> None:
         unify_all(one, other)
 
 
-def cut_in_groups(rows: Iterable[tuple[Factors, int]]) -> None:
-    """Cuts axes whose neighbours were normalised together, each row of factors in groups of a size.
+def cut_in_groups(row: Factors, step: int) -> None:
+    """Cuts an axis whose neighbours were normalised together, in groups of a size.
 
-    Groups that lie in one atom change places, and so do the channels of one group that lie in one
-    atom. An atom that several norms have cut differently, as behind a concatenation, becomes what
-    all of them allow.
+    The groups change places, and so do the channels of one group. Of a concatenation the parts that
+    do not consist of whole groups, and do not lie in one, stay.
     """
-    cuts: defaultdict[Axis, set[tuple[int, int]]] = defaultdict(set)
-    for row, step in rows:
-        _mark(product(row), 0, step, cuts)
-    for atom, grids_ in cuts.items():
-        cells = _cells(atom.size, grids_)
-        if len(cells) > 1:
-            atom.kind, atom.parts = "sum", cells
-        elif cells[0].kind == "product":
-            atom.kind, atom.parts = "product", cells[0].parts
-
-
-def _mark(axis: Axis, start: int, step: int, cuts: defaultdict[Axis, set[tuple[int, int]]]) -> None:
-    """Notes for each atom of an axis that begins at ``start`` that each ``step`` begins a group."""
-    axis = axis.root
-    if step == 1:
-        return
-    if axis.kind == "atom" and not axis.fixed:
-        cuts[axis].add((start % step, step))
-    elif axis.kind == "sum":
-        for part in axis.parts:
-            _mark(part, start, step, cuts)
-            start += part.size
-    elif axis.kind == "product":
-        major, *rest = factors(axis.parts)
-        minor = size_of(rest)
-        if step % minor == 0 and start % minor == 0:
-            _mark(major, start // minor, step // minor, cuts)
-        elif minor % step == 0 and start % step == 0:
-            _mark(product(rest), 0, step, cuts)
-        else:
-            fix_all([axis], cause="normalised in groups that split what belongs together")
-
-
-def _cells(size: int, grids_: Collection[tuple[int, int]]) -> list[Axis]:
-    """Returns the stretches between the cuts of several grids, equal ones as one product.
-
-    Args:
-        size: Of the axis.
-        grids_: Pairs (offset, step); a grid cuts at each place to which offset must be added to get
-            a multiple of the step.
-    """
-    grids_ = {(offset, step) for offset, step in grids_ if step - offset % step < size}
-    if not size or not grids_:
-        return [Axis(size)] * bool(size)
-    period = math.lcm(*(step for _, step in grids_))
-    # From the first place at which all grids cut they repeat themselves.
-    start = next(
-        (n for n in range(size) if all((offset + n) % step == 0 for offset, step in grids_)), size
-    )
-    count, tail = divmod(size - start, period)
-    if not count or period == size:
-        places = [n for n in range(1, size) if any((o + n) % step == 0 for o, step in grids_)]
-        return [Axis(stop - at) for at, stop in itertools.pairwise([0, *places, size])]
-    steps = {(0, step) for _, step in grids_}
-    stretch = _cells(period, steps)
-    repeated = [product([Axis(count), concatenation(stretch)])] if count > 1 else stretch
-    return [*_cells(start, grids_), *repeated, *_cells(tail, steps)]
+    start = 0
+    for part in summands(product(row)):
+        inside = start % step
+        if inside == 0 and part.size % step == 0:
+            regroup([part], [part.size // step, step])
+        elif inside + part.size > step:
+            fix_all([part], cause="normalised in groups that split what belongs together")
+        start += part.size
 
 
 Grid = tuple[int, tuple[tuple[Axis, int], ...]]

@@ -47,7 +47,8 @@ def build_spec(
     What the run never reached, and what the level leaves out, is fixed.
     """
     _keep_unreached(run)
-    cut_in_groups(run.groups)
+    for row, size in run.groups:
+        cut_in_groups(row, size)
     for row, size in run.groups:  # the statistics of each group
         for _, grid in grids(row):
             run.occur([[atom for atom, step in grid if step >= size]])

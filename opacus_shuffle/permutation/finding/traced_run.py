@@ -470,13 +470,21 @@ class TracedRun:
             self.use(call.inputs)
 
     def _note_written(self, written: Sequence[torch.Tensor]) -> None:
-        """Learns which constants of equal entries are written to, themselves or through a view."""
-        memories = {storage(tensor) for tensor in written} - {0}
-        for known in self._equal if memories else ():
-            tensor = known.tensor()
-            if known.made and tensor is not None and storage(tensor) in memories:
-                self.outdated |= known.made not in self._learned.written
-                self._learned.written.add(known.made)
+        """Learns which constants of equal entries are written to that have views."""
+        for tensor in written:
+            memory = storage(tensor)
+            alike = {
+                id(other): known
+                for known in (self._equal if memory else ())
+                if known.made and (other := known.tensor()) is not None and storage(other) == memory
+            }
+            if alike.keys() == {id(tensor)}:
+                known = self._known(tensor)
+                known.made, known.axes = "", [free_factors(size) for size in tensor.shape]
+                continue
+            made = {known.made for known in alike.values()}
+            self.outdated |= not made <= self._learned.written
+            self._learned.written |= made
 
     def _make_equal(self, tensor: torch.Tensor, made: str) -> None:
         known = self._known(tensor)
