@@ -24,6 +24,19 @@ def test_those_are_grouped_that_cost_least_together():
     assert told == [([0, 2], [9.0], 14), ([1, 3, 4], [3.0], 21)]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_two_groups_are_those_of_the_cheapest_cut(seed):
+    draws = np.random.default_rng(seed)
+    rows, counts = draws.uniform(1, 9, (12, 2)), draws.integers(1, 50, 12)
+    orders = np.argsort(rows, axis=0).T
+    cuts = [(order[:at], order[at:]) for order in orders for at in range(1, 12)]
+    cheapest = min(
+        sum(rows[part].max(axis=0).prod() * counts[part].sum() for part in cut) for cut in cuts
+    )
+    groups = grouped(rows, counts, lambda worst: worst.prod(axis=1), most=2)
+    assert sum(worst.prod() * rounds for worst, _, rounds in groups) == pytest.approx(cheapest)
+
+
 @pytest.mark.parametrize(("side", "sign"), [("upper", 1), ("lower", -1)])
 def test_noise_is_rounded_to_the_safe_side_and_no_round_is_lost(side, sign):
     sigmas = np.geomspace(0.5, 50, 1500).tolist()
