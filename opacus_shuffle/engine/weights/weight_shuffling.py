@@ -226,12 +226,13 @@ def find_spec(
     check_ready(network)
     call = from_batch(network, first_records(data_loader))
     given = shuffling.groups if isinstance(shuffling.groups, PermutationSpec) else None
-    level = "residual" if shuffling.groups is True else str(shuffling.groups)
     with progress("finding permutations"):
         try:
             if given is not None:
                 run_quietly(network, *call)
-            spec = given or find_on_calls(network, [call], level)
+            spec = given or find_on_calls(
+                network, [call], "residual" if shuffling.groups is True else str(shuffling.groups)
+            )
         except Exception as error:
             if given is None and not isinstance(error, DoesNotRunError):
                 raise
@@ -243,7 +244,7 @@ def find_spec(
             ) from error
         if given is not None:
             check_calls(spec, network, [call])
-        elif level == "residual":
+        elif spec.level == "residual":
             warn_of_what_stays(spec, network)
     if (ranks := Ranks.of(module)).distributed:
         spec = ranks.of_the_first(spec)  # another rank's first records may have another length
