@@ -2,9 +2,8 @@
 
     * ``find`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells
       how).
-    * ``spec`` describes what was found. It is a ``group``, which draws, inverts and composes
-      permutations, with an ``action``, which moves a network's tensors by them. ``float64_check``
-      makes sure that the function stays.
+    * ``spec`` describes what was found. It is a ``group``, which draws and inverts permutations and
+      moves a network's tensors by them. ``float64_check`` makes sure that the function stays.
     * ``moving/`` moves the entries of tensors fast, with PyTorch or with Triton.
     * ``network`` says what of a network can move at all, and has attention computed plainly.
 

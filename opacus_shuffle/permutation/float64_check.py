@@ -23,8 +23,7 @@ from opacus_shuffle.networks.running import (
     without_graph,
 )
 from opacus_shuffle.networks.sample_input import Call
-from opacus_shuffle.permutation.action import GroupAction
-from opacus_shuffle.permutation.group import PermutationPlan
+from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
 from opacus_shuffle.permutation.network import plain_operations, tensors_in
 
 MASK = 1e8
@@ -73,7 +72,7 @@ WIDER = {
 Tensors = dict[str, torch.Tensor]
 
 
-def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) -> None:
+def check_calls(group: PermutationGroup, network: nn.Module, calls: Sequence[Call]) -> None:
     """Refuses by name a group with a permutation that changes what the network computes.
 
     One that leaves nothing in place is tried in training mode on the first arguments, with
@@ -84,27 +83,27 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
         ValueError: If outputs or gradients change, or the network cannot be checked; with the group
             concerned.
     """
-    action.tensors(network)
+    group.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
-    plans = [_without_fixed_points(action.sample(generator)), action.sample(generator)]
+    plans = [_without_fixed_points(group.sample(generator)), group.sample(generator)]
     buffers = True
     try:
-        worst = _change(action, network, calls, plans, buffers=buffers)
+        worst = _change(group, network, calls, plans, buffers=buffers)
     except Exception:
         # Some buffers are masks, indices or probabilities, and mean nothing perturbed.
         buffers = False
-        worst = _change(action, network, calls, plans, buffers=buffers)
+        worst = _change(group, network, calls, plans, buffers=buffers)
     if worst <= TOLERANCE:
         return
-    kind, still = type(network).__name__, action.identity().tables
-    for number, factor in enumerate(action.factors):
+    kind, still = type(network).__name__, group.identity().tables
+    for number, factor in enumerate(group.factors):
         alone = [
             PermutationPlan((*still[:number], plan.tables[number], *still[number + 1 :]))
             for plan in plans
         ]
-        change = _change(action, network, calls, alone, buffers=buffers) if factor.free else 0.0
+        change = _change(group, network, calls, alone, buffers=buffers) if factor.free else 0.0
         if not change <= TOLERANCE:
-            members = dict.fromkeys(name for name, _ in action.perm_to_axes[factor.name])
+            members = dict.fromkeys(name for name, _ in group.perm_to_axes[factor.name])
             raise ValueError(
                 f"this PermutationSpec changes what {kind} computes: permuting {factor.name!r} "
                 f"moves {', '.join(members)} and the outputs or gradients by {change:.1e} of their "
@@ -130,7 +129,7 @@ def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
 
 
 def _change(
-    action: GroupAction,
+    group: PermutationGroup,
     network: nn.Module,
     calls: Sequence[Call],
     plans: Sequence[PermutationPlan],
@@ -140,7 +139,7 @@ def _change(
     """Returns the relative change of outputs and gradients when a perturbed copy is moved.
 
     Args:
-        action: The permutations.
+        group: The permutations.
         network: It is not changed.
         calls: Arguments to run it on.
         plans: What moves the copy before it runs in training mode, on the first arguments; and what
@@ -150,7 +149,7 @@ def _change(
     weights = _perturbed_copy(network, buffers=buffers)
 
     def move(plan: PermutationPlan, tensors: Tensors) -> None:
-        action.move({name: [tensors[name]] for name in action.blocks if name in tensors}, plan)
+        group.move({name: [tensors[name]] for name in group.blocks if name in tensors}, plan)
 
     as_it_was = Snapshot(network)
     modes = [(calls[:1], True), (calls, False)]

@@ -14,19 +14,19 @@ from opacus_shuffle.core.tables import text_table
 from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import call_of, run_quietly
-from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.float64_check import check_calls
+from opacus_shuffle.permutation.group import PermutationGroup
 from opacus_shuffle.permutation.moving.layout import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class PermutationSpec(GroupAction):
+class PermutationSpec(PermutationGroup):
     """The group of permutations of a network's parameters under which its function stays as it is.
 
     Attributes:
         factors, blocks, shapes, buffers, aliases: What moves, as of
-            :class:`~opacus_shuffle.permutation.action.GroupAction`, which applies permutations;
-            :class:`~opacus_shuffle.permutation.group.PermutationGroup` draws them.
+            :class:`~opacus_shuffle.permutation.group.PermutationGroup`, which draws permutations
+            and applies them.
         unmoved: Names of the parameters that stay, with their sizes.
         unknown: Operations without a rule that were met, with their numbers of calls: what they
             touched stays.

@@ -132,3 +132,29 @@ def test_a_kernel_that_spans_an_axis_of_the_sample_alone_stays():
 
     spec = find_permutations(Sliding(), torch.randn(2, 5))
     assert spec.log2_size() == pytest.approx(by_hand.symmetric(4))
+
+
+class Joined(nn.Module):
+    """Norms in groups what two layers give, laid end to end."""
+
+    def __init__(self, one, other, groups):
+        super().__init__()
+        self.one, self.other = nn.Linear(5, one), nn.Linear(5, other)
+        self.norm, self.out = nn.GroupNorm(groups, one + other), nn.Linear(one + other, 2)
+
+    def forward(self, x):
+        return self.out(self.norm(torch.cat([self.one(x), self.other(x)], -1)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "groups", "size"),
+    [
+        (4, 4, 2, 24 * 24),  # each is a group
+        (2, 6, 1, 2 * 720),  # both lie in one group
+        (4, 8, 3, 24 * 2 * 24**2),  # one group, and two that change places
+        (3, 5, 2, 6),  # the second begins inside of a group and ends behind it: it stays
+    ],
+)
+def test_groups_of_a_norm_may_cut_a_concatenation(one, other, groups, size):
+    spec = find_permutations(Joined(one, other, groups), torch.randn(3, 5))
+    assert round(2 ** spec.log2_size()) == size
