@@ -220,10 +220,10 @@ def cut(spec: PermutationSpec) -> Iterator[Cell]:
                 numbers = [number for number, _ in term.grid]
                 offset += term.offset * unit
                 for place, (number, stride) in enumerate(term.grid):
-                    factor, outer = spec.factors[number], ()
-                    if factor.free:
-                        outer = tuple(first + nearest(numbers, o, place) for o in factor.inside)
-                    known = number if factor.free else -1
+                    factor = spec.factors[number]
+                    # A factor that is fixed only tells where others are.
+                    known, inside = (number, factor.inside) if factor.free else (-1, ())
+                    outer = tuple(first + nearest(numbers, other, place) for other in inside)
                     dimensions.append((factor.size, stride * unit, known, outer))
             sizes, strides, factors, outers = zip(*dimensions, strict=True)
             if max(factors) >= 0:

@@ -244,7 +244,6 @@ def compare(settings: CompareSettings) -> Comparison:
     integer("seed", settings.seed or 0, minimum=0)
     sets = load_image_dataset(settings.data, settings.data_root)
     outcomes: list[Outcome] = []
-    show_progress("features of images")
     train_set, test_set = (
         TensorDataset(scattering_features(images.tensors[0]), images.tensors[1]) for images in sets
     )

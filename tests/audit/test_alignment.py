@@ -11,7 +11,7 @@ from helpers import attention_zoo, convolution_zoo, model_zoo
 from helpers.model_zoo import build
 from torch import nn
 
-from opacus_shuffle.audit.alignment import align
+from opacus_shuffle.audit.alignment import align, cut
 from opacus_shuffle.permutation import find_permutations
 
 ZOO = {**model_zoo.NETWORKS, **convolution_zoo.CONVOLUTIONS, **attention_zoo.TRANSFORMERS}
@@ -127,6 +127,17 @@ def test_no_permutation_of_a_layer_fits_better():
         best,
         rel_tol=1e-9,
     )
+
+
+@pytest.mark.parametrize("name", ["torch_encoder_post_norm", "grouped_conv"])
+def test_no_entry_of_a_tensor_is_compared_twice(name):
+    _, spec = spec_of(name)
+    compared = {name: [] for name in spec.shapes}
+    for cell in cut(spec):
+        shape = spec.shapes[cell.name]
+        places = torch.arange(math.prod(shape)).reshape(shape)
+        compared[cell.name] += cell.of(places).flatten().tolist()
+    assert all(len(places) == len(set(places)) > 0 for places in compared.values())
 
 
 # What cannot be told

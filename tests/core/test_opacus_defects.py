@@ -5,11 +5,12 @@ from __future__ import annotations
 import opacus
 import pytest
 import torch
-from opacus.layers import DPMultiheadAttention
+from opacus.layers import DPLSTM, DPMultiheadAttention
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_shuffle.core import opacus_compat
 from opacus_shuffle.core.opacus_compat import check_attention, check_ghost_ties
 
 
@@ -39,6 +40,11 @@ def test_attention_is_refused_if_it_is_not_that_of_pytorch(heads, batch_first):
     right = same_as_pytorch(batch_first=batch_first, heads=heads)
     layer = DPMultiheadAttention(4, heads, batch_first=batch_first)
     assert (refused(nn.Sequential(layer)) == "") is right
+
+
+def test_attention_of_an_opacus_with_the_repair_is_taken(monkeypatch):
+    monkeypatch.setattr(opacus_compat, "DPMultiheadAttention", nn.MultiheadAttention)
+    check_attention(nn.MultiheadAttention(4, 2, batch_first=True))
 
 
 def test_broken_attention_is_refused_with_its_path():
@@ -110,4 +116,4 @@ def test_frozen_ties_and_layers_with_two_names_are_no_ties_to_train():
     check_ghost_ties(network)
     network = nn.Sequential(nn.Linear(2, 2))
     network.alias = network[0]
-    check_ghost_ties(nn.ModuleList([network, nn.Linear(2, 2)]))
+    check_ghost_ties(nn.ModuleList([network, nn.Linear(2, 2), DPLSTM(2, 3)]))

@@ -13,6 +13,7 @@ import torch
 
 from opacus_shuffle import ShuffledSums, WeightShuffling, accountants, audit, sco
 from opacus_shuffle.core import validation
+from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,13 @@ def test_unknown_keywords_are_listed_with_what_may_have_been_meant():
         validation.reject_unknown("f()", {"sigm": 1.0}, parameters={"sigma": "--sigma"})
 
 
+def bound_with(**fields):
+    """A privacy bound with some other fields."""
+    usual = {"mechanism": "shuffle_gauss", "bound": "certified", "epsilon": 0.25, "delta": 1e-5}
+    worth = {"adjacency": "zero_out", "guarantee": Guarantee.PROVED, "covers": "every data set"}
+    return PrivacyBound(**{**usual, **worth, "rounds": 1, **fields})
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -96,6 +104,8 @@ def test_unknown_keywords_are_listed_with_what_may_have_been_meant():
         (lambda: ShuffledSums.of_protocol(None), "protocol"),
         (lambda: WeightShuffling(unshuffled_noise_multiplier=math.nan), "unshuffled_noise_mult"),
         (lambda: sco.L2Ball(math.nan), "radius"),
+        (lambda: bound_with(epsilon="0.1"), "epsilon"),
+        (lambda: bound_with(lower="0.1"), "lower"),
         (lambda: audit.audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=10**15), "trials"),
     ],
 )
