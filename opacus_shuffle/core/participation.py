@@ -1,7 +1,8 @@
 """Who takes part: every record by a coin of its own, or so many of all.
 
-Every record gets 64 random bits, and takes part if they are small enough: below the rate, or among
-the smallest of all.
+Where few take part, coins are not tossed one by one: how many show heads is binomial, and given
+that number all subsets of its size are equally likely. So a batch of 1,000 out of ten million
+records costs a thousand numbers.
 
 >>> bernoulli_indices(5, 1.0, None), bernoulli_indices(5, 0.0, None), sorted(subset(5, 5, None))
 ([0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4])
@@ -15,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from opacus_shuffle.core.exact_binomials import exact_binomials
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
+
+_OFTEN = 1 / 16
 
 
 def bernoulli_indices(count: int, rate: float, generator: torch.Generator | None) -> list[int]:
@@ -23,15 +27,18 @@ def bernoulli_indices(count: int, rate: float, generator: torch.Generator | None
 
     Args:
         count: Number of coins.
-        rate: Chance of each, in [0, 1]; exact to 2⁻⁵³, and never above the rate.
+        rate: Chance of each, in [0, 1]; exact to 2⁻⁵³.
         generator: None for a fresh secret. A user's own tosses as Opacus does with it, record by
             record, but for one coin in 16 million, so that both make the same batches.
     """
     if not (generator is None or isinstance(generator, SecretGenerator)):
         return _as_opacus_tosses(count, rate, generator)
-    limit = np.uint64(math.floor(rate * 2.0**53))  # a product with a power of two is exact
-    coins = stream_of(generator).words(count) >> np.uint64(11)
-    return np.flatnonzero(coins < limit).tolist()
+    stream = stream_of(generator)
+    if rate > _OFTEN:  # then to toss them all is faster
+        limit = np.uint64(math.floor(rate * 2.0**53))  # exact, as all products with powers of two
+        return np.flatnonzero((stream.words(count) >> np.uint64(11)) < limit).tolist()
+    (shown,) = exact_binomials(count, rate, 1, stream)
+    return _chosen(count, int(shown), stream).tolist()
 
 
 def _as_opacus_tosses(count: int, rate: float, generator: torch.Generator) -> list[int]:
@@ -47,14 +54,15 @@ def _as_opacus_tosses(count: int, rate: float, generator: torch.Generator) -> li
 
 
 def subset(count: int, size: int, generator: torch.Generator | None) -> list[int]:
-    """Draws so many of 0, …, ``count`` − 1, at least one, in random order.
+    """Draws so many of 0, …, ``count`` − 1, in random order.
 
-    All choices and orders are equally likely, but for ties of 64 bits.
+    All choices and orders are equally likely: numbers of 64 bits are taken modulo ``count``, so
+    none is likelier than another by more than ``count``/2⁶⁴, relatively.
     """
     stream = stream_of(generator)
-    chosen = np.argpartition(stream.words(count), size - 1)[:size]
-    # Those chosen come in an order that the library decides.
-    return chosen[permutation(size, stream)].tolist()
+    if 2 * size > count:
+        return permutation(count, stream)[:size].tolist()
+    return _chosen(count, size, stream)[permutation(size, stream)].tolist()
 
 
 def allocate(count: int, parts: int, generator: torch.Generator | None) -> list[list[int]]:
@@ -71,3 +79,12 @@ def allocate(count: int, parts: int, generator: torch.Generator | None) -> list[
 def permutation(count: int, generator: torch.Generator | None) -> npt.NDArray[np.int64]:
     """Draws a random order of 0, …, ``count`` − 1, exact but for ties of 64 bits: (count,)."""
     return np.argsort(stream_of(generator).words(count))
+
+
+def _chosen(count: int, size: int, stream: SecretGenerator) -> npt.NDArray[np.int64]:
+    """Draws numbers until so many different ones are there, and sorts them."""
+    drawn = np.empty(0, np.int64)
+    while missing := size - len(drawn):  # never more than are missing, so that none is thrown away
+        more = (stream.words(missing) % np.uint64(count)).astype(np.int64)
+        drawn = np.unique(np.concatenate([drawn, more]))
+    return drawn

@@ -35,8 +35,8 @@ def test_a_coin_of_a_user_s_own_generator_is_opacus_s_to_53_bits(rate, monkeypat
         assert shown == ([0] if number < threshold else []), number
 
 
-@pytest.mark.parametrize("rate", [1e-9, 2.0**-53, 1 / 3, 0.5, 1 / 93, 1 - 2.0**-53])
-def test_a_coin_shows_heads_at_its_rate_to_53_bits(rate, monkeypatch):
+@pytest.mark.parametrize("rate", [1 / 3, 0.5, 1 / 10, 1 - 2.0**-53])
+def test_a_coin_that_often_shows_heads_is_one_of_53_bits(rate, monkeypatch):
     threshold = math.floor(rate * 2**53)
     for number in (0, max(0, threshold - 1), threshold, 2**53 - 1):
         words = np.array([number << 11 | 0x7FF], dtype=np.uint64)
