@@ -114,8 +114,9 @@ def test_lost_counts_with_the_sampling_rate_and_never_leaks_infinity():
     assert plain < lossy == pytest.approx(smaller, rel=1e-3)
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.02])
-def test_the_largest_mu_meets_the_budget_and_a_little_more_does_not(rate):
-    mu = largest_mu(epsilon=1.0, delta=1e-6, rounds=100, sample_rate=rate)
-    assert compute_epsilon([(SampledSum(mu=mu, sample_rate=rate), 100)], delta=1e-6) <= 1.0
-    assert compute_epsilon([(SampledSum(mu=mu * 1.001, sample_rate=rate), 100)], delta=1e-6) > 1.0
+@pytest.mark.parametrize(("rate", "lost"), [(1.0, 0.0), (1.0, 4e-9), (0.02, 0.0)])
+def test_the_largest_mu_meets_the_budget_and_a_little_more_does_not(rate, lost):
+    mu = largest_mu(epsilon=1.0, delta=1e-6, rounds=100, sample_rate=rate, lost=lost)
+    for share, within in ((1, True), (1.001, False)):
+        rounds = [(SampledSum(mu=mu * share, sample_rate=rate, lost=lost), 100)]
+        assert (compute_epsilon(rounds, delta=1e-6) <= 1.0) is within
