@@ -141,6 +141,18 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "calibration": "tight",
             },
         ),
+        "with_noise_multiplier": (
+            ShuffleVectorSum.with_noise_multiplier,
+            {
+                "num_users": 100,
+                "dimension": 3,
+                "max_norm": 1.0,
+                "noise_multiplier": 1.0,
+                "delta": 1e-5,
+                "honest_fraction": 1.0,
+                "rounds": 2,
+            },
+        ),
         "ShuffleScalarSum": (
             ShuffleScalarSum,
             {"num_users": 100, "max_value": 1.0, "epsilon": 1.0, "delta": 1e-5},

@@ -7,10 +7,20 @@ import sys
 
 import pytest
 
-from opacus_shuffle.commands.main import COMMANDS
-
 HEAVY = "print(sorted({'torch', 'opacus', 'matplotlib', 'scipy.stats'} & sys.modules.keys()))"
 RUN = "--num-users 60000 --steps 3 --noise-multiplier 3 --delta 1e-5"
+WITHOUT_NUMBERS = [  # help and mistakes, of which a command's own need the mechanisms
+    *("--version", "--help", "compar", "", "plan", "train --help", "compare --help"),
+    *("train --accountant shufle_gauss", "audit --help"),
+]
+KNOWN = (
+    "print(type(opacus.PrivacyEngine(accountant='shuffle_gauss').accountant).__name__, "
+    "type(opacus.__loader__).__name__)"
+)
+GAUSSIAN_NUMBERS = [
+    "epsilon --mechanism shuffle_gauss",
+    "report --mechanism shuffled_checkin --sample-rate 0.1",
+]
 
 
 def after(code: str) -> str:
@@ -32,75 +42,27 @@ def command(line: str) -> str:
     return f"from opacus_shuffle.commands.main import main\nwith {quiet}: main({line.split()!r})"
 
 
-@pytest.mark.parametrize("line", ["--version", "--help", "compar", ""])
-def test_help_and_mistakes_need_neither_network_nor_opacus(line):
-    assert eval(after(f"{command(line)}\n{HEAVY}")) == []
+def test_commands_import_what_they_need_and_no_more():
+    """One process runs them all, those that need more after those that need less."""
+    lines = [*WITHOUT_NUMBERS, *(f"{line} {RUN}" for line in GAUSSIAN_NUMBERS)]
+    heavy = after("\n".join(f"{command(line)}\n{HEAVY}" for line in lines)).splitlines()
+    assert heavy == ["[]"] * len(WITHOUT_NUMBERS) + ["['scipy.stats']"] * len(GAUSSIAN_NUMBERS)
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["plan", "train --help", "train --accountant shufle_gauss", "compare --help", "audit --help"],
-)
-def test_a_commands_own_help_and_mistakes_need_mechanisms_but_neither_network_nor_opacus(line):
-    assert eval(after(f"{command(line)}\n{HEAVY}")) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["epsilon --mechanism shuffle_gauss", "report --mechanism shuffled_checkin --sample-rate 0.1"],
-)
-def test_numbers_of_gaussian_reports_need_neither_network_nor_opacus(line):
-    assert eval(after(f"{command(f'{line} {RUN}')}\n{HEAVY}")) == ["scipy.stats"]
-
-
-def test_a_mistake_names_the_command_whose_help_is_meant():
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "opacus_shuffle.commands.main",
-            "epsilon",
-            *RUN.split(),
-            "--mechanism",
-            "shuffle_gauss",
-            "--espilon",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert (
-        ran.stderr
-        == "opacus-shuffle: unrecognized arguments: --espilon; see opacus-shuffle epsilon --help\n"
-    )
-
-
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     "first",
     [
-        "import opacus_shuffle, opacus",
-        pytest.param("import opacus, opacus_shuffle", marks=pytest.mark.zoo),
-        pytest.param(
-            "import opacus_shuffle\nfrom importlib.util import "
-            "find_spec\nfind_spec('opacus').loader.is_package\nimport opacus",
-            marks=pytest.mark.zoo,
-        ),
-        pytest.param(
-            "import opacus_shuffle.accountants.compute\nfrom opacus.accountants import "
-            "registry\nimport opacus",
-            marks=pytest.mark.zoo,
-        ),
-        pytest.param(
-            "from opacus_shuffle.accountants import ShuffleAccountant\nimport opacus",
-            marks=pytest.mark.zoo,
-        ),
+        "import opacus, opacus_shuffle",
+        "import opacus_shuffle\nfrom importlib.util import find_spec\n"
+        "find_spec('opacus').loader.is_package\nimport opacus",
+        "import opacus_shuffle.accountants.compute\nfrom opacus.accountants import registry\n"
+        "import opacus",
+        "from opacus_shuffle.accountants import ShuffleAccountant\nimport opacus",
     ],
 )
 def test_opacus_knows_the_accountants_in_any_order_of_imports(first):
-    accountant = "type(opacus.PrivacyEngine(accountant='shuffle_gauss').accountant).__name__"
-    code = f"print({accountant}, type(opacus.__loader__).__name__)"
-    assert after(f"{first}\n{code}") == "ShuffleAccountant SourceFileLoader"
+    assert after(f"{first}\n{KNOWN}") == "ShuffleAccountant SourceFileLoader"
 
 
 def test_an_import_that_fails_is_waited_for_again(tmp_path):
@@ -148,14 +110,16 @@ import late
     assert after(code) == "late is there: True"
 
 
-def test_every_public_name_is_there_and_no_other():
+def test_every_public_name_is_there_and_no_other_and_opacus_knows_the_accountants():
     packages = "packages = [opacus_shuffle, opacus_shuffle.accountants]"
     missing = (
         "print([name for package in packages for name in package.__all__ "
         "if not (name in dir(package) and hasattr(package, name))])"
     )
     rest = "print([hasattr(package, 'NonsenseAccountant') for package in packages])"
-    assert after(f"import opacus_shuffle\n{packages}\n{missing}\n{rest}") == f"[]\n{[False] * 2}"
+    lines = ["import opacus_shuffle, opacus", KNOWN, packages, missing, rest]
+    expected = ["ShuffleAccountant SourceFileLoader", "[]", f"{[False] * 2}"]
+    assert after("\n".join(lines)).splitlines() == expected
 
 
 @pytest.mark.zoo
@@ -171,11 +135,3 @@ def test_every_public_name_is_there_and_no_other():
 def test_every_module_that_needs_opacus_may_be_imported_first(module):
     code = "print(opacus.accountants.create_accountant('shuffled_sums').mechanism())"
     assert after(f"import opacus_shuffle.{module}\nimport opacus\n{code}") == "shuffled_sums"
-
-
-def test_every_command_has_flags_of_its_own():
-    from opacus_shuffle.commands.main import parser
-
-    for name in COMMANDS:
-        choices = parser(name)._subparsers._group_actions[0].choices
-        assert {each for each, job in choices.items() if len(job._actions) > 1} == {name}

@@ -42,7 +42,7 @@ def test_few_clones_are_not_thrown_away(sampling, adjacency):
         )
         return gaussian_clones.smallest_epsilon([(kind, 20)], delta=1e-5, adjacency=adjacency)[0]
 
-    epsilons = [epsilon(0.9 * 1.02**step) for step in range(8)]
+    epsilons = [epsilon(0.9 * 1.04**step) for step in range(4)]
     assert all(before > after > before / 2 for before, after in itertools.pairwise(epsilons)), (
         epsilons
     )

@@ -98,12 +98,16 @@ def test_a_stock_engine_is_audited_by_its_gradients(accountant):
         pytest.param("functorch", {}, marks=pytest.mark.zoo),
         ("ghost", {}),
         pytest.param("ew", {}, marks=pytest.mark.zoo),
-        ("hooks", {"clipping": "per_layer", "max_grad_norm": [0.5] * 4}),
+        pytest.param(
+            "hooks",
+            {"clipping": "per_layer", "max_grad_norm": [0.5] * 4},
+            marks=pytest.mark.zoo,
+        ),
     ],
 )
 def test_whoever_sees_released_weights_sees_the_gradients(mode, options):
     run = private(shuffle_weights=True, sigma=0.3, mode=mode, **options)
-    result = audit(run, steps=120)
+    result = audit(run)
     gradient, shuffled, realigned = result.findings
     assert [finding.name for finding in result.findings] == [
         "gradient",
@@ -156,8 +160,7 @@ def test_the_run_is_the_same_run_watched_or_not():
         strict=True,
     ):
         assert torch.equal(one, other), key
-    assert accounted(watched) == 100
-    assert watched["engine"].shuffler.shuffles == 100
+    assert accounted(watched) == watched["engine"].shuffler.shuffles == 100
 
 
 def test_virtual_steps_are_no_trials():
@@ -187,9 +190,9 @@ def test_everything_is_put_back_when_the_loss_fails():
 
 
 def test_the_canary_is_by_default_in_the_largest_tensor_that_moves():
-    for options in ({"shuffle_weights": True}, {}):
-        assert "entry (0, 0) of '2.weight'" in audit(private(sizes=(3, 4, 50), **options)).notes[0]
+    assert "entry (0, 0) of '2.weight'" in audit(private(sizes=(3, 4, 50))).notes[0]
     result = audit(private("shuffled_fw", sizes=(3, 4, 50), shuffle_weights=True, batch_clip=1.0))
+    assert "entry (0, 0) of '2.weight'" in result.notes[0]
     assert [(claim.name, claim.against) for claim in result.claims] == [
         ("published", ("shuffled gradient",)),
         ("certified", ()),

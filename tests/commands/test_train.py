@@ -41,7 +41,11 @@ def test_it_trains_and_ends_with_accuracy_and_the_table(capsys, few_images, acco
 
 
 @pytest.mark.parametrize(
-    ("accountant", "bound"), [("subsampled_shuffle", "pair"), ("shuffled_fw", "published")]
+    ("accountant", "bound"),
+    [
+        pytest.param("subsampled_shuffle", "pair", marks=pytest.mark.zoo),
+        ("shuffled_fw", "published"),
+    ],
 )
 def test_a_budget_is_met_by_the_bound_it_is_about_and_said_to_be_no_more(
     capsys, few_images, accountant, bound
@@ -57,7 +61,9 @@ def test_a_budget_is_met_by_the_bound_it_is_about_and_said_to_be_no_more(
     assert f"the budget, 2, is what the bound {bound!r} says" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("accountant", ["shuffled_checkin", "shuffled_fw"])
+@pytest.mark.parametrize(
+    "accountant", ["shuffled_checkin", pytest.param("shuffled_fw", marks=pytest.mark.zoo)]
+)
 def test_a_seed_repeats_a_run_that_is_then_not_private_and_no_seed_does_not(few_images, accountant):
     def trained(seed):
         settings = {"epochs": 1, "batch_size": 100, "accountant": accountant}

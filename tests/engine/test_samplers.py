@@ -16,7 +16,9 @@ POISSON = ("shuffled_checkin", "shuffled_fw", "shuffled_sums")
 FIXED = ("shuffle_gauss", "subsampled_shuffle")
 
 
-@pytest.mark.parametrize(("records", "batch"), [(24, 6), (23, 7), (999, 10)])
+@pytest.mark.parametrize(
+    ("records", "batch"), [(24, 6), (23, 7), pytest.param(999, 10, marks=pytest.mark.zoo)]
+)
 @pytest.mark.parametrize("name", [*POISSON, "rdp"])
 def test_every_record_s_coin_has_exactly_the_rate_that_is_accounted(
     name, records, batch, monkeypatch

@@ -217,7 +217,7 @@ def test_shuffled_parameters_get_sigma_and_the_others_sigma_0_and_a_schedule_kee
     norms, noise = options["max_grad_norm"], {"moves": [], "stays": []}
     clip = math.hypot(*norms) if isinstance(norms, list) else norms
     schedule = ExponentialNoise(run.optimizer, gamma=0.5)
-    for epoch in range(30):
+    for epoch in range(12):
         for x, y in run.loader:
             run.optimizer.zero_grad()
             run.criterion(0 * run.model(x), y).backward()
@@ -226,7 +226,7 @@ def test_shuffled_parameters_get_sigma_and_the_others_sigma_0_and_a_schedule_kee
             for name, parameter in run.network.named_parameters():
                 drawn = noise["stays" if name == "4.bias" else "moves"]
                 drawn.append(parameter.grad.flatten() * scale)
-        if epoch == 14:
+        if epoch == 5:
             schedule.step()
     for kind, ratio in (("moves", 1.0), ("stays", 1.5)):
         draws = torch.cat(noise[kind]) / ratio
@@ -235,7 +235,7 @@ def test_shuffled_parameters_get_sigma_and_the_others_sigma_0_and_a_schedule_kee
         assert abs(float(draws.sum())) <= 5 * math.sqrt(len(draws))
     rounds = run.engine.accountant.rounds
     told = [(m.noise_multiplier, m.unshuffled_noise_multiplier, steps) for m, steps in rounds]
-    assert told == [(2.0, pytest.approx(3.0), 60), (1.0, pytest.approx(1.5), 60)]
+    assert told == [(2.0, pytest.approx(3.0), 24), (1.0, pytest.approx(1.5), 24)]
 
 
 # ---- going on -------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_probabilities_are_of_the_labels_predicted(labels):
     assert (model.classes_[probabilities.argmax(1)] == model.predict(ROWS)).all()
 
 
-@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("intercept", [True, pytest.param(False, marks=pytest.mark.zoo)])
 def test_a_line_is_learnt_as_well_as_is_proved(intercept):
     """Its absolute loss is 0, so the bound is on the model's own, here below that of no model."""
     rows = np.random.default_rng(1).normal(size=(3000, 2)) / 4

@@ -1,8 +1,7 @@
-"""The scripts of the tutorials train, in one process and in many, and leave nothing running."""
+"""The scripts of the tutorials train, in one process and in many, and say what it cost."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -18,16 +17,6 @@ APP = Path(__file__).parent.parent.parent / "tutorials" / "federated"
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs flwr[simulation]"
 )
-
-
-def processes() -> set[str]:
-    """The numbers of those that a deployment starts."""
-    found = set()
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if re.search(b"flower-super|federated.serve", command.read_bytes()):
-                found.add(command.parent.name)
-    return found
 
 
 @pytest.mark.zoo
@@ -46,8 +35,7 @@ def processes() -> set[str]:
     ],
     ids=["in one process", "in Flower's simulation", "by secure aggregation", "deployed"],
 )
-def test_a_script_trains_says_what_it_cost_and_leaves_nothing_running(command, said, tmp_path):
-    before = processes()
+def test_a_script_trains_and_says_what_it_cost(command, said, tmp_path):
     done = subprocess.run(
         [sys.executable, *f"{APP}/{command}".format(folder=tmp_path).split()],
         capture_output=True,
@@ -57,4 +45,3 @@ def test_a_script_trains_says_what_it_cost_and_leaves_nothing_running(command, s
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"{said}(accuracy [\d.]+%)?\nshuffled_sums, \d rounds?", done.stdout)
-    assert processes() <= before

@@ -268,11 +268,11 @@ def central_updates(rounds: int, vectors: torch.Tensor, accountant: str, **optio
     ids=["gaussian", "sums"],
 )
 def test_a_federated_run_and_one_in_one_process_have_the_same_updates_and_epsilon(reports, options):
-    """Two-sample Kolmogorov-Smirnov tests of 40 rounds, along three directions.
+    """Two-sample Kolmogorov-Smirnov tests of 20 rounds, along three directions.
 
     Each refuses by chance once in 10⁶.
     """
-    rounds, generator = 40, torch.Generator().manual_seed(0)
+    rounds, generator = 20, torch.Generator().manual_seed(0)
     vectors = torch.randn(CLIENTS, D, generator=generator)
     vectors *= (
         torch.rand(CLIENTS, 1, generator=generator) * 2 / vectors.norm(dim=1, keepdim=True)

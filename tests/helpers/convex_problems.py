@@ -28,10 +28,6 @@ def half_square(theta, batch):
     return (batch - theta).square().sum(1) / 2
 
 
-def norm_loss(theta, batch):
-    return (batch - theta).norm(dim=1)
-
-
 class Quadratic(Objective):
     """``half_square`` by hand, for the sake of speed."""
 

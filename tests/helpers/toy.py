@@ -30,8 +30,3 @@ def run_epoch(model: nn.Module, optimizer: Any, loader: DataLoader, criterion: A
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
-
-
-def way_of(name: str) -> dict[str, bool]:
-    """How a run of this accountant is asked for: what there is of shuffling is used."""
-    return {"shuffle_weights": True} if name == "shuffled_fw" else {"local_noise": True}

@@ -14,6 +14,8 @@ import weight_shuffling_figures as figures
 
 from opacus_shuffle.analysis.fenton_wilkinson import compute_delta
 
+NORMS = [figures.NORMS[0], *(pytest.param(n, marks=pytest.mark.zoo) for n in figures.NORMS[1:])]
+
 
 def test_the_vits_run_is_five_hundred_steps_of_the_known_budget():
     run = figures.RUNS["ViT"]
@@ -35,7 +37,7 @@ def test_every_configuration_spends_its_step_and_no_less(name):
         assert spent == pytest.approx(delta, rel=1e-4)
 
 
-@pytest.mark.parametrize("norm", figures.NORMS)
+@pytest.mark.parametrize("norm", NORMS)
 def test_noise_falls_with_epsilon_and_with_dimension(norm):
     rows = figures.figure_4(norm=norm)
     sigmas = np.array([[row[name] for name in list(row)[1:]] for row in rows])
@@ -59,13 +61,14 @@ def test_the_last_crossing_counts_though_the_curve_is_not_monotone(epsilon, targ
     assert epsilon > 1 or f"{sigma:.5f}" == "0.27372"
 
 
-@pytest.mark.parametrize("norm", figures.NORMS)
+@pytest.mark.parametrize("norm", NORMS)
 def test_the_order_is_one_over_the_root_of_log_d(norm):
     assert figures.exponent(figures.RUNS["ViT"], norm=norm) == pytest.approx(-0.5, abs=0.02)
 
 
-def test_figures_can_be_written_and_read_back(tmp_path, capsys):
+def test_figures_can_be_written_and_read_back(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(figures, "DIMENSIONS", (1, 100, 10**6))
     figures.main(["--figure", "2", "--repetitions", "200", "--output", str(tmp_path / "new")])
     figures.main(["--figure", "4", "--output", str(tmp_path / "new")])
     assert "F-W" in capsys.readouterr().out
@@ -75,7 +78,8 @@ def test_figures_can_be_written_and_read_back(tmp_path, capsys):
     rows = json.loads((tmp_path / "new" / "figure_4.json").read_text())
     with (tmp_path / "new" / "figure_4.csv").open(newline="") as file:
         read = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    assert read == rows == figures.figure_4()
+    assert read == rows
+    assert len(rows) == 6
     for reading in json.loads((tmp_path / "new" / "figure_2.json").read_text()).values():
         for method, values in reading["cdf"].items():
             assert len(values) == len(reading["x"]), method

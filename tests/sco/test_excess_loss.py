@@ -35,11 +35,13 @@ STRONG = {"smoothness": 1.0, "strong_convexity": 1.0}
         pytest.param(shuffle_sgd, {"step_size": 0.3}, marks=pytest.mark.slow),
         (shuffle_accelerated_sgd, SMOOTH),
         (shuffle_accelerated_sgd, {"honest_fraction": 0.5, **SMOOTH}),
-        (shuffle_accelerated_sgd, {"batch_size": 100, **SMOOTH}),
+        pytest.param(shuffle_accelerated_sgd, {"batch_size": 100, **SMOOTH}, marks=pytest.mark.zoo),
         (shuffle_gradient_descent, {"rounds": 50, **SMOOTH}),
         (shuffle_strongly_convex, STRONG),
-        (shuffle_strongly_convex, {"method": "pan_private", **STRONG}),
-        (pan_private_accelerated_sgd, {"users": 3000, **SMOOTH}),
+        pytest.param(
+            shuffle_strongly_convex, {"method": "pan_private", **STRONG}, marks=pytest.mark.zoo
+        ),
+        pytest.param(pan_private_accelerated_sgd, {"users": 3000, **SMOOTH}, marks=pytest.mark.zoo),
         (
             pan_private_accelerated_sgd,
             {"users": 3000, "epsilon": 0.9, "calibration": "published", **SMOOTH},
@@ -64,7 +66,7 @@ def test_no_bound_exceeds_what_the_lipschitz_constant_says(run):
     [
         (shuffle_accelerated_sgd, {}),
         (shuffle_gradient_descent, {"rounds": 30}),
-        (pan_private_accelerated_sgd, {}),
+        pytest.param(pan_private_accelerated_sgd, {}, marks=pytest.mark.zoo),
     ],
 )
 def test_the_mean_excess_is_below_the_bound_where_the_loss_is_smoothed(run, options):

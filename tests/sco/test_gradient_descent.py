@@ -170,7 +170,7 @@ LOGISTIC = {"constraint": L2Ball(4.0), "lipschitz": 1.0, "smoothness": 0.25, "di
     ("run", "users", "sizes"),
     [
         pytest.param(shuffle_sgd, 20_000, {}, marks=pytest.mark.zoo),
-        (shuffle_gradient_descent, 1000, {"rounds": 100}),
+        (shuffle_gradient_descent, 1000, {"rounds": 50}),
     ],
 )
 def test_practical_steps_find_less_loss_by_the_same_messages_and_claim_no_bound(run, users, sizes):

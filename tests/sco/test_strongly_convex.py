@@ -41,7 +41,7 @@ def test_phases_end_nearer_and_prove_it():
     assert single.mean() - several.mean() > 4 * math.sqrt((single.var() + several.var()) / 8)
 
 
-@pytest.mark.parametrize("smoothness", [1.0, None])
+@pytest.mark.parametrize("smoothness", [1.0, pytest.param(None, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize(
     ("users", "epsilon", "convexity"),
     [(1, 1.0, 0.1), (40, 1.0, 1.0), (3000, 2.0, 0.05), (50_000, 15, 1.0), (10**5, 0.1, 0.5)],
