@@ -70,7 +70,9 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["resnet", "mixture_of_experts", "timm_vit"])
+@pytest.mark.parametrize(
+    "name", ["resnet", "mixture_of_experts", pytest.param("timm_vit", marks=pytest.mark.zoo)]
+)
 def test_training_a_shuffled_network_and_undoing_it_is_training(name, optimizer):
     """Rounding reaches weights times lr/eps, at most 10: five steps stay far below 1e-12."""
     (module, sample), spec = entry(name), spec_of(name)

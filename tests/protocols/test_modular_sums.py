@@ -28,6 +28,8 @@ EVERY_SUM = 500 * (PROTOCOL.granularity + PROTOCOL.noise_bits)
 def test_a_sum_within_half_the_modulus_is_found_again(bits, offsets, reports):
     modulus = min(1 << bits, EVERY_SUM // 2)
     middle = round(PROTOCOL.expected_ones(reports))
+    zero = PROTOCOL.decode(torch.full((4,), middle), reports)
+    assert float(zero.abs().max()) <= PROTOCOL.grid_step / 2 * (1 + 1e-9)
     counts = torch.tensor([middle + math.floor(offset * modulus / 2) for offset in offsets])
     assert torch.equal(unwrapped(PROTOCOL, counts % modulus, reports, modulus), counts)
     beyond = counts + modulus
