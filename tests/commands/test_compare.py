@@ -17,7 +17,7 @@ from opacus_shuffle.commands.main import main
 from opacus_shuffle.core.guarantees import Guarantee
 
 pytestmark = pytest.mark.filterwarnings("ignore:This run is not private")
-RECORDS, ROUNDS = 200, 2
+RECORDS, ROUNDS = 200, 4
 NOBODY = dataclasses.replace(KINDS[3], rounds=ROUNDS)
 
 
@@ -33,6 +33,7 @@ def ran(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "load_image_dataset", lambda *_: small)
         patch.setattr(compare, "KINDS", kinds)
+        patch.setattr(compare, "SAMPLED_BATCH", RECORDS // ROUNDS)
         written = {"output": str(folder / "found.png"), "statement": str(folder / "found.json")}
         values, found, write = compare.run_comparison({**written, "epsilon": 2.0, "seed": 0})
     assert not any(folder.iterdir())
