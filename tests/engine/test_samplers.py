@@ -73,12 +73,11 @@ LENGTHS = [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)]
 @pytest.mark.parametrize(
     ("name", "records", "batch"),
     [
-        *((name, *LENGTHS[0]) for name in OURS),
-        *((name, *length) for name in ("shuffled_checkin", FIXED[1]) for length in LENGTHS[1:]),
+        *((name, *length) for name in ("shuffled_checkin", FIXED[1]) for length in LENGTHS),
         *(
             pytest.param(name, *length, marks=pytest.mark.zoo)
             for name in ("shuffle_gauss", "shuffled_fw", "shuffled_sums")
-            for length in LENGTHS[1:]
+            for length in LENGTHS
         ),
     ],
 )
