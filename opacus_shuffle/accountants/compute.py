@@ -87,7 +87,8 @@ def compute_epsilon(
 
     Args:
         mechanism: One round, or its name: ``"shuffle_gauss"``, ``"subsampled_shuffle"``,
-            ``"shuffled_checkin"``, ``"shuffled_fw"`` or ``"shuffled_sums"``.
+            ``"shuffled_checkin"``, ``"shuffled_fw"``, ``"shuffled_sums"`` or
+            ``"random_allocation"``.
         steps: T, rounds, at least 0.
         delta: δ in (0, 1).
         bound: ``"certified"``, ``"pair"`` or ``"published"``, or another that the mechanism has.

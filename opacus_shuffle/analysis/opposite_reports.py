@@ -48,7 +48,7 @@ _WIDENING = 3.0
 """Beyond this many standard deviations the grid's steps grow with the distance."""
 _STEP, _GROWTH = 0.05, 8.0
 """The curve's step in standard deviations of log R, and beyond how many of them it grows."""
-_SLOPES, _MORE_SLOPES = (1.0, 2.0), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+_SLOPES, _MORE_SLOPES = (1.0, 2.0), tuple(place / 8 for place in range(1, 17))
 """The ε that the slopes θ = tanh(ε/2) are made for, over a power of two.
 
 The power is between 2 and 4 standard deviations of log R.
@@ -57,7 +57,9 @@ That power is the same for many numbers of users, which share what their slopes 
 have more slopes.
 """
 _FEW_USERS = 32
-_LARGEST_SLOPE = 0.9999
+_STEEP, _NEAR_ONE = 0.5, 0.1
+"""From this slope on, means have cells near 1, too, of this width in units of 1 − slope."""
+_LARGEST_SLOPE = 1 - 1e-6
 _LARGEST_LOSS = 60.0
 """What is learnt beyond this ε counts as everything."""
 
@@ -146,6 +148,12 @@ def _mean(
     cuts = growing_grid(_WIDENING * deviation, low, high, deviation * resolution)
     if cuts[-2] < high:
         cuts[-1] = high  # none lies beyond, and that W_1 never exceeds 1 counts
+    if _STEEP < slope < 1:
+        # Thresholds are as near to 1, where W_θ hardly goes beyond, as the slope is.
+        edge = 1 - slope
+        ends = (max(low, -1.0) - 1) / edge, (min(high, 3.0) - 1) / edge
+        near = 1 + edge * growing_grid(1.0, *ends, _NEAR_ONE)
+        cuts = np.union1d(cuts, near[(near > cuts[0]) & (near < cuts[-2])])
     masses, moments, cuts = mean_of_atoms(
         first, second, weight=weight, cuts=cuts, centre=0.0, negligible=float(ndtr(-tail))
     )

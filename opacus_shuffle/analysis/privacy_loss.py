@@ -86,9 +86,10 @@ class Mixture:
 
     @property
     def span(self) -> float:
-        """The range of finite losses."""
+        """The range of finite losses; infinite if there is none, where everything is learnt."""
         logs = np.concatenate([distribution.log_ratios for _, distribution in self.parts])
-        return float(np.ptp(logs[np.isfinite(logs)]))
+        finite = logs[np.isfinite(logs)]
+        return float(np.ptp(finite)) if finite.size else math.inf
 
 
 Rounds = Sequence[tuple[Mixture, int]]
@@ -132,6 +133,8 @@ def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], side: Sid
         )
     )
     widest = max(mixture.span for mixture, _ in rounds)
+    if widest == math.inf:
+        return math.inf if side == "upper" else 0.0
     width = max(
         _STEP * deviation / math.sqrt(total),
         _WINDOW * deviation / _LARGEST_GRID,

@@ -17,6 +17,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.hockey_sticks import hockey_stick as stick_of
 from helpers.shuffled_reports import (
     ROUNDING,
     SAMPLINGS,
@@ -168,7 +169,7 @@ def test_opposite_reports_among_zeros_are_enclosed_by_the_attack(users, sigma):
         # A chord over d standard deviations adds d²/6 of the variance, log₂ n times; that is t² + 1
         # times as much of δ at t standard deviations. The curve's own chords add d²/8.
         most = math.exp((multiple**2 + 1) * 0.06**2 * (math.log2(users) / 6 + 1 / 8))
-        assert shown - ROUNDING <= replaced.hockey_stick(epsilon) <= shown * most + ROUNDING
+        assert shown - ROUNDING <= stick_of(replaced, epsilon) <= shown * most + ROUNDING
 
 
 @pytest.mark.parametrize(
