@@ -299,7 +299,7 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
         if field.name not in options
         and (
             field.default is dataclasses.MISSING
-            or (field.name == "sample_rate" and mechanism.sampling)
+            or (field.name == "sample_rate" and mechanism.sampling in ("poisson", "fixed_size"))
         )
     ]
     if missing:

@@ -71,7 +71,7 @@ class PrivacyEngine(CheckpointMixin):
 
     Args:
         accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``,
-            ``"shuffled_fw"``, ``"shuffled_sums"``, or any of Opacus's own.
+            ``"shuffled_fw"``, ``"shuffled_sums"``, ``"random_allocation"``, or any of Opacus's own.
         secure_mode: Draw noise and participation from the operating system's cryptographic
             generator, and noise as the sum of several draws on a grid that does not depend on the
             data. Needs no further package (Opacus's needs ``torchcsprng``).
@@ -168,8 +168,9 @@ class PrivacyEngine(CheckpointMixin):
             module: As Opacus's.
             optimizer: As Opacus's.
             data_loader: Its sampler is replaced by the one that the accountant accounts for:
-                Poisson for ``shuffled_checkin`` and ``shuffled_fw``, fixed-size without replacement
-                for the others.
+                Poisson for ``shuffled_checkin``, ``shuffled_fw`` and ``shuffled_sums``, one secret
+                batch of each epoch for every record with ``random_allocation``, fixed-size without
+                replacement for the others.
             noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C,
                 k the records really in the batch), else the multiplier of the sum, as in Opacus.
                 Above 0 (0 is allowed with Opacus's accountants). With ``shuffled_sums`` a protocol

@@ -37,6 +37,13 @@ def said(capsys, line: str) -> list[str]:
     ("line", "bound", "run", "words"),
     [
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "certified", {**SAMPLED, **NOISE}, EVERY),
+        (
+            "--mechanism random_allocation --num-batches 40 --steps 100 --noise-multiplier 5 "
+            "--delta 1e-5",
+            "certified",
+            {"mechanism": "random_allocation", "num_batches": 40, "steps": 100, **NOISE},
+            [*EVERY, "nor how many"],
+        ),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "pair", {**SAMPLED, **NOISE}, ["PAIR"]),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "published", {**SAMPLED, **NOISE}, ["PAIR"]),
         (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+
 import opacus
 import pytest
 import torch
@@ -11,7 +14,7 @@ from scipy.stats import chi2
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_shuffle import PrivacyEngine, compute_epsilon
+from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_epsilon
 from opacus_shuffle.audit import audit_scores
 from opacus_shuffle.engine.sampling.samplers import RandomAllocationSampler
 
@@ -76,14 +79,6 @@ def test_an_epoch_that_is_left_costs_what_a_whole_one_costs():
     assert run.engine.get_epsilon(1e-5) == epsilon_of(3)
 
 
-def test_a_batch_that_nobody_steps_on_changes_nothing():
-    run = Run("random_allocation")
-    for place, batch in enumerate(run.loader):
-        if place != 1:
-            run.step(batch)
-    assert (run.updates, run.accounted) == (3, 4)
-
-
 def test_physical_batches_belong_to_the_epoch_of_theirs():
     run = Run("random_allocation", records=40, batch_size=10)
     for epochs in (1, 2):
@@ -129,6 +124,31 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_holds_all_of_it(tmp_path):
     assert again.accounted == 4
     again.train()  # another epoch, with draws of its own
     assert again.engine.get_epsilon(1e-5) == epsilon_of(2)
+
+
+def test_an_account_that_was_taken_back_in_mid_epoch_holds_the_epoch_that_goes_on(tmp_path):
+    run = Run("random_allocation")
+    run.engine.save_checkpoint(path=tmp_path / "run.pt", module=run.private)
+    batches = iter(run.loader)
+    run.step(next(batches))
+    run.engine.load_checkpoint(path=tmp_path / "run.pt", module=run.private, allow_rewind=True)
+    assert run.accounted == 0
+    run.train(batches)
+    assert (run.accounted, run.engine.accountant.rewound) == (4, 4)
+
+
+def test_a_batch_that_is_left_out_is_told_of_as_its_size_may_show():
+    run = Run("random_allocation")
+    batches = iter(run.loader)
+    next(batches)
+    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, empty ones train"):
+        run.step(next(batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        run.train(batches)
+        assert (run.updates, run.accounted) == (3, 4)
+        run.train(itertools.islice(run.loader, 2))  # an epoch may be left
+        run.train()
 
 
 def test_noise_is_found_for_whole_epochs():

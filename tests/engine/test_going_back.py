@@ -282,6 +282,22 @@ def test_a_checkpoint_is_not_kept_if_training_went_on_while_it_was_written(name,
     assert counting(name, None).load(path).accounted == 8
 
 
+def test_a_fork_inside_of_an_epoch_leaves_its_draws_to_the_parent():
+    """By random allocation all batches of an epoch are drawn at its beginning."""
+    run = Run("random_allocation")
+    batches = iter(run.loader)
+    run.step(next(batches))
+
+    def go_on():
+        with pytest.raises(ValueError, match="drawn before the process forked"):
+            run.step(next(batches))
+        run.train()
+
+    assert status(forked(go_on)) == 0
+    run.train(batches)
+    assert run.accounted == 4
+
+
 def test_a_fork_inside_of_a_batch_leaves_the_rest_of_it_to_the_parent():
     """Else both would release the same records, under noises of their own."""
     run = Run("subsampled_shuffle")

@@ -163,7 +163,10 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
         (lambda: HELD.analyze(MINE[0]), r"50 users.*got 1"),
         (lambda: HELD.exact_epsilon(1e-300), "delta=1e-300 is less than"),
         (lambda: ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-250), "delta must be at least 1e-200"),
-        (lambda: ShuffleVectorSum(50, 3, 1e200, 1.0, 1e-2), "max_norm must lie in .* another unit"),
+        (
+            lambda: ShuffleVectorSum(50, 3, 1e200, 1.0, 1e-2),
+            "max_norm must be positive and lie in .* another unit",
+        ),
         (
             lambda: ShuffleVectorSum(**GOOD, sample_rate=0.5, calibration="published"),
             r"sample_rate=0.5.*tight.*honest_fraction=1",

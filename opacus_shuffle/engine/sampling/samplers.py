@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -75,8 +76,8 @@ class TicketedSampler(Sampler[Any]):
 
     def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
         epoch = object()
-        for records in self.as_planned():
-            drawn.extend(parts_of(len(records), epoch=epoch))
+        for place, records in enumerate(self.as_planned()):
+            drawn.extend(parts_of(len(records), epoch=epoch, place=place))
             yield records
 
     def as_planned(self) -> Iterator[Any]:
@@ -225,9 +226,18 @@ class RandomAllocationSampler(TicketedSampler, BatchSampler):
         return self.steps
 
     def draw(self) -> Iterator[list[int]]:
-        """Draws the batches of an epoch."""
-        here = self.ranks.share(self.num_samples)
+        """Draws the batches of an epoch.
+
+        Raises:
+            ValueError: If the process has forked since.
+        """
+        here, process = self.ranks.share(self.num_samples), os.getpid()
         for places in allocate(len(here), self.steps, self.generator):
+            if os.getpid() != process:
+                raise ValueError(
+                    "this epoch's batches were drawn before the process forked, and its parent "
+                    "may train on the same: begin another pass over the data loader"
+                )
             yield [here[place] for place in places]
 
 
@@ -257,10 +267,11 @@ class SplitBatches(TicketedSampler, BatchSplittingSampler):
     def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
         epoch = object()
-        for records in inner.as_planned():
+        for place, records in enumerate(inner.as_planned()):
             count = max(1, math.ceil(len(records) / self.max_batch_size))
             pieces = np.array_split(np.asarray(records, dtype=np.int64), count)
-            for part, piece in zip(parts_of(*map(len, pieces), epoch=epoch), pieces, strict=True):
+            parts = parts_of(*map(len, pieces), epoch=epoch, place=place)
+            for part, piece in zip(parts, pieces, strict=True):
                 drawn.append(part)
                 yield piece.tolist()
 

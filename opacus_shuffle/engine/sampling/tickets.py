@@ -47,11 +47,13 @@ class Ticket:
         sizes: How many records each of its physical batches has.
         summed: Which of these were clipped and summed.
         epoch: Stands for the pass over the loader that has drawn it.
+        place: Which of that pass's batches it is, from 0.
         released: Whether the noised sum has moved the weights.
     """
 
     sizes: tuple[int, ...]
     epoch: object = None
+    place: int = 0
     summed: set[int] = dataclasses.field(default_factory=set)
     released: bool = False
 
@@ -76,9 +78,9 @@ class Part:
         return self.index == len(self.ticket.sizes) - 1
 
 
-def parts_of(*sizes: int, epoch: object = None) -> list[Part]:
+def parts_of(*sizes: int, epoch: object = None, place: int = 0) -> list[Part]:
     """Makes the ticket of a batch of an epoch, as physical batches of these sizes."""
-    ticket = Ticket(sizes, epoch)
+    ticket = Ticket(sizes, epoch, place)
     return [Part(ticket, index, records) for index, records in enumerate(sizes)]
 
 

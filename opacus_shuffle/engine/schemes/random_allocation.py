@@ -7,11 +7,13 @@ over the loader is another epoch.
 
 from __future__ import annotations
 
+import warnings
 from typing import ClassVar
 
 import torch
 
 from opacus_shuffle.accountants.mechanisms import Mechanism, RandomAllocation
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.sampling.samplers import (
     RandomAllocationSampler,
@@ -28,12 +30,16 @@ class EpochsByAllocation(Scheme):
     Attributes:
         epoch: Stands for the epoch that was accounted last.
         noise: The noise multiplier that it was accounted with.
+        rewound: How many rounds the account had left out then.
+        next_place: Which of the epoch's batches is to come next.
     """
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (RandomAllocation,)
     noise_elsewhere: ClassVar[str] = "adds the noise to the sum, at the server"
     epoch: object = None
     noise: float = 0.0
+    rewound: int = 0
+    next_place: int = 0
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
         """Plans as many batches as the loader has; refuses other ways of drawing them."""
@@ -69,14 +75,29 @@ class EpochsByAllocation(Scheme):
 
         Raises:
             ValueError: If the noise is less than what the epoch was accounted with.
+
+        Warns:
+            PrivacyAssumptionWarning: If the batch before this one was left out.
         """
-        step, batch = self.round(run, optimizer), optimizer.tickets and optimizer.tickets.latest
-        epoch = batch and batch.ticket.epoch
-        if epoch is None or epoch is not self.epoch:
+        step, book = self.round(run, optimizer), optimizer.tickets
+        ticket = None if book is None or book.latest is None else book.latest.ticket
+        epoch, place = (object(), 0) if ticket is None else (ticket.epoch, ticket.place)
+        # An account that was taken back in the middle of an epoch does not hold it any more.
+        rewound = self.accountant.rewound
+        if epoch is not self.epoch or rewound != self.rewound:
             self.accountant.record(step, run.sampling.steps_per_epoch)
-            self.epoch, self.noise = epoch, step.noise_multiplier
+            self.noise, self.rewound = step.noise_multiplier, rewound
         elif step.noise_multiplier < self.noise:
             raise ValueError(
                 f"noise_multiplier is {step.noise_multiplier}, this epoch was accounted with "
                 f"{self.noise} at its first step: let it fall between epochs alone"
             )
+        if place > (self.next_place if epoch is self.epoch else 0):
+            warnings.warn(
+                "a batch of random_allocation was drawn and no step was taken on it: if it was "
+                "left out for its size, as an empty one may be, its size shows, and epsilon does "
+                "not hold; step on every batch, empty ones train, too",
+                PrivacyAssumptionWarning,
+                stacklevel=5,
+            )
+        self.epoch, self.next_place = epoch, place + 1
