@@ -117,8 +117,9 @@ class PrivacyBound:
         open_unit_interval("delta", self.delta)
         instance_of("guarantee", self.guarantee, (Guarantee,))
         integer("rounds", self.rounds)
-        instance_of("epsilon", self.epsilon, (numbers.Real,))
-        instance_of("lower", self.lower, (numbers.Real, type(None)))
+        for name, value in (("epsilon", self.epsilon), ("lower", self.lower or 0.0)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         if not self.epsilon >= 0 or (self.lower is not None and not self.epsilon >= self.lower):
             raise self.contradicted(f"lower = {self.lower!r}")
 

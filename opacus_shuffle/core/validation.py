@@ -157,7 +157,8 @@ def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
 def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     """A non-empty vector of Rényi orders in (1, maximum]."""
     try:
-        vector = np.atleast_1d(np.asarray(orders, dtype=np.float64))
+        listed = list(orders) if isinstance(orders, Iterable) else [orders]
+        vector = np.asarray(listed, dtype=np.float64)
     except (OverflowError, TypeError, ValueError):
         vector = np.empty(0)
     if vector.ndim != 1 or not vector.size or not np.all((vector > 1) & (vector <= maximum)):

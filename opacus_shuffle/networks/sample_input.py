@@ -142,7 +142,11 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
     with random_states_kept():
         if data_loader.batch_sampler is None:  # each entry of the data set is passed on alone
             return data_loader.collate_fn(dataset[0])
-        return data_loader.collate_fn([dataset[place] for place in range(min(count, len(dataset)))])
+        places = list(range(min(count, len(dataset))))
+        # As the loader's workers fetch a batch.
+        fetch: Any = getattr(dataset, "__getitems__", None)
+        records = fetch(places) if fetch else [dataset[place] for place in places]
+        return data_loader.collate_fn(records)
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

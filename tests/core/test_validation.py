@@ -61,7 +61,8 @@ def test_no_array_is_one_of_the_choices(value):
 @pytest.mark.parametrize("orders", [1.0, [], [2.0, 1.0], [math.nan], 101, "many", [[2.0]], None])
 def test_orders_are_numbers_above_one_that_are_not_too_large(orders):
     assert validation.renyi_orders(2, maximum=100).tolist() == [2.0]
-    assert validation.renyi_orders((1.5, 100), maximum=100).tolist() == [1.5, 100]
+    for several in ((1.5, 100), iter([1.5, 100])):
+        assert validation.renyi_orders(several, maximum=100).tolist() == [1.5, 100]
     with pytest.raises(ValueError, match=r"^orders must be .* in \(1, 100\]"):
         validation.renyi_orders(orders, maximum=100)
 
@@ -106,6 +107,7 @@ def bound_with(**fields):
         (lambda: sco.L2Ball(math.nan), "radius"),
         (lambda: bound_with(epsilon="0.1"), "epsilon"),
         (lambda: bound_with(lower="0.1"), "lower"),
+        (lambda: bound_with(epsilon=True), "epsilon must be a number"),
         (lambda: audit.audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=10**15), "trials"),
     ],
 )
