@@ -56,7 +56,7 @@ from opacus_shuffle.engine.network_checks import (
 )
 from opacus_shuffle.engine.pickling import leave_out_records
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
-from opacus_shuffle.engine.sampling.samplers import COINS
+from opacus_shuffle.engine.sampling.samplers import INDEPENDENT
 from opacus_shuffle.engine.schemes import Scheme, scheme_of
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.engine.weights.module import make_plain, make_shuffled
@@ -275,7 +275,7 @@ class PrivacyEngine(CheckpointMixin):
                 watch_passes(model)  # its hooks come before those that functorch must not copy
             let_layers_be_empty(model, network)
             explain_missing_calls(model)
-            if scheme.mechanisms or run.sampling.kind in COINS:
+            if scheme.mechanisms or run.sampling.kind in INDEPENDENT:
                 model.forbid_grad_accumulation()  # two batches could hold one record twice
             loader, optimizer = scheme.loader(run), scheme.build_optimizer(run)
             scheme.attach(run, model, optimizer, loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 
@@ -31,7 +32,7 @@ def epsilon_of(epochs, batches=4, sigma=2.0):
 
 def test_every_record_is_in_each_epoch_once_and_in_each_batch_as_often():
     """Chi-square of the places of 40 records in 400 epochs: 40·4 classes, at p = 1e-6."""
-    sampler = RandomAllocationSampler(num_samples=40, steps=5)
+    sampler = RandomAllocationSampler(num_samples=40, batch_size=8, steps=5)
     seen = torch.zeros(40, 5)
     for _ in range(400):
         batches = list(sampler)
@@ -44,7 +45,7 @@ def test_every_record_is_in_each_epoch_once_and_in_each_batch_as_often():
 
 def test_two_records_and_two_epochs_are_drawn_apart():
     """Pairs of places are uniform: of two records in one epoch, of one record in two epochs."""
-    sampler = RandomAllocationSampler(num_samples=2, steps=3)
+    sampler = RandomAllocationSampler(num_samples=2, batch_size=1, steps=3)
     together, later = torch.zeros(3, 3), torch.zeros(3, 3)
     before = 0
     for _ in range(1800):
@@ -69,6 +70,23 @@ def test_an_epoch_trains_on_each_record_once_and_is_accounted_in_full_at_its_fir
         assert records == 24
         assert run.updates == 4 * epochs
         assert run.engine.get_epsilon(1e-5) == epsilon_of(epochs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle_weights": True},
+        {"engine": "secure"},
+        {"clipping": "per_layer", "toy": {"max_grad_norm": [0.5] * 4}},
+        {"loader": {"num_workers": 1}},
+    ],
+    ids=["weights", "secure mode", "layers", "workers"],
+)
+def test_it_goes_with_the_other_flags(options):
+    if "engine" in options:
+        options = {"engine": PrivacyEngine(accountant="random_allocation", secure_mode=True)}
+    run = Run("random_allocation", **options).train()
+    assert (run.updates, run.accounted) == (4, 4)
 
 
 def test_an_epoch_that_is_left_costs_what_a_whole_one_costs():
@@ -127,22 +145,37 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_holds_all_of_it(tmp_path):
 
 
 def test_an_account_that_was_taken_back_in_mid_epoch_holds_the_epoch_that_goes_on(tmp_path):
+    """Also where as many rounds are left out before and after."""
     run = Run("random_allocation")
-    run.engine.save_checkpoint(path=tmp_path / "run.pt", module=run.private)
+    files = [tmp_path / name for name in ("none.pt", "one.pt")]
+    back = functools.partial(run.engine.load_checkpoint, module=run.private, allow_rewind=True)
+    run.engine.save_checkpoint(path=files[0], module=run.private)
     batches = iter(run.loader)
     run.step(next(batches))
-    run.engine.load_checkpoint(path=tmp_path / "run.pt", module=run.private, allow_rewind=True)
+    run.engine.save_checkpoint(path=files[1], module=run.private)
+    back(path=files[0])
     assert run.accounted == 0
     run.train(batches)
     assert (run.accounted, run.engine.accountant.rewound) == (4, 4)
+    batches = iter(run.loader)
+    run.step(next(batches))
+    back(path=files[0])
+    run.step(next(batches))
+    assert (run.accounted, run.engine.accountant.rewound) == (4, 12)
+    back(path=files[1])  # another epoch than this one
+    run.train(batches)
+    assert (run.accounted, run.engine.accountant.rewound) == (8, 12)
 
 
 def test_a_batch_that_is_left_out_is_told_of_as_its_size_may_show():
     run = Run("random_allocation")
     batches = iter(run.loader)
     next(batches)
-    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, empty ones train"):
-        run.step(next(batches))
+    run.optimizer.zero_grad()
+    run.backward(next(batches))
+    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, empty") as told:
+        run.optimizer.step()
+    assert {warning.filename for warning in told} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyAssumptionWarning)
         run.train(batches)

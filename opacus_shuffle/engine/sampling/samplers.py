@@ -47,8 +47,8 @@ from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.tickets import Part, parts_of
 
 Kind = Literal["poisson", "fixed_size", "random_allocation", "own"]
-COINS: tuple[Kind, ...] = ("poisson", "random_allocation")
-"""How batches are drawn whose sizes are random, and secret: each record draws for itself."""
+INDEPENDENT: tuple[Kind, ...] = ("poisson", "random_allocation")
+"""Kinds of which each record draws for itself, so that sizes of batches are random, and secret."""
 
 ALONE = Ranks()
 
@@ -139,26 +139,26 @@ class ExactPoissonSampler(PoissonSampler):
             yield [here[place] for place in places]
 
 
-class FixedSizeSampler(TicketedSampler, BatchSampler):
-    """Draws batches of exactly B distinct records, each a fresh uniform subset.
+class EpochSampler(TicketedSampler, BatchSampler):
+    """Draws an epoch's batches; derived classes say how, by :meth:`draw`.
 
-    That is the sampling of ``subsampled_shuffle``. It is a ``BatchSampler``, so that Opacus's
-    ``BatchMemoryManager`` knows its length.
+    It is a ``BatchSampler``, so that Opacus's ``BatchMemoryManager`` knows its length.
 
     Args:
         num_samples: n, the size of the data set.
-        batch_size: B ≤ n, records per batch.
+        batch_size: B ≤ n, records per batch, or how many are expected.
         steps: Batches per epoch.
-        generator: Source of the draws; by default one seeded by the operating system. The same on
-            all ranks.
-        ranks: The processes that train, each on its own share of every batch.
+        generator: Source of the draws; by default one seeded by the operating system.
+        ranks: The processes that train together.
+
+    Attributes:
+        sampling: What accountants ask for.
 
     Raises:
         ValueError: If a number is out of range.
     """
 
-    sampling = "fixed_size"
-    """What accountants ask for."""
+    sampling: Kind
 
     def __init__(
         self,
@@ -182,6 +182,16 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
     def __len__(self) -> int:
         return self.steps
 
+
+class FixedSizeSampler(EpochSampler):
+    """Draws batches of exactly B distinct records, each a fresh uniform subset.
+
+    That is the sampling of ``subsampled_shuffle``. All ranks draw alike, each for its own share of
+    every batch.
+    """
+
+    sampling = "fixed_size"
+
     def draw(self) -> Iterator[list[int]]:
         """Draws the batches of an epoch."""
         for _ in range(self.steps):
@@ -189,41 +199,14 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
             yield records[self.ranks.rank :: self.ranks.size]
 
 
-class RandomAllocationSampler(TicketedSampler, BatchSampler):
+class RandomAllocationSampler(EpochSampler):
     """Lets each record fall into one of an epoch's batches, anew and in secret for every epoch.
 
     All records are in an epoch exactly once; how many a batch has is binomial, and may be none.
-    Like :class:`FixedSizeSampler` it is a ``BatchSampler``.
-
-    Args:
-        num_samples: n, the size of the data set.
-        steps: t, the batches of an epoch.
-        generator: Source of the draws; by default one seeded by the operating system.
-        ranks: The processes that draw, each for its own share of the records.
-
-    Raises:
-        ValueError: If a number is out of range.
+    Each rank draws for its own share of the records.
     """
 
     sampling = "random_allocation"
-    """What accountants ask for."""
-
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        steps: int,
-        generator: torch.Generator | None = None,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self.num_samples, self.steps = integer("num_samples", num_samples), integer("steps", steps)
-        self.ranks = ranks
-        expected = max(1, round(self.num_samples / self.steps))
-        super().__init__(SequentialSampler(range(self.num_samples)), expected, drop_last=False)
-        self.generator = SecretGenerator() if generator is None else generator
-
-    def __len__(self) -> int:
-        return self.steps
 
     def draw(self) -> Iterator[list[int]]:
         """Draws the batches of an epoch.
@@ -326,7 +309,7 @@ def plan_sampling(
         )
     if not (expected and kind == "own"):
         _check_sampler(accountant, kind, data_loader, distributed=expected or distributed)
-    if kind in COINS or expected:
+    if kind in INDEPENDENT or expected:
         return SamplingPlan(kind, users, steps, max(1, round(users / steps)), 1 / steps)
     sampler: Any = data_loader.batch_sampler  # which knows its size, or was refused above
     batch = min(sampler.batch_size, users)

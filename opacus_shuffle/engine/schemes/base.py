@@ -44,7 +44,7 @@ from opacus_shuffle.engine.sampling.loaders import (
     with_batch_sampler,
 )
 from opacus_shuffle.engine.sampling.samplers import (
-    COINS,
+    INDEPENDENT,
     ExactPoissonSampler,
     FixedSizeSampler,
     Kind,
@@ -285,7 +285,7 @@ class Scheme:
         )
         if plan.kind == "own":
             return self.own_loader(loader, tickets)
-        if plan.kind in COINS:
+        if plan.kind in INDEPENDENT:
             private = DPDataLoader.from_data_loader(
                 loader,
                 generator=self.engine.secure_rng,
@@ -294,8 +294,8 @@ class Scheme:
                 rand_on_empty=asked.rand_on_empty,
             )
             prepare_empty_batches(private, loader, plan)
-            coins = self.sampler_of_coins(run, generator)
-            return with_batch_sampler(private, coins, tickets, TicketedDPDataLoader)
+            sampler = self.independent_sampler(run, generator)
+            return with_batch_sampler(private, sampler, tickets, TicketedDPDataLoader)
         fixed = FixedSizeSampler(
             num_samples=plan.num_users,
             batch_size=plan.batch_size,
@@ -309,7 +309,7 @@ class Scheme:
         """Returns the user's own loader, with tickets."""
         return ticketed_copy(loader, tickets)
 
-    def sampler_of_coins(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
+    def independent_sampler(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
         """Returns the sampler of this run, if each record draws for itself: Poisson's."""
         plan = run.sampling
         return ExactPoissonSampler(
@@ -328,7 +328,7 @@ class Scheme:
             return self.engine.secure_rng
         if own is not None and not (ranks.distributed and isinstance(own, SecretGenerator)):
             return own
-        if ranks.distributed and run.sampling.kind not in COINS:
+        if ranks.distributed and run.sampling.kind not in INDEPENDENT:
             # One sample of fixed size is drawn by all ranks alike, each for its share of it.
             key = ranks.of_the_first(SecretGenerator().key)
             shared = SecretGenerator(key=key, secret=True)
@@ -535,7 +535,7 @@ def plan_on_ranks(
     """
     ranks, loader = request.ranks, request.data_loader
     plan = plan_sampling(accountant, loader, kind, distributed=ranks.distributed)
-    if not ranks.distributed or kind in COINS:
+    if not ranks.distributed or kind in INDEPENDENT:
         return plan
     if kind == "own":
         raise ValueError(

@@ -91,7 +91,7 @@ class OpacusOwn(Scheme):
         """Returns the user's own loader as it is, without tickets."""
         return loader
 
-    def sampler_of_coins(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
+    def independent_sampler(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
         """Returns Opacus's sampler; with a flag of ours or several ranks, the exact one."""
         exact = run.request.ranks.distributed or not self.is_opacus(run.request)
         return (ExactPoissonSampler if exact else PoissonSampler)(

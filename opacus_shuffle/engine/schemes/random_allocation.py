@@ -24,13 +24,13 @@ from opacus_shuffle.engine.schemes.base import Scheme, plan_on_ranks
 from opacus_shuffle.engine.training_plan import Request, Run
 
 
-class EpochsByAllocation(Scheme):
+class AllocatedDPSGD(Scheme):
     """DP-SGD whose batches are made by one draw of each record for each epoch.
 
     Attributes:
         epoch: Stands for the epoch that was accounted last.
         noise: The noise multiplier that it was accounted with.
-        rewound: How many rounds the account had left out then.
+        newest: The name of its last round in the account's lineage, and how many have that name.
         next_place: Which of the epoch's batches is to come next.
     """
 
@@ -38,7 +38,7 @@ class EpochsByAllocation(Scheme):
     noise_elsewhere: ClassVar[str] = "adds the noise to the sum, at the server"
     epoch: object = None
     noise: float = 0.0
-    rewound: int = 0
+    newest: tuple[str, int] = ("", 0)
     next_place: int = 0
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
@@ -53,10 +53,11 @@ class EpochsByAllocation(Scheme):
         secure = self.engine.secure_mode
         return plan_on_ranks(self.name, request, "random_allocation", secure_mode=secure)
 
-    def sampler_of_coins(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
+    def independent_sampler(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
         """Returns the sampler that draws each record's batch."""
         return RandomAllocationSampler(
             num_samples=run.sampling.num_users,
+            batch_size=run.sampling.batch_size,
             steps=run.sampling.steps_per_epoch,
             generator=generator,
             ranks=run.request.ranks,
@@ -79,14 +80,17 @@ class EpochsByAllocation(Scheme):
         Warns:
             PrivacyAssumptionWarning: If the batch before this one was left out.
         """
-        step, book = self.round(run, optimizer), optimizer.tickets
-        ticket = None if book is None or book.latest is None else book.latest.ticket
-        epoch, place = (object(), 0) if ticket is None else (ticket.epoch, ticket.place)
-        # An account that was taken back in the middle of an epoch does not hold it any more.
-        rewound = self.accountant.rewound
-        if epoch is not self.epoch or rewound != self.rewound:
+        step, tickets = self.round(run, optimizer), optimizer.tickets
+        assert tickets is not None
+        assert tickets.latest is not None  # or the step would have been refused
+        epoch, place = tickets.latest.ticket.epoch, tickets.latest.ticket.place
+        # An account that was taken back in the middle of an epoch may not hold it any more.
+        name, rounds = self.newest
+        held = self.accountant.lineage.held.get(name, 0) >= rounds
+        if epoch is not self.epoch or not held:
             self.accountant.record(step, run.sampling.steps_per_epoch)
-            self.noise, self.rewound = step.noise_multiplier, rewound
+            *_, self.newest = self.accountant.lineage.held.items()
+            self.noise = step.noise_multiplier
         elif step.noise_multiplier < self.noise:
             raise ValueError(
                 f"noise_multiplier is {step.noise_multiplier}, this epoch was accounted with "
@@ -98,6 +102,6 @@ class EpochsByAllocation(Scheme):
                 "left out for its size, as an empty one may be, its size shows, and epsilon does "
                 "not hold; step on every batch, empty ones train, too",
                 PrivacyAssumptionWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         self.epoch, self.next_place = epoch, place + 1
