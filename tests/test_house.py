@@ -46,8 +46,8 @@ WEIGHTS = {
     "analysis": 1_365,
     "audit": 665,
     "commands": 700,
-    "core": 770,
-    "engine": 2_960,
+    "core": 775,
+    "engine": 2_955,
     "estimators": 140,
     "federated": 955,
     "networks": 600,
@@ -55,7 +55,7 @@ WEIGHTS = {
     "protocols": 595,
     "sco": 965,
 }
-TESTS_WEIGHT = 14_180
+TESTS_WEIGHT = 14_210
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
