@@ -119,7 +119,7 @@ def report_of_opacus(
         guarantee=guarantee,
         covers=covers,
         trusted="the server",
-        adversary="sees the noised sum of every round",
+        adversary="sees the noised sum of every round, but not how many records a batch has",
         cites=f"opacus {version('opacus')}, accountant {name!r}",
     )
     return PrivacyReport(rounds, delta=delta, entries=[bound], **facts)

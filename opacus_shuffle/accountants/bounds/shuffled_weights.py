@@ -46,7 +46,7 @@ SERVER = "the server"
 ALONE = (
     "sees each step's permuted, noised gradient by itself, never two releases that it could match"
 )
-ALL = "sees all weights and noised gradients of every step"
+ALL = "sees all weights and noised gradients of every step, but not how many records a batch has"
 _ESTIMATE = (
     "WS Theorem 6 with WS Theorems 1 and 2: an approximation of a lower bound on delta, taken for "
     "the truth; for an adversary who sees each step's permuted gradient by itself"
