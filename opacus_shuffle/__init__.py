@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from opacus_shuffle.accountants.mechanisms import (
         RandomAllocation,
+        SecretCheckIn,
         ShuffledCheckIn,
         ShuffledSums,
         ShuffledWeights,
@@ -58,6 +59,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyReport",
     "RandomAllocation",
+    "SecretCheckIn",
     "ShuffleGauss",
     "ShuffleGradSampleModule",
     "ShuffleVectorSum",
@@ -85,8 +87,8 @@ _HOMES = {
     "": "accountants analysis audit permutation sco",
     "accountants.compute": "compute_epsilon compute_noise_multiplier privacy_bound privacy_report",
     "accountants.mechanisms": (
-        "RandomAllocation ShuffleGauss ShuffledCheckIn ShuffledSums ShuffledWeights "
-        "SubsampledShuffle"
+        "RandomAllocation SecretCheckIn ShuffleGauss ShuffledCheckIn ShuffledSums "
+        "ShuffledWeights SubsampledShuffle"
     ),
     "accountants.plan": "plan",
     "accountants.report": "PrivacyReport",

@@ -268,7 +268,7 @@ class ShuffleAccountant(IAccountant):
         if kind.sampling is not None:
             mechanism = dataclasses.replace(mechanism, sample_rate=sample_rate)
         if self.emulated:
-            shares = max(1, mechanism.expected_reports, (users or 0) * sample_rate, batch or 1)
+            shares = max(1, mechanism.noised_reports, (users or 0) * sample_rate, batch or 1)
             noise_multiplier /= math.sqrt(shares)
         return mechanism.with_noise(noise_multiplier)
 
@@ -289,7 +289,7 @@ class ShuffleAccountant(IAccountant):
         """A round's noise multiplier and sample rate as Opacus's optimizer and sampler had them."""
         if not isinstance(mechanism, Mechanism):
             return mechanism
-        shares = max(1, mechanism.expected_reports, self.batch_size or 1) if self.emulated else 1
+        shares = max(1, mechanism.noised_reports, self.batch_size or 1) if self.emulated else 1
         rate = mechanism.sample_rate
         if self.num_users is not None and mechanism.sampling is None:
             rate = min(1.0, mechanism.expected_reports / self.num_users)

@@ -87,8 +87,8 @@ def compute_epsilon(
 
     Args:
         mechanism: One round, or its name: ``"shuffle_gauss"``, ``"subsampled_shuffle"``,
-            ``"shuffled_checkin"``, ``"shuffled_fw"``, ``"shuffled_sums"`` or
-            ``"random_allocation"``.
+            ``"shuffled_checkin"``, ``"shuffled_fw"``, ``"shuffled_sums"``,
+            ``"random_allocation"`` or ``"secret_checkin"``.
         steps: T, rounds, at least 0.
         delta: δ in (0, 1).
         bound: ``"certified"``, ``"pair"`` or ``"published"``, or another that the mechanism has.

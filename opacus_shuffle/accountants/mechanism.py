@@ -188,6 +188,11 @@ class Mechanism:
         return self.num_users * self.sample_rate
 
     @property
+    def noised_reports(self) -> float:
+        """How many reports' noise their sum carries, where noise is local: those expected."""
+        return self.expected_reports
+
+    @property
     def bits_per_coordinate(self) -> int | None:
         """What one report takes for each of its coordinates; None if the mechanism does not say."""
         return None
@@ -212,7 +217,7 @@ class Mechanism:
         The sum is of the expected reports.
         """
         return self.noise_multiplier * (
-            math.sqrt(self.expected_reports) if self.noise_is_local else 1.0
+            math.sqrt(self.noised_reports) if self.noise_is_local else 1.0
         )
 
     @property

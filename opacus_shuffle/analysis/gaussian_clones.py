@@ -353,7 +353,7 @@ def _pools(
         chance = gamma * probability
     others = trials - 1 if kind.sampling == "fixed_size" else trials
     inside, outside = scipy.stats.binom(others, chance), scipy.stats.binom(trials, chance)
-    each_way = [_likely_range(number, chance, budget / 8) for number in (others, trials)]
+    each_way = [likely_range(number, chance, budget / 8) for number in (others, trials)]
     low = int(min(fewest for fewest, _ in each_way))
     high = min(int(max(most for _, most in each_way)) + 1, trials)
     sizes = np.arange(low, high + 2)
@@ -412,13 +412,13 @@ def _membership(
     if kind.sampling != "poisson" or gamma == 1:
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
-    fewest, _ = _likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)
-    _, most = _likely_range(np.maximum(n - sizes, 0), absence, budget / 16)
+    fewest, _ = likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)
+    _, most = likely_range(np.maximum(n - sizes, 0), absence, budget / 16)
     lowest, highest = ratio(sizes, sizes + clone * (most + 1)), ratio(sizes, sizes + clone * fewest)
     return mean, np.minimum(lowest, mean), np.maximum(highest, mean)
 
 
-def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
+def likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
     """Returns numbers outside which a binomial lies with at most ``probability`` a side."""
     if probability > 1e-12:
         return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(

@@ -32,12 +32,12 @@ from opacus_shuffle.analysis.discretization import (
     Atoms,
     atoms_above,
     growing_grid,
-    lognormal_moments,
     mean_of_atoms,
     normal_masses,
 )
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution
+from opacus_shuffle.analysis.report_shapes import GaussianShift, Shape, shape_of
 
 _RESOLUTION, _COARSER = 0.05, 0.06
 """Grid step in standard deviations of the mean.
@@ -70,6 +70,7 @@ def opposite_reports(
     num_users: int,
     sample_rate: float = 1.0,
     factor: float = 1.0,
+    report: str = "gaussian",
     tail: float = TAILS[0],
     negligible: float = 1e-12,
 ) -> RatioDistribution:
@@ -82,6 +83,7 @@ def opposite_reports(
         num_users: n, user 1 included.
         sample_rate: π in [0, 1], with which user 1's report is one of them.
         factor: At least 1: what the hockey sticks at ε ≥ 0 are multiplied by (Φ(t)^{−k}, 1.6).
+        report: The shape of X (:mod:`opacus_shuffle.analysis.report_shapes`).
         tail: Where the tails of one report end, in standard deviations.
         negligible: Probabilities that need not be computed well.
 
@@ -89,23 +91,22 @@ def opposite_reports(
         Propositions 9.3 to 9.5: an upper bound, up to floating-point rounding of sums of positive
         terms (relative 1e-13).
     """
-    deviation = math.sqrt(
-        math.log1p(4 * sample_rate**2 * _variance(noise_multiplier**-2, 0.0) / num_users)
-    )
+    shape = shape_of(report, noise_multiplier)
+    deviation = math.sqrt(math.log1p(4 * sample_rate**2 * shape.opposed_variance(0.0) / num_users))
     if deviation == 0:
         return RatioDistribution(np.array([0.0]), np.ones(1), 1.0, 0.0, 0.0)
     end = math.asinh(_LARGEST_LOSS / (_GROWTH * deviation)) * _GROWTH / _STEP
     epsilons = _GROWTH * deviation * np.sinh(np.arange(math.ceil(end)) * (_STEP / _GROWTH))
     thetas = np.tanh(epsilons / 2)
     resolution = _RESOLUTION if noise_multiplier >= 2 else _COARSER
-    means = functools.partial(
-        _mean, noise_multiplier, users=num_users, tail=tail, resolution=resolution
-    )
+    means = functools.partial(_mean, shape, users=num_users, tail=tail, resolution=resolution)
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
     multiples = _SLOPES if num_users >= _FEW_USERS else _MORE_SLOPES
     slopes = [0.0, *(math.tanh(multiple * unit / 2) for multiple in multiples), 1.0]
     farther = 1 + multiples[0] / multiples[-1]
-    alone = _one_hockey_stick(epsilons, noise_multiplier, sample_rate)
+    alone = np.ones(len(epsilons))
+    if isinstance(shape, GaussianShift):
+        alone = _one_hockey_stick(epsilons, noise_multiplier, sample_rate)
     sticks_of_slopes = [_hockey_sticks(means(slope), thetas / sample_rate) for slope in slopes]
     while True:
         sticks = np.array(sticks_of_slopes)
@@ -128,23 +129,23 @@ def opposite_reports(
 
 @functools.lru_cache(maxsize=4096)
 def _mean(
-    sigma: float, slope: float, *, users: int, tail: float, resolution: float
+    shape: Shape, slope: float, *, users: int, tail: float, resolution: float
 ) -> tuple[Atoms, float]:
     """Returns atoms above the mean of ``users`` copies of W_θ in increasing convex order.
 
     The second value is the part of that mean at infinity.
     """
     if users == 1:
-        return _one_report(sigma, slope, tail, resolution)
+        return _one_report(shape, slope, tail, resolution)
     small = users // 2
     halves = [
-        _mean(sigma, slope, users=part, tail=tail, resolution=resolution)
+        _mean(shape, slope, users=part, tail=tail, resolution=resolution)
         for part in (small, users - small)
     ]
     (first, infinite), (second, other) = halves
     weight = small / users
     low, high = min(first[0][0], second[0][0]), max(first[0][-1], second[0][-1])
-    deviation = math.sqrt(_variance(sigma**-2, slope) / users)
+    deviation = math.sqrt(shape.opposed_variance(slope) / users)
     cuts = growing_grid(_WIDENING * deviation, low, high, deviation * resolution)
     if cuts[-2] < high:
         cuts[-1] = high  # none lies beyond, and that W_1 never exceeds 1 counts
@@ -161,29 +162,23 @@ def _mean(
     return (cuts, atoms), beyond + weight * infinite + (1 - weight) * other
 
 
-def _one_report(sigma: float, slope: float, tail: float, resolution: float) -> tuple[Atoms, float]:
+def _one_report(shape: Shape, slope: float, tail: float, resolution: float) -> tuple[Atoms, float]:
     """Returns atoms above W_θ, which grows with z.
 
     Masses and first moments of the cells are exact.
     """
-    root = 1 / sigma
-    reach = math.ceil(tail * max(root, 1.0) / resolution)
+    reach = math.ceil(tail * max(1 / shape.noise_multiplier, 1.0) / resolution)
     z = np.linspace(-tail, tail, 2 * reach + 1)
 
     def w(plus: Vector, minus: Vector) -> Vector:
         return ((1 - slope) * plus - (1 + slope) * minus) / 2
 
-    cuts = w(np.expm1(root * z - root**2 / 2), np.expm1(-root * z - root**2 / 2))
-    ends = np.concatenate([[-np.inf], z[1:], [np.inf]])
-    moments = w(lognormal_moments(ends, root), lognormal_moments(ends, -root))
+    # Where W_θ is level, all of it is one cell.
+    cuts, first = np.unique(w(shape.excess(z), shape.excess(-z)), return_index=True)
+    ends = np.concatenate([[-np.inf], z[first[1:]], [np.inf]])
+    moments = w(shape.moments(ends), shape.moments(ends, sign=-1.0))
     atoms, infinite = atoms_above(normal_masses(ends), moments, cuts)
     return (cuts, atoms), infinite
-
-
-def _variance(u: float, slope: float) -> float:
-    """Returns the variance of W_θ, or what it is for u = 300 where that is less."""
-    u = min(u, 300.0)
-    return math.exp(-u) * (math.expm1(2 * u) + (slope * math.expm1(u)) ** 2) / 2
 
 
 def _hockey_sticks(mean: tuple[Atoms, float], thresholds: Vector) -> Vector:

@@ -29,11 +29,11 @@ from scipy.special import ndtr
 from opacus_shuffle.analysis.discretization import (
     atoms_above,
     growing_grid,
-    lognormal_moments,
     mean_of_atoms,
     normal_masses,
 )
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector
+from opacus_shuffle.analysis.report_shapes import Shape, shape_of
 
 Side = Literal["upper", "lower"]
 
@@ -120,6 +120,7 @@ def mean_distribution(
     num_users: int,
     sample_rate: float = 1.0,
     sampling: Sampling = None,
+    report: str = "gaussian",
     side: Side = "upper",
     resolution: float = RESOLUTION,
     tail: float = TAILS[0],
@@ -134,6 +135,7 @@ def mean_distribution(
         num_users: n, the whole population.
         sample_rate: γ; without replacement m = round(γ·n) take part.
         sampling: ``None``, ``"fixed_size"`` or ``"poisson"``.
+        report: The shape of X (:mod:`opacus_shuffle.analysis.report_shapes`).
         side: ``"upper"`` is above R in convex order, ``"lower"`` below.
         resolution: Grid step in standard deviations of log R; time grows with its inverse square,
             the error with its square.
@@ -149,30 +151,31 @@ def mean_distribution(
     Source: this library's; the mean-preserving split of one variable is "connect the dots"
     (Doroshenko et al. 2022).
     """
-    if not has_distribution(noise_multiplier, tail):
+    if report == "gaussian" and not has_distribution(noise_multiplier, tail):
         raise ValueError(
             f"noise_multiplier={noise_multiplier!r} is too small for the distribution of the mean "
             "ratio: use 0.05 or more"
         )
+    shape = shape_of(report, noise_multiplier)
     if sampling == "fixed_size":
         reports = round(sample_rate * num_users)
-        drawn = _distribution(noise_multiplier, 1.0, reports, side, resolution, tail)
+        drawn = _distribution(shape, 1.0, reports, side, resolution, tail)
         return drawn.scaled(reports / num_users)
-    return _distribution(noise_multiplier, sample_rate, num_users, side, resolution, tail)
+    return _distribution(shape, sample_rate, num_users, side, resolution, tail)
 
 
 @functools.lru_cache(maxsize=4096)
 def _distribution(
-    sigma: float, rate: float, users: int, side: Side, resolution: float, tail: float
+    shape: Shape, rate: float, users: int, side: Side, resolution: float, tail: float
 ) -> RatioDistribution:
     """Returns the mean of ``users`` copies of 1 − B + B·X: halves, and halves of halves."""
     if users == 1:
-        return _one_report(sigma, rate, side, resolution, tail)
+        return _one_report(shape, rate, side, resolution, tail)
     small = users // 2
     first, second = (
-        _distribution(sigma, rate, part, side, resolution, tail) for part in (small, users - small)
+        _distribution(shape, rate, part, side, resolution, tail) for part in (small, users - small)
     )
-    weight, scale, centre = small / users, _scale(sigma, rate, users), first.centre
+    weight, scale, centre = small / users, _scale(shape, rate, users), first.centre
     lows = [half.offsets[half.offsets > -centre].min() for half in (first, second)]
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
@@ -191,13 +194,12 @@ def _distribution(
     return dataclasses.replace(mean, infinite=infinite)
 
 
-def _scale(sigma: float, rate: float, users: int) -> float:
-    """Returns the deviation of log R, were it lognormal with R's variance γ(e^u − 1)/n.
+def _scale(shape: Shape, rate: float, users: int) -> float:
+    """Returns the deviation of log R, were it lognormal with R's variance γ·Var X/n.
 
-    It is exact for n = 1.
+    It is exact for one Gaussian report.
     """
-    u = sigma**-2
-    excess = math.log(rate / users) + (u if u > 30 else math.log(math.expm1(u)))
+    excess = math.log(rate / users) + shape.log_variance
     return math.sqrt(excess if excess > 30 else math.log1p(math.exp(excess)))
 
 
@@ -207,22 +209,18 @@ def _offsets_of(log_ratios: Vector, centre: float) -> Vector:
 
 
 def _one_report(
-    sigma: float, rate: float, side: Side, resolution: float, tail: float
+    shape: Shape, rate: float, side: Side, resolution: float, tail: float
 ) -> RatioDistribution:
     """Returns 1 − B + B·X on the grid.
 
     Masses and first moments of the cells are exact (6.2, 6.4).
     """
-    root = 1 / sigma
-    half = root * root / 2
-    scale = _scale(sigma, rate, 1)
-    centre = 1.0 if root <= 1 else 0.0
-    unit, reach = min(scale, root), tail * root
+    scale, centre = _scale(shape, rate, 1), shape.centre
+    unit = min(scale, 1 / shape.noise_multiplier)
     # R = 1 is among its points.
-    grid = growing_grid(_WIDENING * unit, -half - reach, half + reach, unit * resolution)
-    z = np.concatenate([[-np.inf], (grid + half) / root, [np.inf]])
-    masses = normal_masses(z)
-    moments = lognormal_moments(z, root) if centre else normal_masses(z - root)
+    grid = growing_grid(_WIDENING * unit, *shape.log_range(tail), unit * resolution)
+    z = np.concatenate([[-np.inf], shape.places(grid), [np.inf]])
+    masses, moments = normal_masses(z), shape.moments(z, centre=centre)
     if rate < 1:
         masses, moments = masses * rate, moments * rate
         at_one = int(np.searchsorted(grid, 0.0, side="right"))

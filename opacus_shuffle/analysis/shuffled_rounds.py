@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from scipy.special import ndtr
@@ -83,6 +84,7 @@ class ShuffledRound:
 
 Rounds = Sequence[tuple[ShuffledRound, int]]
 Merged = tuple[tuple[ShuffledRound, int], ...]
+_Kind = TypeVar("_Kind", bound=ShuffledRound)
 
 
 def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
@@ -233,7 +235,9 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     return min(everyone, _one_user_epsilon(merged, delta, sample_seen=False))
 
 
-def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> Merged:
+def coarsen(
+    rounds: tuple[tuple[_Kind, int], ...], side: Side, *, most: int = MOST_SHUFFLED_KINDS
+) -> tuple[tuple[_Kind, int], ...]:
     """Leaves few different rounds.
 
     Those that are grouped become one kind that tells more than each, or less (1.18).
@@ -250,7 +254,7 @@ def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> M
     """
     if len(rounds) <= most:
         return rounds
-    few: list[tuple[ShuffledRound, int]] = []
+    few: list[tuple[_Kind, int]] = []
     for sampling in dict.fromkeys(kind.sampling for kind, _ in rounds):
         few += _grouped(
             [(kind, count) for kind, count in rounds if kind.sampling == sampling], side, most
@@ -258,7 +262,9 @@ def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> M
     return merge(few)
 
 
-def _grouped(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRound, int]]:
+def _grouped(
+    rounds: Sequence[tuple[_Kind, int]], side: Side, most: int
+) -> Iterable[tuple[_Kind, int]]:
     """Yields a few kinds in place of rounds whose users are drawn in the same way."""
     like = rounds[0][0]
     fixed, sign = like.sampling == "fixed_size", 1.0 if side == "upper" else -1.0

@@ -197,9 +197,11 @@ class Budget:
 
     def smallest_noise(self, rounds: Callable[[float], Rounds]) -> float:
         """Returns the smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
+        kind = kind_of(rounds(1.0))
         return noise_within(
-            find_bound(kind_of(rounds(1.0)), self.bound),
+            find_bound(kind, self.bound),
             rounds,
+            lowest=kind.least_noise,
             target_epsilon=self.target_epsilon,
             delta=self.target_delta,
             adjacency=self.adjacency,

@@ -11,6 +11,7 @@ import pkgutil
 
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.mechanisms.random_allocation import RandomAllocation
+from opacus_shuffle.accountants.mechanisms.secret_checkin import SecretCheckIn
 from opacus_shuffle.accountants.mechanisms.shuffle_gaussian import (
     ShuffledCheckIn,
     ShuffleGauss,
@@ -26,6 +27,7 @@ __all__ = [
     "MECHANISMS",
     "Mechanism",
     "RandomAllocation",
+    "SecretCheckIn",
     "ShuffleGauss",
     "ShuffledCheckIn",
     "ShuffledSums",

@@ -1,0 +1,98 @@
+"""Secret check-in: all users report in every round, and who does not take part sends noise alone.
+
+Who took part is seen by nobody: neither by the server, nor by the shuffler, nor on the network.
+Takagi and Liew's blanket mixing (arXiv 2604.28032) is close to it; the theorems are this library's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+from opacus_shuffle.accountants.mechanism import Mechanism, described
+from opacus_shuffle.accountants.mechanisms.shuffle_gaussian import GaussianReports
+from opacus_shuffle.analysis.mean_ratio import Sampling
+from opacus_shuffle.analysis.report_shapes import LEAST_LINEAR_NOISE
+from opacus_shuffle.core.validation import one_of, sampling_rate
+from opacus_shuffle.protocols.calibration import honest_users
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecretCheckIn(GaussianReports):
+    """One round in which each of the n users tosses a secret coin of rate q.
+
+    If it says yes, the user's report is its clipped vector with noise, else it is noise alone.
+
+    Attributes:
+        noise_multiplier: σ, the standard deviation of one report's noise over the clipping norm,
+            where the mean of a report is the vector. The sum of all reports carries √n·σ.
+        num_users: n, all of whom report.
+        sample_rate: q, the coins' rate: the expected share of the users who take part.
+        report: ``"linear"``: who takes part draws its report's part along its vector with a density
+            that is tilted linearly; ``"gaussian"``: it adds N(0, σ²C²I). At one σ linear reports
+            cost less ε.
+        honest_fraction: The share of the users who follow the protocol and keep noise and coins
+            secret.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
+
+    name: ClassVar[str] = "secret_checkin"
+    sampling: ClassVar[Sampling] = "poisson"
+    zeroed: ClassVar[str] = "one record's reports are noise alone"
+    least_noise: ClassVar[float] = LEAST_LINEAR_NOISE
+    num_users: int = described("n, all of whom report in every round", "N")
+    sample_rate: float = described("q, with which a user's vector is in its report", "Q")
+    report: str = described(
+        "linear or gaussian: the shape of the reports of who takes part", "SHAPE", default="linear"
+    )
+    honest_fraction: float = described(
+        "share of the users who keep their noise and coins secret", "SHARE", default=1.0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("report", self.report, ("linear", "gaussian"))
+        self._set(honest_fraction=sampling_rate("honest_fraction", self.honest_fraction))
+        if self.sample_rate == 1:
+            raise ValueError(
+                "sample_rate of secret_checkin must be below 1: with 1 all users take part, nobody "
+                "sends noise alone, and no report hides another; pass less (in training: batches "
+                "smaller than the data set), or use shuffle_gauss"
+            )
+        if self.report == "linear" and self.noise_multiplier < LEAST_LINEAR_NOISE:
+            raise ValueError(
+                f"noise_multiplier of linear reports must be at least {LEAST_LINEAR_NOISE}, got "
+                f"{self.noise_multiplier}: next to every report of less noise tells its sender; "
+                "pass more, or report='gaussian'"
+            )
+
+    @classmethod
+    def of_batch(
+        cls, *, noise_multiplier: float, num_users: int, emulated: bool = False, **fields: Any
+    ) -> Mechanism:
+        """Returns the round that one step of training is; noise on the sum is that of all users.
+
+        It is Gaussian then.
+        """
+        if emulated:
+            noise_multiplier /= math.sqrt(num_users)
+            fields["report"] = "gaussian"
+        return super().of_batch(noise_multiplier=noise_multiplier, num_users=num_users, **fields)
+
+    @property
+    def honest_users(self) -> int:
+        """h, whose coins and noise hide each other; the user that is attacked is one of them."""
+        return honest_users(self.num_users, self.honest_fraction)
+
+    @property
+    def noised_reports(self) -> float:
+        """How many reports' noise the sum carries: that of all users."""
+        return float(self.num_users)
+
+    @property
+    def reporting_rate(self) -> float:
+        """All users report in every round."""
+        return 1.0

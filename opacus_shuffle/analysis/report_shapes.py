@@ -1,0 +1,178 @@
+r"""The shapes of one report: how its density depends on a vector, as a ratio of one normal number.
+
+A report of nothing is N(0, I), in units of its noise. A report of a vector along u has the density
+X(z) times that, where z is its part along u, and X grows with z and has mean 1 under N(0, 1):
+
+* ``"gaussian"``: X(z) = exp(kz − k²/2), the report is shifted by k;
+* ``"linear"``: X(z) = a·(z − t)₊, the report is tilted. Of all shapes with the same mean it has the
+  least variance of X (docs/proofs/13_linear_reports.md, 13.1), and no exponential tail.
+
+Both are described by k, the mean of z in a report of norm C, or by σ = 1/k: the noise of a report
+over the clipping norm, where reports are scaled so that their mean is the vector.
+
+>>> linear, gaussian = LinearTilt(2.0), GaussianShift(2.0)
+>>> [round(math.exp(shape.log_variance), 4) for shape in (linear, gaussian)]
+[0.2516, 0.284]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import ClassVar
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr
+
+from opacus_shuffle.analysis.discretization import lognormal_moments, normal_masses
+from opacus_shuffle.analysis.mean_ratio import Vector
+
+LEAST_LINEAR_NOISE = 0.2
+"""σ of linear reports is at least this: with less, next to every report would tell its sender."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianShift:
+    """Reports whose vector is added to N(0, I).
+
+    Attributes:
+        noise_multiplier: σ of one report over the clipping norm; the shift is 1/σ.
+    """
+
+    noise_multiplier: float
+
+    @property
+    def centre(self) -> float:
+        """What ratios are held less: 1 where those near 1 matter, 0 where those near 0 do."""
+        return 1.0 if self.noise_multiplier >= 1 else 0.0
+
+    def excess(self, z: Vector) -> Vector:
+        """Returns X − 1."""
+        root = 1 / self.noise_multiplier
+        return np.expm1(root * z - root**2 / 2)
+
+    def moments(self, ends: Vector, *, centre: float = 1.0, sign: float = 1.0) -> Vector:
+        """Returns E[X(sign·z) − centre; z in a cell] of the cells between neighbouring ends."""
+        root = sign / self.noise_multiplier
+        return lognormal_moments(ends, root) if centre else normal_masses(ends - root)
+
+    def places(self, log_ratios: Vector) -> Vector:
+        """Returns z from log X."""
+        root = 1 / self.noise_multiplier
+        return (log_ratios + root * root / 2) / root
+
+    def log_range(self, tail: float) -> tuple[float, float]:
+        """Returns the range of log X as far as z has tails, in either world."""
+        root = 1 / self.noise_multiplier
+        end = root * root / 2 + tail * root
+        return -end, end
+
+    @property
+    def log_variance(self) -> float:
+        """The logarithm of Var X."""
+        u = self.noise_multiplier**-2
+        return u if u > 30 else math.log(math.expm1(u))
+
+    def opposed_variance(self, slope: float) -> float:
+        """Returns Var((1 − θ)X(z) − (1 + θ)X(−z))/4, or what it is at σ = 0.06 if that is less."""
+        u = min(self.noise_multiplier**-2, 300.0)
+        return math.exp(-u) * (math.expm1(2 * u) + (slope * math.expm1(u)) ** 2) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearTilt:
+    """Reports whose part along the vector is drawn with a density that is tilted linearly.
+
+    Attributes:
+        noise_multiplier: σ = 1/k, at least :data:`LEAST_LINEAR_NOISE`.
+    """
+
+    noise_multiplier: float
+    centre: ClassVar[float] = 1.0
+
+    @property
+    def threshold(self) -> float:
+        """t, below which there is nothing."""
+        return _threshold(self.noise_multiplier)
+
+    @property
+    def slope(self) -> float:
+        """The factor a of (z − t)₊."""
+        t = self.threshold
+        return 1 / float(_density(t) - t * ndtr(-t))
+
+    @property
+    def _one(self) -> float:
+        """Where X = 1: t + 1/a, without cancellation for t far below 0."""
+        t = self.threshold
+        return float(_density(t) + t * ndtr(t))
+
+    def excess(self, z: Vector) -> Vector:
+        """Returns X − 1."""
+        return np.maximum(self.slope * (z - self._one), -1.0)
+
+    def moments(self, ends: Vector, *, centre: float = 1.0, sign: float = 1.0) -> Vector:
+        """Returns E[X(sign·z) − 1; z in a cell] of the cells between neighbouring ends."""
+        if sign < 0:
+            return self.moments(-ends[::-1])[::-1]
+        kept = np.maximum(ends, self.threshold)
+        above = self.slope * (-np.diff(_density(kept)) - self._one * normal_masses(kept))
+        return above - normal_masses(np.minimum(ends, self.threshold))
+
+    def places(self, log_ratios: Vector) -> Vector:
+        """Returns z from log X."""
+        return self._one + np.expm1(log_ratios) / self.slope
+
+    def log_range(self, tail: float) -> tuple[float, float]:
+        """Returns the range of log X as far as z has tails; ratios below 1e-4 are next to none."""
+        low, high = self.excess(np.array([-tail, tail + 1]))
+        return math.log1p(max(low, 1e-4 - 1)), math.log1p(high)
+
+    @property
+    def log_variance(self) -> float:
+        """The logarithm of Var X."""
+        return math.log(self._variance)
+
+    @property
+    def _variance(self) -> float:
+        """Var X; it exceeds k², also where rounding hides it."""
+        t = self.threshold
+        square = self.slope**2 * float((1 + t * t) * ndtr(-t) - t * _density(t))
+        return max(square - 1, self.noise_multiplier**-2)
+
+    def opposed_variance(self, slope: float) -> float:
+        """Returns Var((1 − θ)X(z) − (1 + θ)X(−z))/4."""
+        reach = max(-self.threshold, 0.0)  # both are positive between −reach and reach
+        inside = float(ndtr(reach) - ndtr(-reach))
+        product = self.slope**2 * float((reach**2 - 1) * inside + 2 * reach * _density(reach))
+        covariance = min(product - 1, 0.0)
+        return (
+            (self._variance - covariance) + slope**2 * max(self._variance + covariance, 0.0)
+        ) / 2
+
+
+Shape = GaussianShift | LinearTilt
+
+
+def shape_of(report: str, noise_multiplier: float) -> Shape:
+    """Returns the shape of this name with this σ."""
+    return (LinearTilt if report == "linear" else GaussianShift)(noise_multiplier)
+
+
+def _density(z: Vector | float) -> Vector:
+    """Returns the standard normal density, 0 at infinity."""
+    return np.exp(-np.square(z) / 2) / math.sqrt(2 * math.pi)
+
+
+@functools.lru_cache(maxsize=4096)
+def _threshold(noise_multiplier: float) -> float:
+    """Returns t at which a report's mean is k = 1/σ: Φ(−t)/(φ(t) − tΦ(−t)) = k."""
+    k = 1 / noise_multiplier
+
+    def excess(t: float) -> float:
+        log_share = float(log_ndtr(-t))
+        return math.exp(log_share) - k * float(_density(t) - t * math.exp(log_share))
+
+    return float(brentq(excess, -noise_multiplier, k, xtol=1e-14 * noise_multiplier, rtol=1e-14))

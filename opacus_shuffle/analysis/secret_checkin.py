@@ -1,0 +1,220 @@
+r"""Computes ε of rounds in which all users report, and who does not take part sends noise.
+
+By a coin of rate q a user sends its vector with noise, else noise alone, and reports are shuffled.
+Then those who send noise alone are *clones* of a user whose record is zero, whatever everybody's
+record is and in any dimension: nothing has to be cut out of reports, and nothing is left over. Of
+h honest users let B others send noise alone, Bin(h − 1, 1 − q), and let that be known. Then the
+round's likelihood ratio is 1 − q + q·(mean of B + 1 copies of X), X that of one report
+(:mod:`opacus_shuffle.analysis.report_shapes`). Proofs: docs/proofs/12_secret_checkin.md.
+
+>>> rounds = [(SecretRound(noise_multiplier=0.75, num_users=4000, sample_rate=0.8), 10)]
+>>> lower, upper = zero_out_epsilon(rounds, delta=1e-5)
+>>> round(lower, 3), round(upper, 3)
+(0.316, 0.852)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import scipy  # whose statistics are loaded when first used
+
+from opacus_shuffle.analysis import gaussian, privacy_loss
+from opacus_shuffle.analysis.gaussian_clones import MOST_USERS, likely_range
+from opacus_shuffle.analysis.mean_ratio import Sampling
+from opacus_shuffle.analysis.merge import merge
+from opacus_shuffle.analysis.opposite_reports import opposite_reports
+from opacus_shuffle.analysis.privacy_loss import Mixture
+from opacus_shuffle.analysis.ratio_distribution import Side, mean_distribution
+from opacus_shuffle.analysis.report_shapes import shape_of
+from opacus_shuffle.analysis.shuffled_rounds import (
+    ShuffledRound,
+    coarsen,
+    tail_for,
+    unshuffled_epsilon,
+)
+from opacus_shuffle.core.validation import open_unit_interval
+
+_EDGES = (-math.inf, -5.0, *np.arange(-3.5, 3.5, 0.5), math.inf)
+"""Numbers of clones are grouped between these, in standard deviations off their mean."""
+_RESOLUTION = 0.04
+_NEGLIGIBLE = 1e-4
+"""The share of δ that numbers of clones may take which are hardly ever so few."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecretRound(ShuffledRound):
+    """One round in which all users report.
+
+    Attributes:
+        noise_multiplier: σ of one report over the clipping norm.
+        num_users: h, the honest users, whose noise and coins are secret.
+        sample_rate: q, with which a user takes part.
+        sampling: As coins are tossed.
+        report: The shape of the reports of who takes part.
+    """
+
+    sampling: Sampling = "poisson"
+    report: str = "gaussian"
+
+
+Rounds = Sequence[tuple[SecretRound, int]]
+Merged = tuple[tuple[SecretRound, int], ...]
+
+
+def zero_out_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
+    """Returns a lower and an upper value of ε ≥ 0 at δ, where one record becomes zero.
+
+    Args:
+        rounds: :class:`SecretRound`, each with its number of repetitions, at least 1.
+        delta: δ in (0, 1).
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        The upper value covers every data set and every adaptive choice of vectors of norm C at most
+        (Theorem 12.1). The lower one is of one pair of data sets: all other records are zero.
+    """
+    merged, delta = merge(rounds), open_unit_interval("delta", delta)
+    upper = _epsilon(merged, delta, 1.0, alone=False)
+    return min(_lower_epsilon(merged, delta), upper), upper
+
+
+def replacement_epsilon(rounds: Rounds, *, delta: float) -> float:
+    """Returns ε ≥ 0 at δ, rounded up, where one record becomes any other one (Theorem 12.3).
+
+    The arguments are those of :func:`zero_out_epsilon`.
+    """
+    return _epsilon(merge(rounds), open_unit_interval("delta", delta), 2.0, alone=False)
+
+
+def unshuffled(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
+    """Returns ε ≥ 0 at δ for an adversary who sees who sends what, rounded up.
+
+    The coin alone hides then whether a record is in its report.
+
+    Args:
+        rounds: As of :func:`zero_out_epsilon`.
+        delta: δ in (0, 1).
+        distance: 1 for zero-out, 2 for replacement adjacency.
+    """
+    return _epsilon(merge(rounds), open_unit_interval("delta", delta), distance, alone=True)
+
+
+def rough_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
+    """Returns an estimate of ε, as if log R were Gaussian; it is no bound: searches begin there."""
+    variance = 0.0
+    for kind, count in rounds:
+        pool = 1 + (kind.num_users - 1) * (1 - kind.sample_rate)
+        shape = shape_of(kind.report, kind.noise_multiplier)
+        log_square = shape.log_variance
+        if distance == 2:
+            log_square = math.log(4 * shape.opposed_variance(0.0))
+        variance += count * math.log1p(
+            math.exp(min(2 * math.log(kind.sample_rate) + log_square - math.log(pool), 600.0))
+        )
+    return gaussian.compute_epsilon(mu=math.sqrt(variance), delta=delta)
+
+
+@functools.lru_cache(maxsize=512)
+def _epsilon(rounds: Merged, delta: float, distance: float, *, alone: bool) -> float:
+    """Returns ε with the clones that there are; ``alone``: as if there were none.
+
+    No clones is also what others' dishonesty would leave, and holds anyhow.
+    """
+    most = math.inf if alone else _epsilon(rounds, delta, distance, alone=True)
+    if all(kind.report == "gaussian" for kind, _ in rounds):
+        everyone = [(dataclasses.replace(kind, sample_rate=1.0), count) for kind, count in rounds]
+        most = min(most, unshuffled_epsilon(everyone, delta=delta, distance=distance))
+    tail = tail_for(rounds, delta)
+    if most == 0 or tail is None:
+        return most
+    budget = _NEGLIGIBLE * delta / sum(count for _, count in rounds)
+    mixtures = [
+        (_mixture(kind, budget, tail, distance, alone=alone), count)
+        for kind, count in _coarsen(rounds, "upper")
+    ]
+    return min(most, privacy_loss.compute_epsilon(mixtures, delta=delta))
+
+
+def _coarsen(rounds: Merged, side: Side) -> Merged:
+    """Leaves few different rounds of each shape of report (12.4)."""
+    shapes = dict.fromkeys(kind.report for kind, _ in rounds)
+    alike = (tuple(entry for entry in rounds if entry[0].report == shape) for shape in shapes)
+    return tuple(entry for some in alike for entry in coarsen(some, side))
+
+
+def _mixture(
+    kind: SecretRound, budget: float, tail: float, distance: float, *, alone: bool
+) -> Mixture:
+    """Returns the round's R, mixed over how many clones there are (12.1)."""
+    parts, lost = [], 0.0
+    for weight, pool in [(1.0, 1)] if alone else _pools(kind, budget):
+        if pool == 0:
+            lost += weight
+        elif distance == 2:
+            ratio = opposite_reports(
+                noise_multiplier=kind.noise_multiplier,
+                num_users=pool,
+                sample_rate=kind.sample_rate,
+                report=kind.report,
+                tail=tail,
+                negligible=budget,
+            )
+            parts.append((weight, ratio))
+        else:
+            mean = mean_distribution(
+                noise_multiplier=kind.noise_multiplier,
+                num_users=pool,
+                report=kind.report,
+                resolution=_RESOLUTION,
+                tail=tail,
+            )
+            parts.append((weight, mean.scaled(kind.sample_rate)))
+    return Mixture(tuple(parts), lost)
+
+
+def _pools(kind: SecretRound, budget: float) -> Iterator[tuple[float, int]]:
+    """Yields (probability, at least how many reports hide user 1's, itself included).
+
+    There are 0 with the probability that is lost.
+    """
+    others, chance = min(kind.num_users, MOST_USERS) - 1, 1 - kind.sample_rate
+    clones = scipy.stats.binom(others, chance)
+    low, _ = likely_range(others, chance, budget)
+    mean, variance = others * chance, others * chance * kind.sample_rate
+    deviation = math.sqrt(max(variance, 1e-12))
+    edges = np.unique(np.clip(np.ceil(mean + deviation * np.array(_EDGES)), low, others + 1))
+    yield float(clones.cdf(low - 1)), 0
+    # Halves of a mean are shared by numbers of reports that end in many zeros.
+    step = 2 ** max(0, math.floor(math.log2(max(deviation, 1.0))) - 3)
+    for fewest, end in itertools.pairwise(edges):
+        weight = float(clones.cdf(end - 1) - clones.cdf(fewest - 1))
+        if fewest > mean:  # where the difference would cancel
+            weight = float(clones.sf(fewest - 1) - clones.sf(end - 1))
+        yield weight, max(1, int((fewest + 1) // step * step))
+
+
+@functools.lru_cache(maxsize=512)
+def _lower_epsilon(rounds: Merged, delta: float) -> float:
+    """Returns the ε of one pair, rounded down: with all other records zero all are clones."""
+    if (tail := tail_for(rounds, delta)) is None:
+        return 0.0
+    side: Side = "lower"
+    composition = []
+    for kind, count in _coarsen(rounds, side):
+        mean = mean_distribution(
+            noise_multiplier=kind.noise_multiplier,
+            num_users=kind.num_users,
+            report=kind.report,
+            side=side,
+            tail=tail,
+        )
+        composition.append((Mixture.of(mean.scaled(kind.sample_rate)), count))
+    return privacy_loss.lower_epsilon(composition, delta=delta)
