@@ -17,7 +17,7 @@ from opacus_shuffle.accountants.report import WEAK
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.core.rounding import round_up
 
-FLAGS = ("local_noise", "shuffle_weights", "aggregator")
+FLAGS = ("local_noise", "shuffle_weights", "aggregator", "report")
 """The keywords of ``make_private`` that Opacus's own does not have."""
 
 DELTA = 1e-5

@@ -71,13 +71,20 @@ class LocalGaussianNoise(GaussianNoise):
 
     The sum of k independent noises is drawn at once, which has the same distribution. k is the
     number of records really in the logical batch: an empty one sends nothing, no noise either.
+
+    Args:
+        users: k, where all users report, whose records are in the batch or not.
     """
 
     on_every_rank: ClassVar[bool] = True
 
+    def __init__(self, users: int | None = None) -> None:
+        self.users = users
+
     def multiplier(self, optimizer: Any) -> float:
         """Returns √k·σ."""
-        return math.sqrt(optimizer.num_records) * float(optimizer.noise_multiplier)
+        reports = optimizer.num_records if self.users is None else self.users
+        return math.sqrt(reports) * float(optimizer.noise_multiplier)
 
 
 class AdaptiveNoise(GaussianNoise):

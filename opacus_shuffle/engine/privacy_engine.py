@@ -71,7 +71,8 @@ class PrivacyEngine(CheckpointMixin):
 
     Args:
         accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``,
-            ``"shuffled_fw"``, ``"shuffled_sums"``, ``"random_allocation"``, or any of Opacus's own.
+            ``"shuffled_fw"``, ``"shuffled_sums"``, ``"random_allocation"``,
+            ``"secret_checkin"``, or any of Opacus's own.
         secure_mode: Draw noise and participation from the operating system's cryptographic
             generator, and noise as the sum of several draws on a grid that does not depend on the
             data. Needs no further package (Opacus's needs ``torchcsprng``).
@@ -160,6 +161,7 @@ class PrivacyEngine(CheckpointMixin):
         local_noise: bool = False,
         shuffle_weights: bool | str | PermutationSpec | WeightShuffling = False,
         aggregator: ShuffleVectorSum | None = None,
+        report: str | None = None,
         **others: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`, with these differences.
@@ -168,9 +170,9 @@ class PrivacyEngine(CheckpointMixin):
             module: As Opacus's.
             optimizer: As Opacus's.
             data_loader: Its sampler is replaced by the one that the accountant accounts for:
-                Poisson for ``shuffled_checkin``, ``shuffled_fw`` and ``shuffled_sums``, one secret
-                batch of each epoch for every record with ``random_allocation``, fixed-size without
-                replacement for the others.
+                Poisson for ``shuffled_checkin``, ``secret_checkin``, ``shuffled_fw`` and
+                ``shuffled_sums``, one secret batch of each epoch for every record with
+                ``random_allocation``, fixed-size without replacement for the others.
             noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C,
                 k the records really in the batch), else the multiplier of the sum, as in Opacus.
                 Above 0 (0 is allowed with Opacus's accountants). With ``shuffled_sums`` a protocol
@@ -196,6 +198,8 @@ class PrivacyEngine(CheckpointMixin):
             aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of
                 your own, with ``num_users`` the batch size, ``dimension`` the trainable parameters'
                 entries and ``max_norm`` = ``max_grad_norm``.
+            report: ``secret_checkin`` alone: the shape of reports, ``"linear"`` (the default with
+                ``local_noise=True``, it takes less noise) or ``"gaussian"``.
             **others: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
@@ -228,6 +232,7 @@ class PrivacyEngine(CheckpointMixin):
             local_noise=local_noise,
             shuffle_weights=shuffle_weights,
             aggregator=aggregator,
+            report=report,
             others=others,
         )
         scheme = scheme_of(self)

@@ -66,6 +66,7 @@ class Request:
     local_noise: bool = False
     shuffle_weights: bool | str | PermutationSpec | WeightShuffling = False
     aggregator: ShuffleVectorSum | None = None
+    report: str | None = None
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

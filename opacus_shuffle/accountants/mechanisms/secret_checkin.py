@@ -75,11 +75,11 @@ class SecretCheckIn(GaussianReports):
     ) -> Mechanism:
         """Returns the round that one step of training is; noise on the sum is that of all users.
 
-        It is Gaussian then.
+        Reports are Gaussian, as Opacus's noise is, unless it is said that they are linear.
         """
         if emulated:
             noise_multiplier /= math.sqrt(num_users)
-            fields["report"] = "gaussian"
+        fields.setdefault("report", "gaussian")
         return super().of_batch(noise_multiplier=noise_multiplier, num_users=num_users, **fields)
 
     @property

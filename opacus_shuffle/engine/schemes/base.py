@@ -140,6 +140,15 @@ class Scheme:
         if request.local_noise and self.noise_elsewhere:
             raise ValueError(f"{self.name} {self.noise_elsewhere}: leave out local_noise=True")
         self.check_aggregator(request)
+        self.check_report(request)
+
+    def check_report(self, request: Request) -> None:
+        """Refuses shapes of reports, which one scheme has."""
+        if request.report is not None:
+            raise ValueError(
+                f"report={request.report!r} goes with accountant='secret_checkin', got "
+                f"{self.name!r}: use that one, or leave it out"
+            )
 
     def check_aggregator(self, request: Request) -> None:
         """Refuses protocols, which have a scheme of their own."""

@@ -53,6 +53,7 @@ class OpacusOwn(Scheme):
                 "'shuffle_gauss', 'subsampled_shuffle' or 'shuffled_checkin'"
             )
         self.check_aggregator(request)
+        self.check_report(request)
         if self.engine.secure_mode and request.ranks.distributed:
             raise ValueError(
                 f"secure_mode=True is for one process, got a {type(request.module).__name__}: "

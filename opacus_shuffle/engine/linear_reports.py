@@ -1,0 +1,112 @@
+"""Sums linear reports of records' gradients, as if each record's user had drawn its own.
+
+All users report in every round. Those whose records are in the batch draw the part of their report
+along their gradient with a density that is tilted linearly, in proportion to its norm; all others
+send noise alone (docs/proofs, pages 12 and 13). Physical batches add up, so splitting a batch
+changes nothing but memory.
+
+>>> from opacus import GradSampleModule
+>>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+>>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
+>>> reports = LinearReports(users=25)
+>>> optimizer = PrivateOptimizer(
+...     torch.optim.SGD(model.parameters(), lr=1.0), clipping=reports, noise=reports,
+...     noise_multiplier=2.0, max_grad_norm=1.0, expected_batch_size=None, loss_reduction="sum",
+...     generator=torch.Generator().manual_seed(0))
+>>> model(torch.ones(16, 10_000)).sum().backward()
+>>> optimizer.step()
+>>> round(float(next(model.parameters()).grad.std()))  # sqrt(25) reports · 2.0
+10
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.engine.clipping import FlatClipping, add_to_sum
+from opacus_shuffle.engine.noise import GaussianNoise, draw_gaussian
+from opacus_shuffle.protocols.linear_reports import summed_reports, tilted
+
+_TOGETHER = 16
+"""Reports that share their normal numbers: more would take longer to be made orthogonal."""
+
+
+class LinearReports(FlatClipping, GaussianNoise):
+    """The clipping and the noise of linear reports, both strategies at once.
+
+    Args:
+        users: How many report on this process, whose records are in the batch or not.
+    """
+
+    on_every_rank = True
+
+    def __init__(self, users: int) -> None:
+        self.users = users
+        self.forget_sum()
+
+    def forget_sum(self) -> None:
+        """Forgets who took part in a batch."""
+        self.taking_part = 0
+        self.noises: list[torch.Tensor] = []
+        self.drawn_with: float | None = None
+
+    def clip(self, optimizer: Any) -> tuple[int, float]:
+        """Adds the reports of a physical batch's users who take part to the sum."""
+        clipped = super().clip(optimizer)
+        for parameter, noise in zip(optimizer.params, self.noises, strict=True):
+            add_to_sum(parameter, noise.view_as(parameter))
+        return clipped
+
+    def factors(
+        self, optimizer: Any, norms: list[torch.Tensor], margin: float
+    ) -> list[torch.Tensor]:
+        """Returns by what each record's gradient is multiplied in the sum of reports.
+
+        The noise that belongs to it is kept for :meth:`clip`.
+        """
+        whole = torch.stack([norm.to(norms[0].device) for norm in norms], dim=1).norm(2, dim=1)
+        rate = (margin * whole / optimizer.max_grad_norm).nan_to_num(0.0, 0.0).clamp(max=1.0)
+        unit = float(optimizer.noise_multiplier) * optimizer.max_grad_norm
+        (taking,) = (_uniforms(len(rate), optimizer.generator) < rate.cpu()).nonzero(as_tuple=True)
+        parts = tilted(_uniforms(len(taking), optimizer.generator), optimizer.noise_multiplier)
+        factors = torch.zeros_like(whole)
+        self.noises = [torch.zeros_like(parameter).flatten() for parameter in optimizer.params]
+        rows = [sample.flatten(1) for sample in optimizer.grad_samples]
+        for start in range(0, len(taking), _TOGETHER):
+            places = taking[start : start + _TOGETHER].to(whole.device)
+            drawn = parts[start : start + _TOGETHER].to(whole.device)
+            here = whole[places]
+            units = [row[places.to(row.device)] / here.to(row)[:, None] for row in rows]
+            nothing = [torch.zeros_like(noise) for noise in self.noises]
+            normals = [zeros + draw_gaussian(optimizer, 1.0, zeros) for zeros in nothing]
+            factors[places] = (unit * summed_reports(units, drawn, normals) / here).to(factors)
+            for noise, normal in zip(self.noises, normals, strict=True):
+                noise += unit * math.sqrt(len(places)) * normal
+        self.taking_part += len(taking)
+        self.drawn_with = float(optimizer.noise_multiplier)
+        return [factors] * len(norms)
+
+    def check_release(self, optimizer: Any) -> None:
+        """Refuses a noise multiplier that has changed since the batch's reports were drawn."""
+        if self.drawn_with not in (None, float(optimizer.noise_multiplier)):
+            raise ValueError(
+                f"noise_multiplier is {optimizer.noise_multiplier}, the reports of this batch were "
+                f"drawn with {self.drawn_with}: change it between optimizer.step() and the next "
+                "batch alone"
+            )
+
+    def multiplier(self, optimizer: Any) -> float:
+        """Returns the noise of all who do not take part: √(n − k)·σ."""
+        return math.sqrt(self.users - self.taking_part) * float(optimizer.noise_multiplier)
+
+
+def _uniforms(count: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Draws uniform numbers in [0, 1), in double precision."""
+    if isinstance(generator, SecretGenerator):
+        return generator.uniforms(count)
+    device = "cpu" if generator is None else generator.device
+    return torch.rand(count, generator=generator, device=device, dtype=torch.float64).cpu()
