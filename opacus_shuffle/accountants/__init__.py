@@ -19,14 +19,16 @@ from opacus_shuffle.core.lazy_import import names_of
 
 if TYPE_CHECKING:
     from opacus_shuffle.accountants.accountant import ShuffleAccountant
+    from opacus_shuffle.accountants.dp_accounting_export import to_dp_accounting
     from opacus_shuffle.accountants.opacus_registry import register_accountants
 
 _package = "opacus_shuffle.accountants"
-__getattr__, __dir__ = names_of(  # what needs Opacus
+__getattr__, __dir__ = names_of(  # what needs Opacus, or an extra
     _package,
     {
         "ShuffleAccountant": f"{_package}.accountant",
         "register_accountants": f"{_package}.opacus_registry",
+        "to_dp_accounting": f"{_package}.dp_accounting_export",
     },
 )
 
@@ -40,4 +42,5 @@ __all__ = [
     "register_accountants",
     "register_bound",
     "smallest_noise",
+    "to_dp_accounting",
 ]

@@ -8,6 +8,7 @@ nobody, shuffled_checkin: as a server with noise multiplier 7.2
 the shuffler, shuffle_gauss: as a server with noise multiplier 4.3
 the shuffler, shuffled_checkin: as a server with noise multiplier 7.2
 the aggregation, shuffled_checkin: as a server with noise multiplier 0.94
+the server, random_allocation: as a server with noise multiplier 0.45
 the server, shuffled_checkin: as a server with noise multiplier 0.57
 """
 
@@ -28,6 +29,7 @@ from opacus_shuffle.accountants.bounds.registry import (
 from opacus_shuffle.accountants.calibrate import least_within, noise_within
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
+from opacus_shuffle.accountants.mechanisms import RandomAllocation
 from opacus_shuffle.core.guarantees import SHUFFLER, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph, text_table
@@ -50,6 +52,8 @@ UNKNOWN_DIMENSION = (
     "Without the number of trained parameters (dimension, --dimension) sums of bits are left out, "
     "which are nearly as good as a trusted server and trust a shuffler alone."
 )
+
+SERVER = "the server"
 
 HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "bits")
 
@@ -111,7 +115,7 @@ class Plan:
     """What a budget costs under every kind of trust; print it.
 
     Attributes:
-        rows: From the least trust to the most.
+        rows: From the least trust to the most; the last one is DP-SGD on a trusted server.
         num_users: n that was asked for.
         steps: T.
         sample_rate: γ.
@@ -172,6 +176,10 @@ class Plan:
         for row, (trusted, mechanism, *_) in zip(self.rows, cells, strict=True):
             lines += paragraph(row.bound.meaning, term=f"{trusted}, {mechanism}: ", indent=2)
         lines += ["", *paragraph(self._users())]
+        for row in self.rows:
+            if isinstance(row.round, RandomAllocation):
+                batches = f"{row.round.num_batches:,} batches to an epoch"
+                lines += paragraph(f"{row.mechanism}: {batches}, and begun epochs count in full.")
         return "\n".join(lines)
 
     def _users(self) -> str:
@@ -212,7 +220,9 @@ def plan(
     It also has how many users would make up for it.
 
     Users take part by coins at the sampling rate (samples of fixed size cost much the same), and
-    everyone in every round where a mechanism samples nobody.
+    everyone in every round where a mechanism samples nobody. Random allocation has the whole number
+    of batches nearest to 1/γ; an epoch that the rounds begin counts in full, as it does where they
+    are trained. It has a row where these are at least 2 batches and at most one for each user.
 
     Args:
         num_users: n, the whole population.
@@ -234,6 +244,7 @@ def plan(
         "num_users": integer("num_users", num_users),
         "sample_rate": sampling_rate("sample_rate", sample_rate),
     }
+    asked["num_batches"] = round(1 / asked["sample_rate"])
     if dimension is not None:
         asked["dimension"] = integer("dimension", dimension)
     steps = integer("steps", steps)
@@ -241,50 +252,55 @@ def plan(
         "target_epsilon": positive("target_epsilon", target_epsilon),
         "delta": open_unit_interval("target_delta", target_delta),
     }
-    best: dict[tuple[str, str], tuple[Bound, Callable[..., Rounds], Mechanism]] = {}
+    best: dict[tuple[str, str], tuple[Bound, Callable[..., Rounds], Mechanism, int]] = {}
     for kind, entry, fields in _ways(asked):
         rounds = functools.partial(_rounds, kind, steps, fields)
         sigma = noise_within(entry, rounds, lowest=kind.least_noise, tolerance=TOLERANCE, **budget)
-        ((one, _),) = rounds(sigma)
+        ((one, count),) = rounds(sigma)
         key = entry.trusted, "" if entry.baseline else kind.name
         if key not in best or one.noise_of_mean < (1 - COARSE) * best[key][2].noise_of_mean:
-            best[key] = entry, rounds, one
-    ways = sorted(best.values(), key=lambda way: way[0].place)
+            best[key] = entry, rounds, one, count
+    ways = sorted(best.values(), key=lambda way: (way[0].trusted == SERVER, way[0].place))
     server = ways[-1][2]
     rows = [
         PlannedRun(
             trusted=entry.trusted,
             round=one,
-            bound=ask(entry, [(one, steps)], delta=target_delta),
+            bound=ask(entry, [(one, count)], delta=target_delta),
             server_noise_multiplier=one.noise_of_mean * num_users * sample_rate,
             users_needed=_users_needed(entry, rounds, one, server.noise_of_mean, budget),
-            sent=None if one is server else sent_per_user([(one, steps)], dimension=dimension),
+            sent=None
+            if entry.trusted == SERVER
+            else sent_per_user([(one, count)], dimension=dimension),
         )
-        for entry, rounds, one in ways
+        for entry, rounds, one, count in ways
     ]
     return Plan(tuple(rows), num_users, steps, sample_rate, target_epsilon, target_delta, dimension)
 
 
 def _ways(asked: dict[str, Any]) -> Iterator[tuple[type[Mechanism], Bound, dict[str, Any]]]:
-    """Yields each shuffled mechanism with its default bound and with its baselines.
+    """Yields random allocation and each shuffled mechanism with its default bound and baselines.
 
     The fields that it takes of those that are asked for come with it.
     """
     everyone = asked["sample_rate"] == 1
     for kind in MECHANISMS.values():
         fields = {name: value for name, value in asked.items() if name in kind.field_names()}
-        if kind.sampling is None:
+        allocated = kind is RandomAllocation
+        if kind.sampling is None or allocated:  # whose rate follows from its batches
             fields.pop("sample_rate")
         # Samples of fixed size are hardly different from coins, and coins that always fall on the
         # same side are the mechanism that samples nobody.
         needless = kind.sampling == "fixed_size" or (
             everyone and kind.sampling and kind.noise_is_local
         )
+        fits = 1 < asked["num_batches"] <= asked["num_users"] if allocated else kind.shuffled
         known = {*kind.required_fields()} <= {*fields, "noise_multiplier"}
-        if needless or not known or not kind.shuffled:
+        if needless or not known or not fits:
             continue
         for entry in entries_of(kind):
-            baseline = entry.baseline and (everyone or kind.sampling)
+            # The baselines of random allocation are the same server with other batches.
+            baseline = entry.baseline and (everyone or kind.sampling) and not allocated
             if entry.guarantee is Guarantee.PROVED and (entry.name == "certified" or baseline):
                 yield kind, entry, fields
 
@@ -292,8 +308,11 @@ def _ways(asked: dict[str, Any]) -> Iterator[tuple[type[Mechanism], Bound, dict[
 def _rounds(
     kind: type[Mechanism], steps: int, fields: dict[str, Any], sigma: float, **changed: Any
 ) -> Rounds:
-    """Returns all rounds at a noise multiplier."""
-    return [(kind.build(**{**fields, "noise_multiplier": sigma, **changed}), steps)]
+    """Returns all rounds at a noise multiplier; those of random allocation are whole epochs."""
+    one = kind.build(**{**fields, "noise_multiplier": sigma, **changed})
+    if isinstance(one, RandomAllocation):
+        steps = one.num_batches * math.ceil(steps / one.num_batches)
+    return [(one, steps)]
 
 
 def _users_needed(

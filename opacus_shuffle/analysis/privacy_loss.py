@@ -92,6 +92,23 @@ class Mixture:
         return float(np.ptp(finite)) if finite.size else math.inf
 
 
+@dataclasses.dataclass(frozen=True)
+class OnGrid:
+    """Probabilities of log R, or of a loss, at the points of an even grid around 0.
+
+    Attributes:
+        first: Which multiple of the grid's step the first point is.
+        masses: Probabilities of this point and of those that follow it, shape (k,).
+        zero: What lies at R = 0, or at a loss of −∞.
+        infinite: What lies at infinity (of log R: what moved there).
+    """
+
+    first: int
+    masses: Vector
+    zero: float
+    infinite: float
+
+
 Rounds = Sequence[tuple[Mixture, int]]
 
 
@@ -110,6 +127,32 @@ def compute_epsilon(
         ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` leave nothing of δ.
     """
     return _epsilon(rounds, delta, slack, "upper")
+
+
+def losses_above(mixture: Mixture, *, step: float, clipped: float) -> tuple[OnGrid, OnGrid]:
+    """Returns a round above a mixture of upper distributions, by its losses on a grid.
+
+    Args:
+        mixture: The round.
+        step: Of the grid, h: losses are its multiples.
+        clipped: Probability that may be moved to the ends, 0 or more, at either tail.
+
+    Returns:
+        The loss log R under the moved data set, and −log R under the other.
+
+    Raises:
+        ValueError: If so fine a grid has too many points.
+
+    Formal Guarantees:
+        Both are losses of one pair of distributions whose ratio is above R in convex order (6.9).
+    """
+    mixture = mixture.clipped(clipped, "upper")
+    if not mixture.span < step * _LARGEST_WINDOW:
+        raise ValueError(
+            f"losses between {-mixture.span:.3g} and {mixture.span:.3g} have more than "
+            f"{_LARGEST_WINDOW:,} multiples of {step!r}: use a larger interval"
+        )
+    return _loss(mixture, step, "upper", reverse=False), _loss(mixture, step, "upper", reverse=True)
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float) -> float:
@@ -215,20 +258,7 @@ def _smallest_epsilon(
     return math.nextafter(root * (1 + RELATIVE_ERROR), math.inf)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OnGrid:
-    """Probabilities of log R, or of a loss, at (first + i)·step.
-
-    Two more numbers say what lies at R = 0, and what is at infinity (moved there, or the loss).
-    """
-
-    first: int
-    masses: Vector
-    zero: float
-    infinite: float
-
-
-def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> _OnGrid:
+def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> OnGrid:
     """Returns the mixture's loss on the grid.
 
     It is log R under the moved data set, or −log R under the other.
@@ -243,11 +273,11 @@ def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> _OnGrid:
     zero = mixture.lost + sum(weight * part.zero for weight, part in placed)
     infinite = mixture.lost + sum(weight * part.infinite for weight, part in placed)
     if reverse:
-        return _OnGrid(1 - end, masses[::-1], infinite, zero)
-    return _OnGrid(first, masses * np.exp(np.arange(first, end) * width), zero, infinite)
+        return OnGrid(1 - end, masses[::-1], infinite, zero)
+    return OnGrid(first, masses * np.exp(np.arange(first, end) * width), zero, infinite)
 
 
-def _spread(distribution: RatioDistribution, width: float) -> _OnGrid:
+def _spread(distribution: RatioDistribution, width: float) -> OnGrid:
     """Splits every atom between its neighbours on the grid, keeping its mean.
 
     The result is above the distribution (6.6).
@@ -265,10 +295,10 @@ def _spread(distribution: RatioDistribution, width: float) -> _OnGrid:
         np.float64
     )
     masses += np.bincount(below - first + 1, upward, size)
-    return _OnGrid(first, masses, float(distribution.masses[~finite].sum()), distribution.infinite)
+    return OnGrid(first, masses, float(distribution.masses[~finite].sum()), distribution.infinite)
 
 
-def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
+def _gather(distribution: RatioDistribution, width: float) -> OnGrid:
     """Merges (and splits) neighbouring atoms until every group's mean is a grid point.
 
     The result is below the distribution (6.6).
@@ -297,11 +327,11 @@ def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
         target = math.exp(point * width)
         mass, deficit = left, target * -math.expm1(log_ratio - point * width) * left
     if not mass_at:  # the distribution is narrower than one step: all of it at its mean
-        return _OnGrid(0, np.ones(1), 0.0, 0.0)
+        return OnGrid(0, np.ones(1), 0.0, 0.0)
     first = min(mass_at)
     masses = np.zeros(max(mass_at) - first + 1)
     masses[np.array(list(mass_at)) - first] = list(mass_at.values())
-    return _OnGrid(first, masses, 0.0, 0.0)
+    return OnGrid(first, masses, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +369,7 @@ class _Composed:
 
 
 def _compose(
-    losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log_delta: float
+    losses: Sequence[OnGrid], counts: Sequence[int], width: float, log_delta: float
 ) -> _Composed | None:
     """Tilts, convolves, and bounds what window and rounding may lose (6.7); ``None``: too large."""
     filled = [np.flatnonzero(loss.masses) for loss in losses]

@@ -16,12 +16,14 @@ docs/proofs/11_random_allocation.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from opacus_shuffle.analysis import privacy_loss
 from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
-from opacus_shuffle.analysis.privacy_loss import Mixture
+from opacus_shuffle.analysis.privacy_loss import Mixture, OnGrid
+from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import (
     Merged,
     Rounds,
@@ -72,6 +74,36 @@ def zero_out_epsilon(epochs: Rounds, *, delta: float) -> tuple[float, float]:
         are zero, costs no less than the lower one.
     """
     return pair_epsilon(epochs, delta=delta)
+
+
+def zero_out_losses(
+    epochs: Rounds, *, step: float, clipped: float
+) -> list[tuple[tuple[OnGrid, OnGrid], int]]:
+    """Returns losses on a grid that bound one epoch of each kind, with the number of such epochs.
+
+    Args:
+        epochs: As for :func:`zero_out_epsilon`; many different ones become a few that cost more.
+        step: Of the grid.
+        clipped: What :func:`opacus_shuffle.analysis.privacy_loss.losses_above` may move.
+
+    Raises:
+        ValueError: If σ is below about 0.05, or the grid is too fine.
+
+    Formal Guarantees:
+        The first of two losses is that of the record's own gradients against zero ones, the second
+        the reverse; what :func:`zero_out_epsilon` says of its upper value holds of both.
+    """
+    return [
+        (
+            privacy_loss.losses_above(
+                Mixture.of(mean_distribution(**dataclasses.asdict(kind))),
+                step=step,
+                clipped=clipped,
+            ),
+            count,
+        )
+        for kind, count in coarsen(merge(epochs), "upper")
+    ]
 
 
 def replacement_epsilon(epochs: Rounds, *, delta: float) -> float:

@@ -28,6 +28,7 @@ ROWS = [
     ("the shuffler", "shuffled_checkin"),
     ("the shuffler", "shuffled_sums"),
     ("the aggregation", "shuffled_checkin"),
+    ("the server", "random_allocation"),
     ("the server", "shuffled_checkin"),
 ]
 
@@ -43,7 +44,10 @@ def epsilon_at(row, sigma, *, users=400):
         fields["dimension"] = 50
     if row.round.sampling is not None:
         fields["sample_rate"] = 0.25
-    rounds = [(row.round.build(noise_multiplier=sigma, **fields), 3)]
+    steps = 3
+    if row.mechanism == "random_allocation":
+        fields["num_batches"] = steps = 4  # the epoch that three rounds begin
+    rounds = [(row.round.build(noise_multiplier=sigma, **fields), steps)]
     if row.bound.bound == "certified":
         return compute_bound(rounds, delta=1e-5).epsilon
     return compute_baseline(rounds, delta=1e-5, baseline=row.bound.bound).epsilon
@@ -78,8 +82,10 @@ def test_so_many_users_have_a_mean_as_quiet_as_the_server_s_and_fewer_have_not(a
 @pytest.mark.zoo
 def test_every_row_says_what_a_user_sends_and_what_its_epsilon_counts_on(asked, capsys):
     printed = " ".join(str(asked).split())
-    for row in asked.rows[:-1]:
+    for row in asked.rows[:-2]:
         assert row.sent == sent_per_user([(row.round, 3)], dimension=50)
+    assert all(row.sent is None for row in asked.rows[-2:])  # the server is handed the record once
+    for row in asked.rows[:-1]:
         assert row.bound.meaning in printed
     gaussian, sums = (asked.rows[place].to_dict() for place in (1, 3))
     assert (gaussian["bytes_per_user"], gaussian["bits_per_coordinate"]) == (3 * 50 * 4, 32)
@@ -88,6 +94,19 @@ def test_every_row_says_what_a_user_sends_and_what_its_epsilon_counts_on(asked, 
     assert main(["plan", *flags, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["rows"][3] == json.loads(json.dumps(sums))
+
+
+def test_random_allocation_takes_less_noise_than_the_server_s_poisson_batches(asked):
+    """It has a row where the batches nearest to the rate are at least two, one a user at most."""
+    allocated, server = asked.rows[-2:]
+    assert allocated.round.num_batches == 4
+    assert allocated.noise_of_mean < 0.9 * server.noise_of_mean
+    assert allocated.users_needed == allocated.round.num_users == 400
+    assert "random_allocation: 4 batches to an epoch" in str(asked)
+    for rate in (0.7, 0.09):  # one batch; 11 batches of 10 users
+        costs = plan(num_users=10, steps=1, target_epsilon=2.0, target_delta=1e-3, sample_rate=rate)
+        assert costs.rows[-1].mechanism == "shuffled_checkin"
+        assert "random_allocation" not in {row.mechanism for row in costs.rows}
 
 
 # --- ten users in every round, where all but the shuffler's row has a closed form
