@@ -172,6 +172,9 @@ REFUSALS = {
     r"num_users=50 is for samples of fixed size": lambda: ShuffledSums.of_protocol(
         TIGHT, num_users=50, sample_rate=0.1
     ),
+    "num_batches=3 for random allocation: pass one": lambda: ShuffledSums.of_protocol(
+        TIGHT, sample_rate=0.5, num_batches=3
+    ),
     "sampling must be one of 'poisson', 'fixed_size'": lambda: built(sampling="own"),
     "is described by its bits": lambda: built(tail=1e-9),
     r"ShuffledSums\.build": lambda: ShuffledSums(noise_multiplier=1.0, num_users=9, dimension=5),
