@@ -153,6 +153,7 @@ class PrivacyEngine(CheckpointMixin):
         batch_first: bool = True,
         loss_reduction: str = "mean",
         poisson_sampling: bool | None = None,
+        sampling: str | None = None,
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "hooks",
@@ -182,6 +183,9 @@ class PrivacyEngine(CheckpointMixin):
             batch_first: As Opacus's.
             loss_reduction: As Opacus's.
             poisson_sampling: Leave it out. ``False`` with ``shuffle_gauss`` keeps your own loader.
+            sampling: ``shuffled_sums`` alone: ``"poisson"``, which it is by default,
+                ``"fixed_size"``, or ``"random_allocation"``, one secret batch of each epoch for
+                every record.
             clipping: ``"flat"``, ``"per_layer"``; ``"adaptive"`` with Opacus's accountants only.
             noise_generator: Where the parameters are; on the CPU with ``shuffled_sums``. By default
                 seeded by the system.
@@ -224,6 +228,7 @@ class PrivacyEngine(CheckpointMixin):
             batch_first=batch_first,
             loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
+            sampling=sampling,
             clipping=clipping,
             noise_generator=noise_generator,
             grad_sample_mode=grad_sample_mode,

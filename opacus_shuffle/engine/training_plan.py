@@ -58,6 +58,7 @@ class Request:
     batch_first: bool = True
     loss_reduction: str = "mean"
     poisson_sampling: bool | None = None
+    sampling: str | None = None
     clipping: str = "flat"
     noise_generator: torch.Generator | None = None
     grad_sample_mode: str = "hooks"

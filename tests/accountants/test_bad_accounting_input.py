@@ -64,6 +64,7 @@ CALLS = {
         {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 4},
     ),
     "sums of a protocol": (ShuffledSums.of_protocol, {"protocol": PROTOCOL, "num_users": 2000}),
+    "sums in epochs": (ShuffledSums.of_protocol, {"protocol": PROTOCOL, "num_batches": 5}),
     "bound of one round": (
         opacus_shuffle.privacy_bound,
         {"mechanism": ROUND, "steps": 2, **QUESTION},

@@ -172,6 +172,16 @@ REFUSALS = {
     r"num_users=50 is for samples of fixed size": lambda: ShuffledSums.of_protocol(
         TIGHT, num_users=50, sample_rate=0.1
     ),
+    "is 1 over the number of batches": lambda: built(sampling="random_allocation", sample_rate=0.3),
+    "batches of an epoch, got 5e-324": lambda: built(
+        sampling="random_allocation", sample_rate=5e-324
+    ),
+    "epsilons and deltas add up": lambda: compute_bound(
+        [(COINS, 1), (dataclasses.replace(COINS, sampling="random_allocation"), 10)], delta=1e-5
+    ),
+    "num_batches=3 for random allocation: pass one": lambda: ShuffledSums.of_protocol(
+        TIGHT, sample_rate=0.5, num_batches=3
+    ),
     "sampling must be one of 'poisson', 'fixed_size'": lambda: built(sampling="own"),
     "is described by its bits": lambda: built(tail=1e-9),
     r"ShuffledSums\.build": lambda: ShuffledSums(noise_multiplier=1.0, num_users=9, dimension=5),

@@ -26,7 +26,7 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 USERS, DELTA, CONFIDENCE = 160, 1e-2, 1 - 1e-6
 
 
-def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0):
+def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0, sampling="poisson"):
     """Trains; returns what every step released, who was in it, the noise, and the engine.
 
     The first two have shape (steps, users).
@@ -44,6 +44,7 @@ def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0):
             ),
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
+            sampling=sampling,
         )
     weights, sums, seen = next(model.parameters()), [], []
     while len(sums) < steps:
@@ -83,6 +84,13 @@ def test_an_audit_of_a_run_shows_much_and_less_than_is_certified(steps, together
     released, _, noise, engine = trained(steps=steps)
     found = finding(evidence_of(released, noise, 0.5), together)
     assert 1 < found <= certified(engine, together)
+
+
+def test_an_audit_of_whole_epochs_shows_much_and_less_than_is_certified():
+    """Each record is in one of the two rounds of an epoch."""
+    released, _, noise, engine = trained(steps=120, sampling="random_allocation")
+    ratios = np.exp(evidence_of(released, noise, 1.0)).reshape(-1, 2, USERS).mean(1)
+    assert 1 < finding(np.log(ratios), 1) <= certified(engine, 2)
 
 
 def test_noise_bits_of_one_user_alone_are_caught(monkeypatch):

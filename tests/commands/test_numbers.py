@@ -20,6 +20,13 @@ RUN = "--mechanism subsampled_shuffle --num-users 400 --steps 10 --sample-rate 0
 SAMPLED = {"mechanism": "subsampled_shuffle", "num_users": 400, "steps": 10, "sample_rate": 0.1}
 VIT = "--mechanism shuffled_fw --num-users 50000 --steps 500 --sample-rate 0.02"
 WEIGHTS = {"mechanism": "shuffled_fw", "num_users": 50_000, "steps": 500, "sample_rate": 0.02}
+ALLOCATED = {
+    "sampling": "random_allocation",
+    "sample_rate": 0.025,
+    "num_users": 90,
+    "dimension": 4,
+    "steps": 100,
+}
 LAYERS = {"dimension": (100, 20_000, 300), "clip": 0.1, "batch_clip": 0.4}
 NOISE, SMALL = {"noise_multiplier": 5.0, "delta": 1e-5}, {"noise_multiplier": 0.27372}
 IDEAL = {**SMALL, "delta": 5e-6, "dimension": 85_800_000}
@@ -43,6 +50,13 @@ def said(capsys, line: str) -> list[str]:
             "certified",
             {"mechanism": "random_allocation", "num_batches": 40, "steps": 100, **NOISE},
             [*EVERY, "nor how many"],
+        ),
+        (
+            "--mechanism shuffled_sums --sampling random_allocation --sample-rate 0.025 "
+            "--num-users 90 --dimension 4 --steps 100 --noise-multiplier 5 --delta 1e-5",
+            "certified",
+            {"mechanism": "shuffled_sums", **ALLOCATED, **NOISE},
+            [*EVERY, "one secret batch of each epoch"],
         ),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "pair", {**SAMPLED, **NOISE}, ["PAIR"]),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "published", {**SAMPLED, **NOISE}, ["PAIR"]),

@@ -230,6 +230,7 @@ SHUFFLING = [
     ({"make": torch.optim.Adafactor}, "Adafactor.*use SGD"),
     ({"make": torch.optim.SparseAdam}, "SparseAdam.*use SGD"),
 ]
+ALLOCATED = {"sampling": "random_allocation"}
 TABLE = [
     *(("shuffle_gauss", {**LOCAL, **change}, match) for change, match in ANY),
     *(("shuffled_checkin", {**LOCAL, **BUDGET, **change}, match) for change, match in BUDGETS),
@@ -247,6 +248,12 @@ TABLE = [
         for name in ("prv", "subsampled_shuffle", "shuffled_fw")
         for more in ({}, BUDGET)
     ),
+    *(
+        (name, ALLOCATED, "sampling='random_allocation' goes with accountant='shuffled_sums'")
+        for name in ("prv", "random_allocation", "shuffled_checkin")
+    ),
+    ("shuffled_sums", {**ALLOCATED, "poisson_sampling": True}, "both say how batches are drawn"),
+    ("shuffled_sums", {"sampling": "own"}, "sampling must be one of 'poisson', 'fixed_size'"),
     ("rdp", LOCAL, "local_noise=True needs an accountant that knows it"),
     ("rdp", {"clipping": "adaptive", "target": 3}, "target=3"),
     (

@@ -1,7 +1,8 @@
 """Training with shuffled sums: what is released, what it costs, and whom its noise counts on.
 
 By default all users report in every round, and each tosses a secret coin for whether its gradient
-is in its report; with ``poisson_sampling=False`` a secret sample of fixed size reports.
+is in its report, or draws in which round of an epoch it is; with ``poisson_sampling=False`` a
+secret sample of fixed size reports.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ DELTA = 1e-5
 TOY = 5 * 40 + 40 + 40 * 3 + 3
 """What the small network trains."""
 SAMPLES = {"poisson_sampling": False}
+ALLOCATED = {"sampling": "random_allocation"}
 
 
 def protocol_for(records=6, dimension=TOY, *, epsilon=1.0, **options):
@@ -60,7 +62,8 @@ def sums(run, *, epochs=1, physical=10**6):
 
 
 @pytest.mark.parametrize(
-    ("options", "physical"), [({}, 10**6), ({}, 3), (SAMPLES, 10**6), (SAMPLES, 3)]
+    ("options", "physical"),
+    [({}, 10**6), ({}, 3), (SAMPLES, 10**6), (SAMPLES, 3), (ALLOCATED, 10**6), (ALLOCATED, 3)],
 )
 def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(options, physical):
     """All 3000 coordinates are alike, so they are draws: mean and variance to five standard errors.
@@ -70,7 +73,7 @@ def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(op
     value = 0.7 / math.sqrt(3000)  # within the norm: nothing is clipped
     run = still(torch.full((40, 3000), value), batch_size=8, **options)
     protocol, sizes = run.optimizer.aggregator, set()
-    assert protocol.num_users == (8 if options else 40)
+    assert protocol.num_users == (8 if options == SAMPLES else 40)
     step = 2 / protocol.granularity
     share = (value / step) % 1 if protocol.granularity % 2 == 0 else (value / step + 0.5) % 1
     bits = protocol.num_users * protocol.noise_bits
@@ -84,7 +87,7 @@ def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(op
         steps = released / step + bits * protocol.bit_probability
         on_grid = steps - len(x) * protocol.granularity / 2 * (protocol.granularity % 2)
         assert float((on_grid - on_grid.round()).abs().max()) < 1e-2
-    assert sizes == {8} if options else len(sizes) > 2
+    assert sizes == {8} if options == SAMPLES else len(sizes) > 2
     assert run.accounted == run.updates == 10
 
 
@@ -144,7 +147,7 @@ def test_with_secret_coins_a_replaced_record_costs_its_share_of_the_whole_distan
     assert run.engine.get_epsilon(DELTA) < 0.7 * epsilon
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLES])
+@pytest.mark.parametrize("options", [{}, SAMPLES, ALLOCATED])
 @pytest.mark.parametrize(
     ("bound", "adjacency"),
     [

@@ -6,7 +6,9 @@ All of them are proved for every data set and both adjacencies.
     The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`) composed
     exactly: the smallest of everyone in every round, of seeing in which rounds a record takes part,
     and of secret coins or samples of fixed size (:mod:`opacus_shuffle.analysis.sampled_sums`). One
-    pair's lower value stands beside it where it is known.
+    pair's lower value stands beside it where it is known. Random allocation costs what it costs a
+    trusted server (:mod:`opacus_shuffle.accountants.bounds.random_allocation`) with the covering
+    Gaussian's noise.
 ``published``
     The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the composition
     get 1/(T + 1). A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the
@@ -19,7 +21,7 @@ place: such an ε holds for both adjacencies, and says so.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledSums
->>> for sampling in ("poisson", "fixed_size"):
+>>> for sampling in ("poisson", "fixed_size", "random_allocation"):
 ...     sums = ShuffledSums.build(
 ...         noise_multiplier=1.1,
 ...         num_users=5000,
@@ -30,6 +32,7 @@ place: such an ε holds for both adjacencies, and says so.
 ...     print(sampling, round(compute_bound([(sums, 100)], delta=1e-5).epsilon, 2))
 poisson 5.89
 fixed_size 20.02
+random_allocation 5.14
 """
 
 from __future__ import annotations
@@ -39,8 +42,9 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from opacus_shuffle.accountants.bounds.registry import Answer, register_bound
-from opacus_shuffle.accountants.mechanisms import ShuffledSums
+from opacus_shuffle.accountants.bounds.random_allocation import epochs_of
+from opacus_shuffle.accountants.bounds.registry import Answer, compute_bound, register_bound
+from opacus_shuffle.accountants.mechanisms import RandomAllocation, ShuffledSums
 from opacus_shuffle.analysis import advanced_composition, binomial_sums, gaussian, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum
 from opacus_shuffle.analysis.sampled_sums import SampledSum
@@ -52,6 +56,7 @@ MESSAGES = "sees every shuffled message of every round (bits with their coordina
 Rounds = Sequence[tuple[ShuffledSums, int]]
 _LARGEST_PUBLISHED_EPSILON = 15.0
 _COINS, _SAMPLES = "secret coins", "secret samples of fixed size, under replacement"
+_BATCHES = "one secret batch of each epoch"
 _SEEN = "samples that are seen"
 _EVERYONE = "everyone in every round"
 
@@ -122,21 +127,27 @@ def _published(
     meaning="Gaussian mechanisms that cover the binomial noise, composed exactly",
     legend="exact composition",
     adversary=MESSAGES,
-    cites="docs/proofs, pages 2, 3 and 8",
+    cites="docs/proofs, pages 2, 3, 8 and 11",
     guarantee=Guarantee.PROVED,
 )
 def _certified(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    covering = [(mechanism.sampled_sum(mechanism.mu), count) for mechanism, count in rounds]
-    epsilons = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
+    if _allocated(rounds):
+        lost = math.fsum(mechanism.lost * count for mechanism, count in rounds)
+        epsilons = _allocated_epsilons(
+            rounds, "noise_multiplier", lost=lost, delta=delta, adjacency=adjacency
+        )
+    else:
+        covering = [(mechanism.sampled_sum(mechanism.mu), count) for mechanism, count in rounds]
+        epsilons = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
     proof, epsilon = min(epsilons.items(), key=lambda row: row[1])
     meaning = "Gaussian mechanisms that cover the binomial noise, composed exactly"
-    if proof in (_COINS, _SAMPLES):
+    if proof in (_COINS, _SAMPLES, _BATCHES):
         seen = epsilons.get(_SEEN, math.inf)
         if epsilon < seen < math.inf:
             meaning += (
-                f"; counts on {'every user' if proof == _COINS else 'the shuffler'} to draw and "
+                f"; counts on {'the shuffler' if proof == _SAMPLES else 'every user'} to draw and "
                 f"hide who takes part in each round (if that is seen: {round_up(seen)})"
             )
         if adjacency is Adjacency.ZERO_OUT and proof == _SAMPLES:
@@ -152,7 +163,7 @@ def _lower(
 ) -> float | None:
     """A value that no valid ε is below, by one pair of data sets.
 
-    It is None for drop-outs, samples of several sizes, or odd grids.
+    It is None for drop-outs, samples of several sizes, random allocation, or odd grids.
 
     By coins: one record at the end of a coordinate's grid becomes zero, which all others are. With
     samples of fixed size: it goes from one end to the other, where all others are. Of very many
@@ -165,6 +176,8 @@ def _lower(
     if len(kinds) > 1 or any(mechanism.honest_fraction < 1 for mechanism, _ in rounds):
         return None
     sampling, rate = kinds.pop()
+    if sampling == "random_allocation":
+        return None
     zeroed = sampling == "poisson" or adjacency is Adjacency.ZERO_OUT
     if zeroed and (
         sampling == "fixed_size" or any(mechanism.granularity % 2 for mechanism, _ in rounds)
@@ -200,11 +213,63 @@ def _lower(
 def _central(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
+    if _allocated(rounds):
+        epsilons = _allocated_epsilons(
+            rounds, "noise_std", lost=0.0, delta=delta, adjacency=adjacency
+        )
+    else:
+        server = [
+            (dataclasses.replace(mechanism.sampled_sum(2 / mechanism.noise_std), lost=0.0), count)
+            for mechanism, count in rounds
+        ]
+        epsilons = gaussian_epsilons(server, delta=delta, adjacency=adjacency)
+    return Answer(min(epsilons.values()))
+
+
+def _allocated(rounds: Rounds) -> bool:
+    """Tells whether each record is in one round of every epoch; refuses rounds of both kinds."""
+    allocated = {mechanism.sampling == "random_allocation" for mechanism, _ in rounds}
+    if len(allocated) > 1:
+        raise NotCovered(
+            "rounds with sampling='random_allocation' make epochs, which rounds of other samples "
+            "would interrupt: account for the two apart (epsilons and deltas add up), or use "
+            "bound='published'"
+        )
+    return allocated.pop()
+
+
+def _allocated_epsilons(
+    rounds: Rounds, noise: str, *, lost: float, delta: float, adjacency: Adjacency
+) -> dict[str, float]:
+    """Returns ε of epochs in which each record is in one round, by what is known of which one.
+
+    A trusted server's Gaussian noise covers the binomial noise, round by round (Theorem 11.9).
+
+    Args:
+        rounds: With random allocation, in the order in which they ran.
+        noise: The attribute that is the server's noise multiplier.
+        lost: What all rounds lose of δ.
+        delta: δ.
+        adjacency: Between which data sets.
+
+    Raises:
+        ValueError: If nothing is left of δ.
+    """
+    if lost >= delta:
+        raise _nothing_left(lost, rounds, delta)
     server = [
-        (dataclasses.replace(mechanism.sampled_sum(2 / mechanism.noise_std), lost=0.0), count)
+        (
+            RandomAllocation(
+                noise_multiplier=getattr(mechanism, noise), num_batches=mechanism.num_batches
+            ),
+            count,
+        )
         for mechanism, count in rounds
     ]
-    return Answer(min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values()))
+    left = delta - lost
+    seen = unshuffled_epsilon(epochs_of(server), delta=left, distance=adjacency.distance)
+    secret = compute_bound(server, delta=left, adjacency=adjacency.value).epsilon
+    return {_SEEN: seen, _BATCHES: secret}
 
 
 def gaussian_epsilons(
@@ -242,9 +307,14 @@ def gaussian_epsilons(
         epsilon = unshuffled_epsilon(seen, delta=delta - lost, distance=adjacency.distance)
         epsilons[_EVERYONE if everyone else _SEEN] = epsilon
     if not epsilons or not math.isfinite(min(epsilons.values())):
-        raise ValueError(
-            f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in "
-            f"{sum(count for _, count in rounds)} steps, got {delta!r}: ask for a larger delta or "
-            "fewer steps, or build the protocol with a smaller delta"
-        )
+        raise _nothing_left(lost, rounds, delta)
     return epsilons
+
+
+def _nothing_left(lost: float, rounds: Sequence[tuple[object, int]], delta: float) -> ValueError:
+    """Returns what to raise where the rounds' tails take all of δ."""
+    return ValueError(
+        f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in "
+        f"{sum(count for _, count in rounds)} steps, got {delta!r}: ask for a larger delta or "
+        "fewer steps, or build the protocol with a smaller delta"
+    )

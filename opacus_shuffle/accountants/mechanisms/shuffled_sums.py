@@ -40,6 +40,7 @@ ROUND_DELTA = 1e-9
 """Of this, binomial tails take a millionth in each round of a protocol that is built from a noise
 multiplier.
 """
+SAMPLINGS = ("poisson", "fixed_size", "random_allocation")
 _BITS = ("granularity", "noise_trials", "bit_probability", "tail", "round_epsilon", "round_delta")
 
 
@@ -61,6 +62,10 @@ class ShuffledSums(Mechanism):
         sampling: ``"poisson"``: all n users report in every round, and each tosses a secret coin of
             rate γ for whether its vector is in its report; else that says zero, and nobody learns
             which. ``"fixed_size"``: γ·n users, drawn afresh and in secret, report.
+            ``"random_allocation"``: all n users report in every round, and γ is 1/t: in every t
+            rounds, an epoch, each user's vector is in one, by a secret uniform draw of its own.
+            Steps are counted as in
+            :class:`~opacus_shuffle.accountants.mechanisms.random_allocation.RandomAllocation`.
         dimension: d, entries of a vector.
         granularity: g, steps of the grid from −C to C.
         noise_trials: m, the honest reports' noise bits of one coordinate together, all reports of a
@@ -88,7 +93,8 @@ class ShuffledSums(Mechanism):
         "noise of the sum over the clipping norm", "SIGMA", varies=True
     )
     sampling: str = described(  # type: ignore[assignment, misc]
-        "who takes part: poisson (all report, each takes part by a secret coin) or fixed_size",
+        "who takes part: poisson (all report, each takes part by a secret coin), fixed_size, or "
+        "random_allocation (all report, each takes part once in 1/GAMMA rounds)",
         "KIND",
         default="poisson",
     )
@@ -115,9 +121,11 @@ class ShuffledSums(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("sampling", self.sampling, ("poisson", "fixed_size"))
+        one_of("sampling", self.sampling, SAMPLINGS)
         if self.sampling == "fixed_size":
             self._round_the_sample()
+        if self.sampling == "random_allocation":
+            self._set(sample_rate=1 / _batches(self.sample_rate))
         if not self.granularity or not self.noise_trials:
             raise ValueError(
                 "shuffled_sums is described by its bits (granularity, noise_trials, ...), not by a "
@@ -133,7 +141,7 @@ class ShuffledSums(Mechanism):
         )
         open_unit_interval("1 - bit_probability", 1 - self.bit_probability)
         honest = sampling_rate("honest_fraction", self.honest_fraction)
-        if honest < 1 and self.sample_rate < 1 and self.sampling != "poisson":
+        if honest < 1 and self.sample_rate < 1 and self.sampling == "fixed_size":
             raise ValueError(
                 f"honest_fraction={self.honest_fraction} goes with sampling='poisson' or "
                 f"sample_rate=1, got sampling={self.sampling!r} and "
@@ -188,9 +196,9 @@ class ShuffledSums(Mechanism):
         users = integer("num_users", fields["num_users"])
         rate = sampling_rate("sample_rate", fields.get("sample_rate", 1.0))
         sampling = fields.get("sampling", "poisson")
-        coins = one_of("sampling", sampling, ("poisson", "fixed_size")) == "poisson"
+        everyone_reports = one_of("sampling", sampling, SAMPLINGS) != "fixed_size"
         reports = users
-        if not coins:
+        if not everyone_reports:
             reports = integer("round(sample_rate * num_users)", round(rate * users))
         from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -201,10 +209,12 @@ class ShuffledSums(Mechanism):
             fields["noise_multiplier"],
             delta=ROUND_DELTA,
             honest_fraction=fields.get("honest_fraction", 1.0),
-            zero_on_grid=coins,
-            rate=rate if coins else 1.0,
+            zero_on_grid=everyone_reports,
+            rate=rate if everyone_reports else 1.0,
         )
-        who = {"sample_rate": rate} if coins else {"num_users": users}
+        if sampling == "random_allocation":
+            return cls.of_protocol(protocol, num_batches=_batches(rate))
+        who = {"sample_rate": rate} if everyone_reports else {"num_users": users}
         return cls.of_protocol(protocol, **who)
 
     @classmethod
@@ -214,6 +224,7 @@ class ShuffledSums(Mechanism):
         *,
         num_users: int | None = None,
         sample_rate: float | None = None,
+        num_batches: int | None = None,
     ) -> ShuffledSums:
         """Returns the round that a protocol is, by default with everyone's vector in it.
 
@@ -222,29 +233,35 @@ class ShuffledSums(Mechanism):
             num_users: n, of whom they are a fresh sample of fixed size.
             sample_rate: γ: they are all n, and each one's vector is in its report with this
                 probability, by a secret coin.
+            num_batches: t: they are all n, and each one's vector is in its report in one of every
+                t rounds, by a secret draw.
 
         Raises:
-            ValueError: If both are given.
+            ValueError: If more than one of the three is given.
         """
         from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
         instance_of("protocol", protocol, (ShuffleVectorSum,))
-        if num_users is not None and sample_rate is not None:
+        if (num_users, sample_rate, num_batches).count(None) < 2:
             raise ValueError(
                 f"num_users={num_users} is for samples of fixed size, sample_rate={sample_rate} "
-                "for coins: pass one of them"
+                f"for coins, num_batches={num_batches} for random allocation: pass one of them"
             )
         users = (
             protocol.num_users
             if num_users is None
             else integer("num_users", num_users, minimum=protocol.num_users)
         )
+        sampling = "poisson" if num_users is None else "fixed_size"
+        rate = protocol.num_users / users if sample_rate is None else sample_rate
+        if num_batches is not None:
+            sampling, rate = "random_allocation", 1 / integer("num_batches", num_batches)
         published = protocol.calibration == "published"
         return cls(
             noise_multiplier=protocol.noise_multiplier,
             num_users=users,
-            sample_rate=protocol.num_users / users if sample_rate is None else sample_rate,
-            sampling="poisson" if num_users is None else "fixed_size",
+            sample_rate=rate,
+            sampling=sampling,
             dimension=protocol.dimension,
             granularity=protocol.granularity,
             noise_trials=protocol.sum_round.noise.trials,
@@ -272,11 +289,16 @@ class ShuffledSums(Mechanism):
 
     @property
     def reports(self) -> int:
-        """How many users report in a round: all of them, or those of a sample of fixed size."""
-        return self.num_users if self.sampling == "poisson" else round(self.expected_reports)
+        """How many users report in a round: those of a sample of fixed size, else all of them."""
+        return round(self.expected_reports) if self.sampling == "fixed_size" else self.num_users
+
+    @property
+    def num_batches(self) -> int:
+        """1/γ, the rounds of an epoch of random allocation."""
+        return round(1 / self.sample_rate)
 
     def sampled_sum(self, mu: float) -> SampledSum:
-        """Returns the round at some μ under replacement.
+        """Returns the round at some μ under replacement, if it has a sample of its own.
 
         :mod:`opacus_shuffle.analysis.sampled_sums` accounts for it so.
         """
@@ -301,8 +323,8 @@ class ShuffledSums(Mechanism):
 
     @property
     def reporting_rate(self) -> float:
-        """1 by coins, which all users' reports hide; γ for samples of fixed size."""
-        return 1.0 if self.sampling == "poisson" else self.sample_rate
+        """γ for samples of fixed size, else 1, as all users' reports hide who takes part."""
+        return self.sample_rate if self.sampling == "fixed_size" else 1.0
 
     @property
     def mu(self) -> float:
@@ -323,3 +345,14 @@ class ShuffledSums(Mechanism):
         honest = honest_users(self.reports, self.honest_fraction)
         variance = self.noise.variance * self.reports / honest + self.expected_reports / 4
         return 2 * math.sqrt(variance) / self.granularity
+
+
+def _batches(sample_rate: float) -> int:
+    """Returns t where γ is 1/t; refuses every other γ."""
+    batches = round(min(1 / sample_rate, 2.0**53))
+    if not math.isclose(sample_rate * batches, 1.0):
+        raise ValueError(
+            "sample_rate with sampling='random_allocation' is 1 over the number of batches of an "
+            f"epoch, got {sample_rate!r}: pass 1 / {batches}, say"
+        )
+    return batches

@@ -151,12 +151,13 @@ class Scheme:
             )
 
     def check_aggregator(self, request: Request) -> None:
-        """Refuses protocols, which have a scheme of their own."""
-        if request.aggregator is not None:
-            raise ValueError(
-                f"aggregator={request.aggregator!r} goes with accountant='shuffled_sums', got "
-                f"{self.name!r}: use that one, or leave it out"
-            )
+        """Refuses protocols and their ways of sampling, which have a scheme of their own."""
+        for name in ("aggregator", "sampling"):
+            if (value := getattr(request, name)) is not None:
+                raise ValueError(
+                    f"{name}={value!r} goes with accountant='shuffled_sums', got {self.name!r}: "
+                    "use that one, or leave it out"
+                )
 
     def check_noise(self, request: Request) -> float:
         """Returns the noise multiplier, or refuses one that cannot be accounted for."""

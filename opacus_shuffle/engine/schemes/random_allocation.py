@@ -24,8 +24,10 @@ from opacus_shuffle.engine.schemes.base import Scheme, plan_on_ranks
 from opacus_shuffle.engine.training_plan import Request, Run
 
 
-class AllocatedDPSGD(Scheme):
-    """DP-SGD whose batches are made by one draw of each record for each epoch.
+class EpochScheme(Scheme):
+    """A scheme whose batches may be made by one draw of each record for each epoch.
+
+    Then an epoch is accounted as a whole; other batches are drawn and accounted one by one.
 
     Attributes:
         epoch: Stands for the epoch that was accounted last.
@@ -34,27 +36,15 @@ class AllocatedDPSGD(Scheme):
         next_place: Which of the epoch's batches is to come next.
     """
 
-    mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (RandomAllocation,)
-    noise_elsewhere: ClassVar[str] = "adds the noise to the sum, at the server"
     epoch: object = None
     noise: float = 0.0
     newest: tuple[str, int] = ("", 0)
     next_place: int = 0
 
-    def plan_sampling(self, request: Request) -> SamplingPlan:
-        """Plans as many batches as the loader has; refuses other ways of drawing them."""
-        if request.poisson_sampling is not None:
-            raise ValueError(
-                "random_allocation draws each record's batch once an epoch, got "
-                f"poisson_sampling={request.poisson_sampling}: leave it out, or use an accountant "
-                "of Poisson batches, such as 'prv', or of batches of one size, such as "
-                "'subsampled_shuffle'"
-            )
-        secure = self.engine.secure_mode
-        return plan_on_ranks(self.name, request, "random_allocation", secure_mode=secure)
-
     def independent_sampler(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
-        """Returns the sampler that draws each record's batch."""
+        """Returns the sampler that draws each record's batch, or tosses its coins."""
+        if run.sampling.kind != "random_allocation":
+            return super().independent_sampler(run, generator)
         return RandomAllocationSampler(
             num_samples=run.sampling.num_users,
             batch_size=run.sampling.batch_size,
@@ -63,16 +53,8 @@ class AllocatedDPSGD(Scheme):
             ranks=run.request.ranks,
         )
 
-    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> RandomAllocation:
-        """Returns the mechanism of one step."""
-        return RandomAllocation(
-            noise_multiplier=noise_multiplier,
-            num_users=run.sampling.num_users,
-            num_batches=run.sampling.steps_per_epoch,
-        )
-
     def record(self, run: Run, optimizer: PrivateOptimizer) -> None:
-        """Records all steps of an epoch at its first one.
+        """Records all steps of an epoch at its first one, where its batches are drawn together.
 
         Raises:
             ValueError: If the noise is less than what the epoch was accounted with.
@@ -80,6 +62,9 @@ class AllocatedDPSGD(Scheme):
         Warns:
             PrivacyAssumptionWarning: If the batch before this one was left out.
         """
+        if run.sampling.kind != "random_allocation":
+            super().record(run, optimizer)
+            return
         step, tickets = self.round(run, optimizer), optimizer.tickets
         assert tickets is not None
         assert tickets.latest is not None  # or the step would have been refused
@@ -105,3 +90,30 @@ class AllocatedDPSGD(Scheme):
                 stacklevel=6,
             )
         self.epoch, self.next_place = epoch, place + 1
+
+
+class AllocatedDPSGD(EpochScheme):
+    """DP-SGD whose batches are made by one draw of each record for each epoch."""
+
+    mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (RandomAllocation,)
+    noise_elsewhere: ClassVar[str] = "adds the noise to the sum, at the server"
+
+    def plan_sampling(self, request: Request) -> SamplingPlan:
+        """Plans as many batches as the loader has; refuses other ways of drawing them."""
+        if request.poisson_sampling is not None:
+            raise ValueError(
+                "random_allocation draws each record's batch once an epoch, got "
+                f"poisson_sampling={request.poisson_sampling}: leave it out, or use an accountant "
+                "of Poisson batches, such as 'prv', or of batches of one size, such as "
+                "'subsampled_shuffle'"
+            )
+        secure = self.engine.secure_mode
+        return plan_on_ranks(self.name, request, "random_allocation", secure_mode=secure)
+
+    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> RandomAllocation:
+        """Returns the mechanism of one step."""
+        return RandomAllocation(
+            noise_multiplier=noise_multiplier,
+            num_users=run.sampling.num_users,
+            num_batches=run.sampling.steps_per_epoch,
+        )

@@ -1,7 +1,8 @@
 """Trains with sums of bits in place of Gaussian noise (Cheu, Joseph, Mao and Peng, Algorithm 2).
 
 By default all users report in every round, and each tosses a secret coin for whether its gradient
-is in its report: the sum is Poisson-subsampled DP-SGD's. With ``poisson_sampling=False`` a secret
+is in its report: the sum is Poisson-subsampled DP-SGD's. With ``sampling="random_allocation"`` each
+draws in secret in which one round of an epoch it is. With ``poisson_sampling=False`` a secret
 sample of fixed size reports.
 """
 
@@ -16,8 +17,9 @@ import torch
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons
 from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.compute import compute_noise_multiplier
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledSums
-from opacus_shuffle.accountants.mechanisms.shuffled_sums import ROUND_DELTA
+from opacus_shuffle.accountants.mechanisms.shuffled_sums import ROUND_DELTA, SAMPLINGS
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
@@ -25,15 +27,16 @@ from opacus_shuffle.core.validation import instance_of, moderate, one_of, positi
 from opacus_shuffle.engine.clipping import Clipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.sampling.samplers import Kind, SamplingPlan
-from opacus_shuffle.engine.schemes.base import Scheme, plan_on_ranks
+from opacus_shuffle.engine.sampling.samplers import INDEPENDENT, SamplingPlan
+from opacus_shuffle.engine.schemes.base import plan_on_ranks
+from opacus_shuffle.engine.schemes.random_allocation import EpochScheme
 from opacus_shuffle.engine.shuffled_sum import ShuffledSum
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
-class VectorSums(Scheme):
+class VectorSums(EpochScheme):
     """Sends every record's clipped gradient as shuffled bits, which noise bits hide."""
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (ShuffledSums,)
@@ -78,8 +81,16 @@ class VectorSums(Scheme):
         return request.aggregator.noise_multiplier
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
-        """Plans how batches are drawn: by every record's own coin, or of one size."""
-        kind: Kind = "fixed_size" if request.poisson_sampling is False else "poisson"
+        """Plans how batches are drawn: by every record's own coin or draw, or of one size."""
+        kind: Any = "fixed_size" if request.poisson_sampling is False else "poisson"
+        if request.sampling is not None:
+            if request.poisson_sampling is not None:
+                raise ValueError(
+                    f"sampling={request.sampling!r} and poisson_sampling="
+                    f"{request.poisson_sampling} both say how batches are drawn: leave out the "
+                    "latter"
+                )
+            kind = one_of("sampling", request.sampling, SAMPLINGS)
         return plan_on_ranks(self.name, request, kind, secure_mode=self.engine.secure_mode)
 
     def noise_device(self, request: Request) -> torch.device:
@@ -92,17 +103,17 @@ class VectorSums(Scheme):
     ) -> None:
         """Refuses a protocol that does not fit this run."""
         norm, entries = positive("max_grad_norm", request.max_grad_norm), _entries(request)
-        coins, reports = sampling.kind == "poisson", _reports(sampling)
+        everyone, reports = sampling.kind in INDEPENDENT, _reports(sampling)
         if protocol.num_users != reports:
             who = (
                 f"but all {reports} records report in every round, those that are not in the "
                 f"batch zero: build it with num_users={reports}, or pass poisson_sampling=False "
                 "for batches of one size"
-                if coins
+                if everyone
                 else f"a batch holds {reports} records: build it with num_users={reports}"
             )
             raise ValueError(f"the aggregator sums num_users={protocol.num_users} reports, {who}")
-        if protocol.honest_fraction < 1 and sampling.sample_rate < 1 and not coins:
+        if protocol.honest_fraction < 1 and sampling.sample_rate < 1 and not everyone:
             raise ValueError(
                 f"the aggregator's honest_fraction is {protocol.honest_fraction:.3g}, but batches "
                 "are samples of the data set: who of a sample is honest is random, and dishonest "
@@ -151,9 +162,9 @@ class VectorSums(Scheme):
     def strategies(self, run: Run, clipping: Clipping) -> tuple[Clipping, Noise]:
         """Returns the protocol's strategy, which both clips and adds noise."""
         assert run.aggregator is not None
-        coins = run.sampling.kind == "poisson"
+        everyone = run.sampling.kind in INDEPENDENT
         sigma = float(run.noise_multiplier)
-        sums = ShuffledSum(run.aggregator, noise_multiplier=sigma, everyone_reports=coins)
+        sums = ShuffledSum(run.aggregator, noise_multiplier=sigma, everyone_reports=everyone)
         return sums, sums
 
     def covers_drop_outs(self, run: Run) -> bool:
@@ -168,19 +179,21 @@ def _entries(request: Request) -> int:
 
 def _reports(sampling: SamplingPlan) -> int:
     """Returns how many users report in a round."""
-    return sampling.num_users if sampling.kind == "poisson" else sampling.batch_size
+    return sampling.num_users if sampling.kind in INDEPENDENT else sampling.batch_size
 
 
 def _rounding(sampling: SamplingPlan) -> dict[str, Any]:
     """Returns by whose values a protocol's grid is chosen."""
-    coins = sampling.kind == "poisson"
-    return {"zero_on_grid": True, "rate": sampling.sample_rate} if coins else {}
+    everyone = sampling.kind in INDEPENDENT
+    return {"zero_on_grid": True, "rate": sampling.sample_rate} if everyone else {}
 
 
 def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSums:
     """Returns the mechanism of one round of a protocol."""
     if sampling.kind == "poisson":
         return ShuffledSums.of_protocol(protocol, sample_rate=sampling.sample_rate)
+    if sampling.kind == "random_allocation":
+        return ShuffledSums.of_protocol(protocol, num_batches=sampling.steps_per_epoch)
     return ShuffledSums.of_protocol(protocol, num_users=sampling.num_users)
 
 
@@ -201,14 +214,24 @@ def _protocol_for(
     if budget.adjacency == "replace" and sampling.kind == "fixed_size":
         return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=rate)
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
-    like = SampledSum(mu=1.0, sample_rate=rate, lost=lost, sampling=sampling.kind)
+    if sampling.kind == "random_allocation":  # a trusted server's noise covers the bits' (11.9)
+        sigma = compute_noise_multiplier(
+            "random_allocation",
+            target_epsilon=epsilon,
+            target_delta=delta - steps * lost,
+            steps=steps,
+            adjacency=budget.adjacency,
+            num_batches=sampling.steps_per_epoch,
+        )
+    else:
+        like = SampledSum(mu=1.0, sample_rate=rate, lost=lost, sampling=sampling.kind)
 
-    def spent(noise_multiplier: float) -> float:
-        rounds = [(dataclasses.replace(like, mu=2 / noise_multiplier), steps)]
-        adjacency = Adjacency(budget.adjacency)
-        return min(gaussian_epsilons(rounds, delta=delta, adjacency=adjacency).values())
+        def spent(noise_multiplier: float) -> float:
+            rounds = [(dataclasses.replace(like, mu=2 / noise_multiplier), steps)]
+            adjacency = Adjacency(budget.adjacency)
+            return min(gaussian_epsilons(rounds, delta=delta, adjacency=adjacency).values())
 
-    sigma = smallest_noise(spent, target_epsilon=epsilon)
+        sigma = smallest_noise(spent, target_epsilon=epsilon)
     return ShuffleVectorSum.with_noise_multiplier(
         *sizes, sigma, delta=delta, rounds=steps, **_rounding(sampling)
     )
