@@ -11,7 +11,7 @@ It records every round as a mechanism, and answers with any bound on them.
 >>> accountant.history
 [(5.0, 0.1, 100)]
 >>> round(accountant.get_epsilon(1e-5), 3)
-0.012
+0.011
 """
 
 from __future__ import annotations

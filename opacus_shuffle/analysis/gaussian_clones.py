@@ -201,8 +201,10 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
             (_mixture(kind, margin, clones, budget, tail, distance, few), count)
             for kind, count in rounds
         ]
+        lost = sum(count * mixture.lost for mixture, count in mixtures)
+        mass = math.exp(min(2 * lost, 1.0))  # where half is lost, all is
         epsilon = privacy_loss.compute_epsilon(
-            mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta)
+            mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta, mass)
         )
         close = abs(epsilon - guess) <= 0.02 or (1 - _SMALL_GAIN) * best <= epsilon < math.inf
         if epsilon < best:
@@ -219,10 +221,15 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     return best
 
 
-def _slack(rounds: Merged, margin: float, clones: Clones, delta: float) -> tuple[float, float]:
+def _slack(
+    rounds: Merged, margin: float, clones: Clones, delta: float, mass: float = 1.0
+) -> tuple[float, float]:
     """Returns what all rounds add to δ: a number, and another one that e^ε multiplies.
 
-    See 1.4, 1.6, 1.8, 1.12, 1.13 and 9.2 of the proofs.
+    ``mass`` is the most that the measures of the other rounds add up to, 1 but for what is lost.
+    The first number is negative where a record is mostly absent: what its absence adds is
+    e^ε − 1 + 2δ times the margin's probability. See 1.4, 1.6, 1.8, 1.12, 1.13 and 9.2 of the
+    proofs.
     """
     missing = float(ndtr(-margin))
     if clones == "mended":
@@ -231,14 +238,15 @@ def _slack(rounds: Merged, margin: float, clones: Clones, delta: float) -> tuple
             others * clone_probability(sigma, margin) * missing for sigma, others in sigmas
         )
         return distance, distance
-    gained = lost = 0.0
+    gained = lost = absent = 0.0
     for kind, count in rounds:
         shift, rate = 1 / kind.noise_multiplier, kind.sample_rate
-        gained += count * (
-            rate * _mass(max(margin, shift / 2) - shift, shift) + (1 - rate) * missing
-        )
-        lost += count * (rate * _mass(margin, shift) + (1 - rate) * missing)
-    return gained / (1 - delta), lost / (1 - delta)
+        gained += count * rate * _mass(max(margin, shift / 2) - shift, shift)
+        lost += count * rate * _mass(margin, shift)
+        absent += count * (1 - rate) * missing
+    # What is taken off is made smaller than rounding could make it: at a small ε nearly all of the
+    # other part is taken off.
+    return mass * gained - absent * (1 - 2 * delta - 1e-12), mass * (lost + absent)
 
 
 def _mass(start: float, length: float) -> float:

@@ -121,7 +121,8 @@ def compute_epsilon(
         rounds: Mixtures of **upper** distributions, each with its number of rounds.
         delta: δ in (0, 1).
         slack: What the two data sets' views have, over all rounds, that is not in what ``rounds``
-            describes: in total variation both numbers are that distance.
+            describes: in total variation both numbers are that distance. The first may be
+            negative, if both add up to 0 or more.
 
     Returns:
         ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` leave nothing of δ.
@@ -193,7 +194,7 @@ def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], side: Sid
 def _direction_epsilon(
     rounds: Rounds,
     delta: float,
-    given: tuple[float, float],
+    slack: tuple[float, float],
     width: float,
     side: Side,
     reverse: bool,
@@ -206,16 +207,11 @@ def _direction_epsilon(
         if width * coarser > _WIDEST:
             break
         losses = [_loss(mixture, width * coarser, side, reverse) for mixture, _ in rounds]
-        left, slack = (
-            sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True)),
-            given,
-        )
-        # Where the lost part counts in full beside the rest, a round's masses add up to 1 +
-        # infinite at most: over all rounds to e^left, for what else is lost and for the slack of a
-        # round among the others.
+        left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
+        # Where the lost part counts beside the rest, a round's masses add up to 1 + 2·infinite at
+        # most: over all rounds to e^(2·left), for what else is lost.
         if side == "upper":
-            growth = math.exp(min(left, 1.0))
-            left, slack = left * growth, (given[0] * growth, given[1] * growth)
+            left *= math.exp(min(2 * left, 1.0))
         if left + sum(slack) >= delta:
             return math.inf
         if not any(

@@ -14,7 +14,14 @@ import math
 
 import numpy as np
 import pytest
-from helpers.shuffled_reports import ROUNDING, hockey_stick, one_round, shuffled_cells, view_cells
+from helpers.shuffled_reports import (
+    ROUNDING,
+    hockey_stick,
+    merged_cells,
+    one_round,
+    shuffled_cells,
+    view_cells,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,20 +103,32 @@ def test_all_small_data_sets_are_certified(users, sigma, stays, adjacency):
             assert_certified(moved, still, rounds, adjacency=adjacency, clones=clones)
 
 
-@pytest.mark.zoo
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
-@pytest.mark.parametrize("rate", [0.3, 0.7])
-@pytest.mark.parametrize("users", [2, 3])
-def test_random_participants_are_certified_for_two_and_three_users(users, rate, sampling):
+@pytest.mark.parametrize(
+    ("users", "rate", "repetitions"),
+    [
+        (2, 0.5, 2),
+        *(
+            pytest.param(users, rate, repetitions, marks=pytest.mark.zoo)
+            for users, rate, repetitions in itertools.product((2, 3), (1 / 3, 2 / 3), (1, 2))
+        ),
+    ],
+)
+def test_random_participants_are_certified_for_two_and_three_users(
+    users, rate, repetitions, sampling
+):
+    rate = round(rate * users) / users if sampling == "fixed_size" else rate
     for sigma in (3.0, 10.0):
-        rounds = one_round(sigma, users, rate, sampling)
+        rounds = one_round(sigma, users, rate, sampling, repetitions)
         for others in ((-1.0,) * (users - 1), (0.0,) * (users - 1), other_records(users)[-1]):
             for stays, adjacency in ((0.0, "zero_out"), (-1.0, "replace")):
-                moved, still = (
+                views = [
                     view_cells((record, *others), sigma, rate, sampling) for record in (1.0, stays)
-                )
+                ]
+                if repetitions == 2:
+                    views = [np.outer(view, view).ravel() for view in merged_cells(*views)]
                 for clones in KINDS:
-                    assert_certified(moved, still, rounds, adjacency=adjacency, clones=clones)
+                    assert_certified(*views, rounds, adjacency=adjacency, clones=clones)
 
 
 # ---- properties

@@ -148,3 +148,11 @@ def test_what_is_lost_adds_to_delta_and_too_much_of_it_leaves_nothing():
 
     assert epsilon() < min(epsilon(lost=5e-7), epsilon(slack=2e-6)) < math.inf
     assert epsilon(lost=2e-6) == epsilon(slack=5e-6) == math.inf
+
+
+def test_a_slack_that_grows_from_zero_is_paid_for_as_it_grows():
+    distribution, least = mean_distribution(noise_multiplier=2.0, num_users=1), 3e-3
+    rounds, delta = [(Mixture.of(distribution), 1)], 0.01
+    epsilon = compute_epsilon(rounds, delta=delta, slack=(-least, least))
+    spent = math.exp(gaussian.log_delta(mu=0.5, epsilon=epsilon)) + least * math.expm1(epsilon)
+    assert 0.99 * delta <= spent <= delta

@@ -64,3 +64,33 @@ def test_what_the_exchange_shows_is_the_pair_of_two_users_and_the_slack(sigma, t
     for tau in TAUS:
         for first, second in ((0, 1), (1, 0)):
             assert hockey_stick(g, after[first], after[second], tau) <= allowed(first, second, tau)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_a_slack_that_grows_from_one_adds_up_over_rounds_as_in_1_12(share, rounds):
+    # Two reports for an answer that is right with probability p; a share of the rounds tells it
+    # with certainty or not at all, as often as makes up the same total variation. The hockey stick
+    # of a round grows by (τ − 1)·C at most, and by exactly that up to τ = p/(1 − p).
+    p = 0.8
+    right, told = p, 2 * p - 1
+    answer = np.array([right, 1 - right, 0.0, 0.0, 0.0])
+    truth = (1 - share) * answer + share * np.array([0.0, 0.0, told, 0.0, 1 - told])
+    c = rounds * share * (1 - p)
+    pairs = [(x, x[[1, 0, 3, 2, 4]]) for x in (answer, truth)]
+
+    def composed(instead):
+        views = np.ones(1), np.ones(1)
+        for number in range(rounds):
+            views = [
+                np.outer(*both).ravel()
+                for both in zip(views, pairs[number >= instead], strict=True)
+            ]
+        return views
+
+    for tau in TAUS[2:]:
+        sticks = [hockey_stick(1.0, *composed(instead), tau) for instead in range(rounds + 1)]
+        added = sticks[0] - sticks[-1]  # all as they are, over none
+        assert added <= c * (tau - 1 + 2 * max(sticks))
+        if rounds > 1 and tau == 1:
+            assert added > c * (tau - 1)  # over rounds that alone would not do

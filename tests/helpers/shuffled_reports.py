@@ -76,6 +76,15 @@ def view_cells(records, sigma, rate, sampling):
     )
 
 
+def merged_cells(moved, still, count=300):
+    """Both distributions with cells of like ratios merged, which is post-processing, too."""
+    ratios = np.log(np.maximum(moved, 1e-300) / np.maximum(still, 1e-300))
+    order = np.argsort(ratios)
+    filled = np.cumsum((moved + still)[order]) / 2
+    places = np.minimum((count * filled).astype(int), count - 1)
+    return [np.bincount(places, masses[order], count) for masses in (moved, still)]
+
+
 def hockey_stick(moved, still, epsilon):
     """The larger direction of δ(ε)."""
     scale = math.exp(epsilon)
