@@ -15,6 +15,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 
+from scipy.optimize import minimize_scalar
+
 from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, ask
 from opacus_shuffle.analysis.composition import OrderCapWarning
 from opacus_shuffle.core.guarantees import Adjacency
@@ -26,6 +28,8 @@ LOWEST, HIGHEST = 1e-3, 1e9
 RELATIVE_TOLERANCE = 1e-7
 CLOSE = 1e-4
 """Relative gap below the target that ends a search by a bound with rough values, which is slow."""
+_RATES = (1e-3, 0.999)
+"""Rates of secret coins that are tried."""
 _ROUGH_STEP, _LARGEST_STEP = 1.02, 8.0
 """The first factor off a rough value; factors are squared up to the largest, so few are tried."""
 
@@ -116,14 +120,57 @@ def least_within(
 
     if entry.rough is None:
         return search(spent, tolerance=tolerance)
-    rough = functools.partial(
-        entry.rough, delta=open_unit_interval("delta", delta), adjacency=Adjacency(adjacency)
-    )
-    guess = search(lambda x: rough(rounds(x)), tolerance=CLOSE)
+    guess = search(_rough_epsilon(entry, rounds, delta, adjacency), tolerance=CLOSE)
     close = max(tolerance, CLOSE)
     return search(
         spent, tolerance=close / 10, close=close, start=guess or highest, factor=_ROUGH_STEP
     )
+
+
+def least_noisy_rate(
+    entry: Bound,
+    rounds: Callable[[float, float], Rounds],
+    *,
+    target_epsilon: float,
+    delta: float,
+    adjacency: str = "zero_out",
+    lowest: float = LOWEST,
+) -> float:
+    """Returns the sampling rate at which the mean gradient is least noisy within a budget.
+
+    It is the best by the bound's rough values, to three digits.
+
+    Args:
+        entry: The bound that is meant, which has rough values.
+        rounds: What would run at a noise multiplier and a rate.
+        target_epsilon: ε to stay within, above 0.
+        delta: δ in (0, 1).
+        adjacency: Between which data sets.
+        lowest: The least multiplier to try.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    target = positive("target_epsilon", target_epsilon)
+
+    def noise_of_mean(rate: float) -> float:
+        rough = _rough_epsilon(entry, lambda sigma: rounds(sigma, rate), delta, adjacency)
+        sigma = _least(rough, target=target, lowest=lowest, highest=HIGHEST, tolerance=CLOSE)
+        return rounds(sigma or HIGHEST, rate)[0][0].noise_of_mean
+
+    best = minimize_scalar(noise_of_mean, bounds=_RATES, method="bounded", options={"xatol": 1e-3})
+    return round(float(best.x), 3)
+
+
+def _rough_epsilon(
+    entry: Bound, rounds: Callable[[float], Rounds], delta: float, adjacency: str
+) -> Callable[[float], float]:
+    """Returns a bound's rough ε as a function of the noise multiplier."""
+    assert entry.rough is not None
+    rough = functools.partial(
+        entry.rough, delta=open_unit_interval("delta", delta), adjacency=Adjacency(adjacency)
+    )
+    return lambda sigma: rough(rounds(sigma))
 
 
 def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float) -> float:

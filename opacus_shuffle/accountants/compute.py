@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound
-from opacus_shuffle.accountants.calibrate import noise_within
+from opacus_shuffle.accountants.calibrate import least_noisy_rate, noise_within
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
@@ -179,6 +179,53 @@ def compute_noise_multiplier(
     answer = compute_bound(rounds(sigma), delta=target_delta, bound=bound, adjacency=adjacency)
     _warn_of_assumption(answer, "compute_noise_multiplier")
     return sigma
+
+
+def best_sample_rate(
+    mechanism: str = "secret_checkin",
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    adjacency: str = "zero_out",
+    **fields: Any,
+) -> float:
+    """Returns the rate q of secret check-in at which the mean gradient is least noisy.
+
+    The more users take part, the more of all reports is signal, and the fewer are noise that hides
+    it.
+
+    Args:
+        mechanism: Its name, as for :func:`compute_epsilon`; one whose coins nobody sees.
+        target_epsilon: ε to stay within, above 0.
+        target_delta: δ in (0, 1).
+        steps: T, rounds, at least 1.
+        adjacency: Between which data sets.
+        **fields: The mechanism's other fields, such as ``num_users``.
+
+    Returns:
+        q, to three digits, by an estimate of the certified ε: the noise for a budget follows from
+        :func:`compute_noise_multiplier`.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown.
+    """
+    kind = MECHANISMS[one_of("mechanism", mechanism, ("secret_checkin",))]
+    open_unit_interval("target_delta", target_delta)
+    count = integer("steps", steps)
+
+    def rounds(noise_multiplier: float, rate: float) -> Rounds:
+        one = kind.build(noise_multiplier=noise_multiplier, sample_rate=rate, **fields)
+        return [(one, count)]
+
+    return least_noisy_rate(
+        find_bound(kind, "certified"),
+        rounds,
+        target_epsilon=target_epsilon,
+        delta=target_delta,
+        adjacency=adjacency,
+        lowest=kind.least_noise,
+    )
 
 
 def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:

@@ -28,8 +28,9 @@ from opacus_shuffle.accountants.bounds.registry import (
 )
 from opacus_shuffle.accountants.calibrate import least_within, noise_within
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
+from opacus_shuffle.accountants.compute import best_sample_rate
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
-from opacus_shuffle.accountants.mechanisms import RandomAllocation
+from opacus_shuffle.accountants.mechanisms import RandomAllocation, SecretCheckIn
 from opacus_shuffle.core.guarantees import SHUFFLER, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph, text_table
@@ -180,6 +181,9 @@ class Plan:
             if isinstance(row.round, RandomAllocation):
                 batches = f"{row.round.num_batches:,} batches to an epoch"
                 lines += paragraph(f"{row.mechanism}: {batches}, and begun epochs count in full.")
+            if isinstance(row.round, SecretCheckIn):
+                coins = f"secret coins of rate {row.round.sample_rate:g} (sample_rate)"
+                lines += paragraph(f"{row.mechanism}: {coins} say who takes part.")
         return "\n".join(lines)
 
     def _users(self) -> str:
@@ -220,9 +224,11 @@ def plan(
     It also has how many users would make up for it.
 
     Users take part by coins at the sampling rate (samples of fixed size cost much the same), and
-    everyone in every round where a mechanism samples nobody. Random allocation has the whole number
-    of batches nearest to 1/γ; an epoch that the rounds begin counts in full, as it does where they
-    are trained. It has a row where these are at least 2 batches and at most one for each user.
+    everyone in every round where a mechanism samples nobody. Where γ is 1 secret check-in, in which
+    all report anyhow, has the rate at which the mean is least noisy. Random allocation has the
+    whole number of batches nearest to 1/γ; an epoch that the rounds begin counts in full, as it
+    does where they are trained. It has a row where these are at least 2 batches and at most one for
+    each user.
 
     Args:
         num_users: n, the whole population.
@@ -254,6 +260,14 @@ def plan(
     }
     best: dict[tuple[str, str], tuple[Bound, Callable[..., Rounds], Mechanism, int]] = {}
     for kind, entry, fields in _ways(asked):
+        if kind is SecretCheckIn and sample_rate == 1:  # not all of those who are there
+            everyone = {name: value for name, value in fields.items() if name != "sample_rate"}
+            fields["sample_rate"] = best_sample_rate(
+                steps=steps,
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                **everyone,
+            )
         rounds = functools.partial(_rounds, kind, steps, fields)
         sigma = noise_within(entry, rounds, lowest=kind.least_noise, tolerance=TOLERANCE, **budget)
         ((one, count),) = rounds(sigma)
@@ -291,16 +305,17 @@ def _ways(asked: dict[str, Any]) -> Iterator[tuple[type[Mechanism], Bound, dict[
             fields.pop("sample_rate")
         # Samples of fixed size are hardly different from coins, and coins that always fall on the
         # same side are the mechanism that samples nobody.
+        secret = kind is SecretCheckIn
         needless = kind.sampling == "fixed_size" or (
-            everyone and kind.sampling and kind.noise_is_local
+            everyone and kind.sampling and kind.noise_is_local and not secret
         )
         fits = 1 < asked["num_batches"] <= asked["num_users"] if allocated else kind.shuffled
         known = {*kind.required_fields()} <= {*fields, "noise_multiplier"}
         if needless or not known or not fits:
             continue
         for entry in entries_of(kind):
-            # The baselines of random allocation are the same server with other batches.
-            baseline = entry.baseline and (everyone or kind.sampling) and not allocated
+            # Those baselines are the same server, and the same users seen by name, at other rates.
+            baseline = entry.baseline and (everyone or kind.sampling) and not (allocated or secret)
             if entry.guarantee is Guarantee.PROVED and (entry.name == "certified" or baseline):
                 yield kind, entry, fields
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import textwrap
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.communication import sent_per_user, size_of
+from opacus_shuffle.accountants.compute import best_sample_rate
 from opacus_shuffle.accountants.report import not_private, promise
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.commands.flags import CompareSettings, check_file, check_picture
@@ -62,6 +64,8 @@ class Kind:
         rounds: About how many there are.
         learning_rate: Of gradients clipped to 0.5, with momentum.
         sampled: Whether a round is a secret sample of the users, rather than all of them.
+        local_noise: Whether each report carries noise of its own.
+        ghost: Whether ghost clipping will do.
     """
 
     trusted: str
@@ -71,14 +75,16 @@ class Kind:
     rounds: int
     learning_rate: float
     sampled: bool
+    local_noise: bool = False
+    ghost: bool = True
 
-    def batch_size(self, records: int) -> int:
+    def batch_size(self, records: int, *, epsilon: float, delta: float) -> int:
         """The expected number of records in a round."""
+        if self.accountant == "secret_checkin":
+            budget = {"target_epsilon": epsilon, "target_delta": delta}
+            rate = best_sample_rate(num_users=records, steps=self.rounds, **budget)
+            return max(1, round(rate * records))
         return max(1, min(records // 2, SAMPLED_BATCH)) if self.sampled else records
-
-    def epochs(self, records: int) -> int:
-        """The number of passes over the data that takes about as many rounds as are wanted."""
-        return max(1, round(self.rounds * self.batch_size(records) / records))
 
 
 KINDS = (
@@ -99,15 +105,18 @@ KINDS = (
         rounds=60,
         learning_rate=4.0,
         sampled=True,
+        ghost=False,
     ),
     Kind(
         trusted="a shuffler",
-        how="Gaussian reports",
-        accountant="shuffle_gauss",
+        how="linear reports",
+        accountant="secret_checkin",
         bound="certified",
-        rounds=120,
+        rounds=200,
         learning_rate=0.5,
-        sampled=False,
+        sampled=True,
+        local_noise=True,
+        ghost=False,
     ),
     Kind(
         trusted="nobody",
@@ -117,6 +126,7 @@ KINDS = (
         rounds=20,
         learning_rate=1.0,
         sampled=False,
+        local_noise=True,
     ),
 )
 
@@ -292,17 +302,19 @@ def train_kind(
     # would halve the rest.
     network = nn.Linear(entries, CLASSES, bias=False)
     nn.init.zeros_(network.weight)
-    epochs = kind.epochs(records)
+    batch_size = kind.batch_size(records, epsilon=epsilon, delta=delta)
+    epochs = max(1, round(kind.rounds / math.ceil(records / batch_size)))
     engine = PrivacyEngine(accountant=kind.accountant, seed=seed)
     sgd = torch.optim.SGD(network.parameters(), lr=kind.learning_rate, momentum=MOMENTUM)
     run: dict[str, Any] = {
         "module": network,
         "optimizer": sgd,
-        "data_loader": DataLoader(train_set, batch_size=kind.batch_size(records)),
+        "data_loader": DataLoader(train_set, batch_size=batch_size),
         "max_grad_norm": CLIPPING_NORM,
-        # Ghost clipping, which sums of bits cannot have, takes no gradient per record.
-        "grad_sample_mode": "hooks" if kind.accountant == "shuffled_sums" else "ghost",
-        "local_noise": kind.accountant == "shuffle_gauss",
+        # Ghost clipping, which sums of bits and linear reports cannot have, takes no gradient per
+        # record.
+        "grad_sample_mode": "ghost" if kind.ghost else "hooks",
+        "local_noise": kind.local_noise,
     }
     if kind.bound == "local":
         # The noise of each report with which all of one user's, seen by name, stay in the budget.

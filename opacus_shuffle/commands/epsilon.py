@@ -6,6 +6,7 @@ from typing import Any
 
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.compute import (
+    best_sample_rate,
     compute_noise_multiplier,
     privacy_bound,
     privacy_report,
@@ -30,7 +31,12 @@ def print_epsilon(options: dict[str, Any]) -> Printed:
 
 
 def print_noise(options: dict[str, Any]) -> Printed:
-    """Returns the smallest σ and its meaning."""
+    """Returns the smallest σ and its meaning, at the best rate of secret coins if none is given."""
+    chosen = ""
+    if options["mechanism"] == "secret_checkin" and "sample_rate" not in options:
+        named = {name: value for name, value in options.items() if name not in ("bound", "orders")}
+        options["sample_rate"] = best_sample_rate(**named)
+        chosen = f", at sample rate {options['sample_rate']:g}, the best one"
     fields = flags.fields_of_run(options, without=("noise_multiplier",))
     sigma = compute_noise_multiplier(**fields, **options)
     target, delta = options.pop("target_epsilon"), options.pop("target_delta")
@@ -44,10 +50,11 @@ def print_noise(options: dict[str, Any]) -> Printed:
     )
     what = (
         f"{whose} over the clipping norm) with which {answer.rounds} rounds of "
-        f"{answer.mechanism} stay within epsilon = {target:g}"
+        f"{answer.mechanism} stay within epsilon = {target:g}{chosen}"
     )
     values, text = _meaning(answer, run, round_up(sigma, 6), what)
-    return {"noise_multiplier": sigma, **values}, text
+    rate = {"sample_rate": run["sample_rate"]} if chosen else {}
+    return {"noise_multiplier": sigma, **rate, **values}, text
 
 
 def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) -> Printed:
