@@ -19,6 +19,7 @@ from opacus_shuffle.core.lazy_import import names_of
 
 if TYPE_CHECKING:
     from opacus_shuffle.accountants.accountant import ShuffleAccountant
+    from opacus_shuffle.accountants.compute import best_sample_rate
     from opacus_shuffle.accountants.dp_accounting_export import to_dp_accounting
     from opacus_shuffle.accountants.opacus_registry import register_accountants
 
@@ -27,6 +28,7 @@ __getattr__, __dir__ = names_of(  # what needs Opacus, or an extra
     _package,
     {
         "ShuffleAccountant": f"{_package}.accountant",
+        "best_sample_rate": f"{_package}.compute",
         "register_accountants": f"{_package}.opacus_registry",
         "to_dp_accounting": f"{_package}.dp_accounting_export",
     },
@@ -37,6 +39,7 @@ __all__ = [
     "PrivacyAssumptionWarning",
     "PrivacyBound",
     "ShuffleAccountant",
+    "best_sample_rate",
     "bounds_of",
     "compute_bound",
     "register_accountants",

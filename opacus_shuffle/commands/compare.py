@@ -81,8 +81,12 @@ class Kind:
     def batch_size(self, records: int, *, epsilon: float, delta: float) -> int:
         """The expected number of records in a round."""
         if self.accountant == "secret_checkin":
-            budget = {"target_epsilon": epsilon, "target_delta": delta}
-            rate = best_sample_rate(num_users=records, steps=self.rounds, **budget)
+            rate = best_sample_rate(
+                num_users=records,
+                steps=self.rounds,
+                target_epsilon=epsilon,
+                target_delta=delta,
+            )
             return max(1, round(rate * records))
         return max(1, min(records // 2, SAMPLED_BATCH)) if self.sampled else records
 

@@ -31,7 +31,7 @@ from opacus_shuffle.engine.clipping import FlatClipping, add_to_sum
 from opacus_shuffle.engine.noise import GaussianNoise, draw_gaussian
 from opacus_shuffle.protocols.linear_reports import summed_reports, tilted
 
-_TOGETHER = 16
+_TOGETHER = 32
 """Reports that share their normal numbers: more would take longer to be made orthogonal."""
 
 
