@@ -45,15 +45,16 @@ def integral(function):
     return quad(lambda z: function(z) * norm.pdf(z), -12, 12, **points)[0]
 
 
-def two_batches(epsilon, sigma, direction):
-    """The hockey stick at t = 2, exactly."""
-    tau = math.exp(epsilon)
+def two_batches(epsilon, sigma, direction, unseen=0):
+    """The hockey stick at two steps of t = 2 + ``unseen``, exactly."""
+    tau, batches = math.exp(epsilon), 2 + unseen
 
     def given_the_first(z):
         if direction == DIRECTIONS[0]:
-            return call(2 * tau - ratio(z, sigma), sigma) / 2
-        strike = 2 / tau - ratio(z, sigma)  # (1 − τR)₊, as (s − X)₊ = (X − s)₊ − 1 + s
-        return tau / 2 * (call(strike, sigma) - 1 + strike)
+            return call(batches * tau - unseen - ratio(z, sigma), sigma) / batches
+        # (1 − τR)₊, as (s − X)₊ = (X − s)₊ − 1 + s
+        strike = batches / tau - unseen - ratio(z, sigma)
+        return tau / batches * (call(strike, sigma) - 1 + strike)
 
     return integral(given_the_first)
 
@@ -74,8 +75,14 @@ def two_batches_replaced(epsilon, sigma):
     return integral(given_the_first) / 2
 
 
-def largest(epsilon, sigma):
-    return max(two_batches(epsilon, sigma, direction) for direction in DIRECTIONS)
+def largest(epsilon, sigma, unseen=0):
+    return max(two_batches(epsilon, sigma, direction, unseen) for direction in DIRECTIONS)
+
+
+def test_two_steps_of_three_cost_what_the_double_integral_says():
+    lower, upper = zero_out_epsilon([(epoch(1.0, 3, 2), 1)], delta=1e-3)
+    assert largest(upper, 1.0, unseen=1) <= 1e-3 * (1 + 1e-6)
+    assert largest(0.99 * lower, 1.0, unseen=1) > 1e-3
 
 
 @pytest.mark.parametrize(("sigma", "delta"), SETTINGS)

@@ -22,7 +22,9 @@ from helpers.zoo import (
 from opacus import GradSampleModule
 
 
-@pytest.mark.parametrize("name", tiered(ZOO))
+@pytest.mark.parametrize(
+    "name", [*tiered(name for name in ZOO if name != "batch_norm"), "batch_norm"]
+)
 def test_named_axes_and_entries_that_count_as_movable_move_and_no_others(name):
     """What one swap moves stays put in all 30 draws with chance 1e-9."""
     module, spec = entry(name)[0], spec_of(name)
