@@ -30,14 +30,13 @@ def test_calibration_ends_on_the_safe_side_and_close(target, delta):
     ("mechanism", "bound", "target"),
     [
         ("shuffle_gauss", "certified", 0.3),
-        pytest.param("shuffled_checkin", "pair", 1.0, marks=pytest.mark.zoo),
         # The rough values are far from the answer.
         ("shuffled_checkin", "certified", 8.0),
         *(
             pytest.param(mechanism, bound, target, marks=pytest.mark.zoo)
             for mechanism in SHUFFLED
             for bound in ("certified", "pair")
-            for target in (0.1, 1.7, 5.0, 30.0)
+            for target in (0.1, 30.0)
         ),
     ],
 )

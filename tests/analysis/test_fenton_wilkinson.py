@@ -122,7 +122,7 @@ def test_nothing_is_ever_nan(epsilon, ratio, d, norm, target):
 # ---- solving it
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ratios, targets, dimensions, norms)
 def test_the_epsilon_found_is_enough_and_so_is_more_but_not_less(ratio, target, d, norm):
     rest = dict(noise_std=ratio, dimension=d, batch_clip=norm)

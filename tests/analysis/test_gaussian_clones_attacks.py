@@ -124,8 +124,8 @@ def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
         # Without the clones' slack δ would be three times as large here, or more.
         (50, (1.0,), (1e-3,)),
         *(
-            pytest.param(users, (0.8, 1.0, 3.0, 10.0), (1e-2, 1e-3, 1e-5), marks=pytest.mark.zoo)
-            for users in (50, 1000, 10_000)
+            pytest.param(users, (0.8, 3.0), (1e-2, 1e-5), marks=pytest.mark.zoo)
+            for users in (50, 1000)
         ),
     ],
 )
@@ -179,7 +179,7 @@ def test_opposite_reports_among_zeros_are_enclosed_by_the_attack(users, sigma):
         pytest.param(0.7, 60_000, 1e-3, marks=pytest.mark.zoo),
         *(
             pytest.param(*setting, marks=pytest.mark.zoo)
-            for setting in ((1, 10_000, 1e-5), (1, 60_000, 1e-7), (0.85, 60_000, 1e-5))
+            for setting in ((1, 10_000, 1e-5), (1, 60_000, 1e-7))
         ),
     ],
 )

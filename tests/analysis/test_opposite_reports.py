@@ -57,7 +57,7 @@ def test_one_report_is_the_gaussian_mechanism_at_distance_two(sigma, epsilon):
 
 
 @given(sigma=sigmas, epsilon=epsilons, rate=st.floats(0.01, 1.0))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_two_reports_tell_at_most_what_is_computed(sigma, epsilon, rate):
     replaced = opposite_reports(noise_multiplier=sigma, num_users=2, sample_rate=rate)
     stick = hockey_stick(replaced, epsilon)
@@ -112,7 +112,7 @@ def test_opposite_records_are_worse_than_records_at_an_angle(angle):
     rate=st.floats(1e-3, 1.0),
     factor=st.floats(1.0, 1.5),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_both_directions_are_equal(sigma, users, rate, factor):
     stick = opposite_reports(
         noise_multiplier=sigma, num_users=users, sample_rate=rate, factor=factor
@@ -123,7 +123,7 @@ def test_both_directions_are_equal(sigma, users, rate, factor):
 
 
 @given(sigma=st.floats(0.5, 20.0), users=st.integers(2, 100), rate=st.floats(0.05, 1.0))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_a_factor_multiplies_hockey_sticks_and_more_users_hide_better(sigma, users, rate):
     one, three, fewer = (
         opposite_reports(noise_multiplier=sigma, num_users=n, sample_rate=rate, factor=factor)

@@ -45,15 +45,16 @@ def integral(function):
     return quad(lambda z: function(z) * norm.pdf(z), -12, 12, **points)[0]
 
 
-def two_batches(epsilon, sigma, direction):
-    """The hockey stick at t = 2, exactly."""
-    tau = math.exp(epsilon)
+def two_batches(epsilon, sigma, direction, unseen=0):
+    """The hockey stick at two steps of t = 2 + ``unseen``, exactly."""
+    tau, batches = math.exp(epsilon), 2 + unseen
 
     def given_the_first(z):
         if direction == DIRECTIONS[0]:
-            return call(2 * tau - ratio(z, sigma), sigma) / 2
-        strike = 2 / tau - ratio(z, sigma)  # (1 − τR)₊, as (s − X)₊ = (X − s)₊ − 1 + s
-        return tau / 2 * (call(strike, sigma) - 1 + strike)
+            return call(batches * tau - unseen - ratio(z, sigma), sigma) / batches
+        # (1 − τR)₊, as (s − X)₊ = (X − s)₊ − 1 + s
+        strike = batches / tau - unseen - ratio(z, sigma)
+        return tau / batches * (call(strike, sigma) - 1 + strike)
 
     return integral(given_the_first)
 
@@ -74,8 +75,14 @@ def two_batches_replaced(epsilon, sigma):
     return integral(given_the_first) / 2
 
 
-def largest(epsilon, sigma):
-    return max(two_batches(epsilon, sigma, direction) for direction in DIRECTIONS)
+def largest(epsilon, sigma, unseen=0):
+    return max(two_batches(epsilon, sigma, direction, unseen) for direction in DIRECTIONS)
+
+
+def test_two_steps_of_three_cost_what_the_double_integral_says():
+    lower, upper = zero_out_epsilon([(epoch(1.0, 3, 2), 1)], delta=1e-3)
+    assert largest(upper, 1.0, unseen=1) <= 1e-3 * (1 + 1e-6)
+    assert largest(0.99 * lower, 1.0, unseen=1) > 1e-3
 
 
 @pytest.mark.parametrize(("sigma", "delta"), SETTINGS)
@@ -89,7 +96,7 @@ def test_two_batches_cost_what_the_double_integral_says(sigma, delta):
     assert replaced > 10 or two_batches_replaced(0.97 * replaced, sigma) > delta
 
 
-@pytest.mark.parametrize("sigma", [0.02, 0.06, 0.1, 0.15])
+@pytest.mark.parametrize("sigma", [0.02, 0.15])
 def test_next_to_no_noise_costs_what_it_costs_unsampled(sigma):
     for epochs in ([(epoch(sigma, 3), 1)], [(epoch(sigma, 3, 2), 1), (epoch(1.0, 3), 2)]):
         assert 10 < replacement_epsilon(epochs, delta=1e-5) < math.inf
@@ -162,10 +169,10 @@ def test_no_adaptive_record_costs_more(sigma):
     Where the hockey stick has its edge its slope changes by at most 2τ/σ, at a density of at most
     0.4, so that sums over the grid are off by at most 0.1·τ·STEP²/σ.
     """
-    taus = np.exp([0.1, 0.5, 1.0, 2.0])
+    taus = np.exp([0.1, 1.0])
     plain = [largest(math.log(tau), sigma) for tau in taus]
     replaced = [two_batches_replaced(math.log(tau), sigma) for tau in taus]
-    chosen = list(strategies(16))
+    chosen = list(strategies(8))
     for (first, second), (other, otherwise) in zip(chosen, reversed(chosen), strict=True):
         here = (shown(first, sigma)[:, None] + shown(second, sigma)) / 2
         there = (shown(other, sigma)[:, None] + shown(otherwise, sigma)) / 2
@@ -206,7 +213,7 @@ def test_steps_are_cut_into_epochs_in_the_order_in_which_they_ran(rounds):
     assert [kind for kind, count in epochs_of(rounds) for _ in range(count)] == step_by_step(rounds)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(
     sigma=st.floats(0.5, 5.0),
     batches=st.integers(2, 300),

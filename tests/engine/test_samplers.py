@@ -67,7 +67,7 @@ def test_all_sets_of_records_that_are_as_likely_by_the_mechanism_are_drawn_as_of
     assert sum(squares) > stats.chi2(len(chances) - 1).ppf(1e-5)  # they are drawn, not dealt
 
 
-LENGTHS = [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)]
+LENGTHS = [(930, 10), (98, 2), (49, 1), (100, 30), (7, 100)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ LENGTHS = [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)]
         *(
             pytest.param(name, *length, marks=pytest.mark.zoo)
             for name in ("shuffle_gauss", "shuffled_fw", "shuffled_sums")
-            for length in LENGTHS
+            for length in LENGTHS[:3:2]
         ),
     ],
 )

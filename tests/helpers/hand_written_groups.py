@@ -143,7 +143,6 @@ HUGGING_FACE = {
     "AlbertForSequenceClassification": TABLE + stream(32, 16) + units(32),
     # The first layer's relative position biases serve both layers: one order of heads for both. The
     # output is the stream.
-    "T5EncoderModel": TABLE * 2 + Size(0, -symmetric(4), -symmetric(4)),
     # The encoder's stream is an output, and the shared embeddings hold the decoder's to it.
     "T5ForConditionalGeneration": TABLE * 2 + attention(4, 8, 8),
     "BloomForCausalLM": (attention(4, 8, 8, ordered=True) + units(128)) * 2 + stream(32),
@@ -151,7 +150,6 @@ HUGGING_FACE = {
     # dimensions stay: the full group has attention(4, 0, 8, kv_heads=1) besides in each layer.
     "FalconForCausalLM": units(64) * 2 + stream(32),
     "Qwen3ForCausalLM": LLAMA,
-    "PhiForCausalLM": (attention(4, 4, 8, kv_heads=2) + units(64)) * 2 + stream(32),
     "SwinForImageClassification": attention(2, 4, 4)
     + units(32)
     + attention(4, 4, 4)

@@ -164,12 +164,10 @@ entry("LlamaForCausalLM", "LlamaConfig", LLAMA, causal)
 entry("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, causal)
 entry("ElectraForSequenceClassification", "ElectraConfig", BERT | {"embedding_size": 16})
 entry("AlbertForSequenceClassification", "AlbertConfig", BERT | {"embedding_size": 16})
-entry("T5EncoderModel", "T5Config", T5)
 entry("T5ForConditionalGeneration", "T5Config", T5 | {"num_layers": 1}, translation)
 entry("BloomForCausalLM", "BloomConfig", BLOOM, causal)
 entry("FalconForCausalLM", "FalconConfig", FALCON, causal)
 entry("Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 8}, causal)
-entry("PhiForCausalLM", "PhiConfig", LLAMA | {"partial_rotary_factor": 0.5}, causal)
 entry(
     "SwinForImageClassification",
     "SwinConfig",

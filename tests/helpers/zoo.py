@@ -72,7 +72,6 @@ def tiered(names: Iterable[str]) -> list[object]:
     return [marked(name) for name in names]
 
 
-every_network = pytest.mark.parametrize("name", ZOO)
 some_networks = pytest.mark.parametrize("name", tiered(ZOO))
 every_network_and_level = pytest.mark.parametrize(
     ("name", "level"), [marked(name, level, level=level) for name in ZOO for level in LEVELS]

@@ -59,10 +59,10 @@ def test_shuffling_again_and_again_changes_no_output(name, level):
     assert moved
 
 
-@every_network_and_level
-def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name, level):
+@pytest.mark.parametrize("name", [marked(name, level="residual") for name in ZOO])
+def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name):
     module, sample = entry(name)
-    shuffled, spec = copy.deepcopy(module), spec_of(name, level)
+    shuffled, spec = copy.deepcopy(module), spec_of(name)
     gradients(shuffled, sample)
     spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(7)))
     moved = {
@@ -93,7 +93,7 @@ def test_in_training_mode_outputs_stay_too(name):
 
 @pytest.mark.parametrize(
     "examples",
-    [10, pytest.param(25, marks=pytest.mark.zoo), pytest.param(500, marks=pytest.mark.slow)],
+    [10, pytest.param(500, marks=pytest.mark.slow)],
 )
 def test_random_networks_keep_their_outputs(examples):
     @settings(deadline=None, max_examples=examples)
@@ -171,9 +171,7 @@ def test_only_shapes_of_the_input_matter(name):
     assert find_permutations(module, another(sample, seed=4)) == spec_of(name)
 
 
-@pytest.mark.parametrize(
-    "size", [1, *(pytest.param(size, marks=pytest.mark.zoo) for size in (2, 4, 5))]
-)
+@pytest.mark.parametrize("size", [1, pytest.param(5, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize(
     "name",
     ["conv_net", "timm_vit", "ensemble", "llama_by_hand", "einsum_attention", "gated_linear_units"],
