@@ -6,7 +6,8 @@
 # Opacus draws Poisson batches: each record is in each batch by a coin of its own, so that in an epoch some records train twice and a third of
 # them not at all. Here each record falls into *one* of the epoch's batches, by a secret draw that is new for every epoch. Both trust one server
 # with the data. [The how-to](../docs/how_to/train_once_an_epoch.rst) says what this takes, [proof 11](../docs/proofs/11_random_allocation.md) why it
-# holds. The notebook takes about two minutes on two CPU cores.
+# holds. Where Debian's Fashion-MNIST is installed the notebook trains on 12,000 of those images, in about two minutes on two CPU cores, else on
+# 4,000 real MNIST digits, in less than one.
 
 # %%
 import warnings
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
-from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
 from opacus_shuffle.commands.scattering import scattering_features
 
 plt.style.use("figures.mplstyle")
@@ -28,11 +29,15 @@ warnings.filterwarnings(
 )
 
 BATCH, DELTA = 100, 1e-5
+dataset = "fashion-mnist" if DEBIAN_FASHION_MNIST.is_dir() else "mnist-5k"
 train, test = (
     TensorDataset(
-        torch.cat([scattering_features(block) for block in torch.split(images, 500)]), labels
+        torch.cat([scattering_features(block) for block in torch.split(images[:most], 500)]),
+        labels[:most],
     )
-    for images, labels in (data.tensors for data in load_image_dataset("mnist-5k"))
+    for most, (images, labels) in zip(
+        (12_000, 2_000), (data.tensors for data in load_image_dataset(dataset)), strict=True
+    )
 )
 records, entries = train.tensors[0].shape
 batches = records // BATCH
@@ -115,12 +120,12 @@ assert np.all(np.array(rows["certified"]) < rows["poisson"])
 # %% [markdown]
 # ## What it trains at the same $\varepsilon$
 #
-# The same linear model on 4,000 real digits, with the noise that $\varepsilon = 1$ asks for.
+# The same linear model on these images, with the noise that $\varepsilon = 1$ asks for.
 
 
 # %%
 def accuracy(model):
-    """The share of the test digits that are classified rightly."""
+    """The share of the test images that are classified rightly."""
     with torch.no_grad():
         return (model(test.tensors[0]).argmax(1) == test.tensors[1]).float().mean().item()
 
@@ -138,9 +143,9 @@ for accountant in ("prv", "random_allocation"):
     reached[accountant] = accuracy(model)
     print(
         f"{accountant}: noise multiplier {optimizer.noise_multiplier:.3f}, "
-        f"epsilon {engine.get_epsilon(DELTA):.3f}, {reached[accountant]:.1%} of the test digits"
+        f"epsilon {engine.get_epsilon(DELTA):.3f}, {reached[accountant]:.1%} of the test images"
     )
-assert min(reached.values()) > 0.8
+assert min(reached.values()) > 0.7
 
 # %% [markdown]
 # An epoch is accounted in full when it begins, because what it shows may make you stop. So leave epochs at their end.
