@@ -7,7 +7,7 @@ above what the Gaussian's own distribution gives (:mod:`opacus_shuffle.analysis.
 ``gaussian_epsilon`` is the best they can do for it.
 
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
-0.1698
+0.1182
 
 A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2C apart, so Theorem 3.8 with
 sensitivity 1 proves nothing, not even for zero-out adjacency
@@ -188,6 +188,7 @@ def compute_epsilon(
         delta: The whole δ in (0, 1).
         local_delta: δ0 in [0, 1) of one report; it enters δ about n·e^(−ε0) or n times, so it must
             be far below δ/n.
+            Without it clones are more likely, 2/(e^ε0 + 1) in place of e^(−ε0).
         conversion: ``"proved"``: δ = δ_clones + (1 + e^ε)·(t + (n − 1)·e^(−ε0)·(δ0 + t)) with t =
             δ0/(1 + e^ε0); ``"theorem_3_8"``: δ = δ_clones + (1 + e^ε)·(1 + e^(−ε0)/2)·n·δ0, never
             less.
@@ -201,8 +202,9 @@ def compute_epsilon(
         ValueError: If an argument is out of range, or δ0 too large for any ε.
 
     Formal Guarantees:
-        Proved for every data set, replacement adjacency; ``"proved"`` is Theorem 7.1 of
-        docs/proofs/07_clones_of_any_report.md.
+        Proved for every data set, replacement adjacency: Theorem 7.3 of
+        docs/proofs/07_clones_of_any_report.md where ``local_delta`` is 0, else 7.1
+        (``"proved"``). All users draw from the same randomiser, each on its own.
 
     Source:
         Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorems 3.2 and 3.8,
@@ -222,7 +224,8 @@ def compute_epsilon(
         num_users=num_users,
         conversion=conversion,
     )
-    chance = math.exp(-local_epsilon)
+    # Reports that are (ε0, 0)-LDP have more clones (7.3); those of 7.1 are mended.
+    chance = math.exp(-local_epsilon) if local_delta else 2 * float(expit(-local_epsilon))
     epsilon = _numeric(
         local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost
     )
