@@ -20,7 +20,12 @@ RUN = "--mechanism subsampled_shuffle --num-users 400 --steps 10 --sample-rate 0
 SAMPLED = {"mechanism": "subsampled_shuffle", "num_users": 400, "steps": 10, "sample_rate": 0.1}
 VIT = "--mechanism shuffled_fw --num-users 50000 --steps 500 --sample-rate 0.02"
 WEIGHTS = {"mechanism": "shuffled_fw", "num_users": 50_000, "steps": 500, "sample_rate": 0.02}
+EPOCHS = (
+    "--mechanism shuffled_sums --sampling random_allocation --sample-rate 0.025 --num-users 90 "
+    "--dimension 4 --steps 100"
+)
 ALLOCATED = {
+    "mechanism": "shuffled_sums",
     "sampling": "random_allocation",
     "sample_rate": 0.025,
     "num_users": 90,
@@ -52,10 +57,9 @@ def said(capsys, line: str) -> list[str]:
             [*EVERY, "nor how many"],
         ),
         (
-            "--mechanism shuffled_sums --sampling random_allocation --sample-rate 0.025 "
-            "--num-users 90 --dimension 4 --steps 100 --noise-multiplier 5 --delta 1e-5",
+            f"{EPOCHS} --noise-multiplier 5 --delta 1e-5",
             "certified",
-            {"mechanism": "shuffled_sums", **ALLOCATED, **NOISE},
+            {**ALLOCATED, **NOISE},
             [*EVERY, "one secret batch of each epoch"],
         ),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "pair", {**SAMPLED, **NOISE}, ["PAIR"]),
@@ -100,6 +104,7 @@ def test_epsilon_prints_one_number_rounded_up_and_its_meaning(capsys, line, boun
     [
         (RUN, "pair", SAMPLED, "local noise multiplier (one report's own sigma"),
         (f"{VIT} --dimension 85.8e6", "published", WEIGHTS, "noise multiplier of the sum (sigma"),
+        (EPOCHS, "certified", ALLOCATED, "noise multiplier of the sum (sigma"),
     ],
 )
 def test_noise_prints_one_number_that_meets_the_budget(capsys, line, bound, run, words):

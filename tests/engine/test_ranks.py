@@ -198,6 +198,7 @@ def worker(folder):
         "drawn": {
             **{name: drawn(name) for name in OURS},
             "fixed sums": drawn("shuffled_sums", poisson_sampling=False),
+            "sums in epochs": drawn("shuffled_sums", sampling="random_allocation"),
             "shares": drawn(
                 "subsampled_shuffle", batch=6 // size, sampler=DistributedSampler(data())
             ),
@@ -277,7 +278,7 @@ def test_the_sum_carries_the_noise_that_is_accounted_once_and_all_ranks_account_
         assert rank["epsilon"] == noises[0]["epsilon"] > 0
 
 
-@pytest.mark.parametrize("name", [*OURS, "fixed sums", "shares"])
+@pytest.mark.parametrize("name", [*OURS, "fixed sums", "sums in epochs", "shares"])
 def test_a_record_is_in_no_batch_twice_and_coins_are_fair(ranks, name):
     """24 coins of rate 1/4, 16 times: refused by chance once in 10⁹."""
     batches = list(zip(*(rank["drawn"][name] for rank in ranks), strict=True))

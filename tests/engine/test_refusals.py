@@ -230,7 +230,6 @@ SHUFFLING = [
     ({"make": torch.optim.Adafactor}, "Adafactor.*use SGD"),
     ({"make": torch.optim.SparseAdam}, "SparseAdam.*use SGD"),
 ]
-ALLOCATED = {"sampling": "random_allocation"}
 TABLE = [
     *(("shuffle_gauss", {**LOCAL, **change}, match) for change, match in ANY),
     *(("shuffled_checkin", {**LOCAL, **BUDGET, **change}, match) for change, match in BUDGETS),
@@ -249,11 +248,19 @@ TABLE = [
         for more in ({}, BUDGET)
     ),
     *(
-        (name, ALLOCATED, "sampling='random_allocation' goes with accountant='shuffled_sums'")
+        (
+            name,
+            {"sampling": "random_allocation"},
+            "sampling='random_allocation' goes with accountant='shuffled_sums'",
+        )
         for name in ("prv", "random_allocation", "shuffled_checkin")
     ),
-    ("shuffled_sums", {**ALLOCATED, "poisson_sampling": True}, "both say how batches are drawn"),
     ("shuffled_sums", {"sampling": "own"}, "sampling must be one of 'poisson', 'fixed_size'"),
+    (
+        "shuffled_sums",
+        {"sampling": "random_allocation", "poisson_sampling": True},
+        "both say how batches are drawn",
+    ),
     ("rdp", LOCAL, "local_noise=True needs an accountant that knows it"),
     ("rdp", {"clipping": "adaptive", "target": 3}, "target=3"),
     (
