@@ -58,8 +58,10 @@ class ReportsOfEveryone(Scheme):
         Other accountants take 1 over the number of batches, which would round 0.8 to 0.5.
         """
         plan, loader = super().plan_sampling(request), request.data_loader
-        if loader.batch_size is None:  # a sampler of ours, or of Opacus
-            return plan
+        if loader.batch_size is None:  # a Poisson sampler, of ours or of Opacus
+            rate = loader.batch_sampler.sample_rate  # type: ignore[union-attr]
+            batch = max(1, round(rate * plan.num_users))
+            return dataclasses.replace(plan, batch_size=batch, sample_rate=rate)
         shares = request.ranks.size if isinstance(loader.sampler, DistributedSampler) else 1
         batch = min(loader.batch_size * shares, plan.num_users)
         return dataclasses.replace(plan, batch_size=batch, sample_rate=batch / plan.num_users)
