@@ -90,6 +90,10 @@ class Kind:
             return max(1, round(rate * records))
         return max(1, min(records // 2, SAMPLED_BATCH)) if self.sampled else records
 
+    def epochs(self, records: int, batch_size: int) -> int:
+        """The number of passes over the data that takes about as many rounds as are wanted."""
+        return max(1, round(self.rounds / math.ceil(records / batch_size)))
+
 
 KINDS = (
     Kind(
@@ -307,7 +311,7 @@ def train_kind(
     network = nn.Linear(entries, CLASSES, bias=False)
     nn.init.zeros_(network.weight)
     batch_size = kind.batch_size(records, epsilon=epsilon, delta=delta)
-    epochs = max(1, round(kind.rounds / math.ceil(records / batch_size)))
+    epochs = kind.epochs(records, batch_size)
     engine = PrivacyEngine(accountant=kind.accountant, seed=seed)
     sgd = torch.optim.SGD(network.parameters(), lr=kind.learning_rate, momentum=MOMENTUM)
     run: dict[str, Any] = {
