@@ -121,9 +121,13 @@ def gaussian_delta(mu, epsilon):
 def test_ten_users_take_the_noise_of_the_gaussian_mechanism_and_nobody_the_square_of_the_users():
     """Without a dimension what must know it is left out.
 
-    Everyone in every round needs no coins.
+    Everyone in every round needs no coins, but secret ones.
     """
     rows = plan(num_users=10, steps=2, target_epsilon=10.0, target_delta=1e-5).rows
+    secret = rows[2]
+    assert (secret.trusted, secret.mechanism) == ("the shuffler", "secret_checkin")
+    assert secret.bound.epsilon <= 10.0
+    rows = [row for row in rows if row is not secret]
     trusted = ["nobody", "the shuffler", "the aggregation", "the server"]
     assert [row.trusted for row in rows] == trusted
     for row, reports in ((rows[0], 1), *((row, 10) for row in rows[2:])):
