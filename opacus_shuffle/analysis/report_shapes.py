@@ -32,6 +32,9 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 LEAST_LINEAR_NOISE = 0.2
 """σ of linear reports is at least this: with less, next to every report would tell its sender."""
 
+_LEVEL_NOISE = 8.0
+"""From this σ on X = 1 + z/σ and t = −σ to double precision, and general formulas cancel."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GaussianShift:
@@ -137,20 +140,20 @@ class LinearTilt:
 
     @property
     def _variance(self) -> float:
-        """Var X; it exceeds k², also where rounding hides it."""
+        """Var X."""
+        if self.noise_multiplier >= _LEVEL_NOISE:
+            return self.noise_multiplier**-2
         t = self.threshold
-        square = self.slope**2 * float((1 + t * t) * ndtr(-t) - t * _density(t))
-        return max(square - 1, self.noise_multiplier**-2)
+        return self.slope**2 * float((1 + t * t) * ndtr(-t) - t * _density(t)) - 1
 
     def opposed_variance(self, slope: float) -> float:
         """Returns Var((1 − θ)X(z) − (1 + θ)X(−z))/4."""
         reach = max(-self.threshold, 0.0)  # both are positive between −reach and reach
         inside = float(ndtr(reach) - ndtr(-reach))
         product = self.slope**2 * float((reach**2 - 1) * inside + 2 * reach * _density(reach))
-        covariance = min(product - 1, 0.0)
-        return (
-            (self._variance - covariance) + slope**2 * max(self._variance + covariance, 0.0)
-        ) / 2
+        level = self.noise_multiplier >= _LEVEL_NOISE
+        covariance = -self._variance if level else product - 1
+        return ((self._variance - covariance) + slope**2 * (self._variance + covariance)) / 2
 
 
 Shape = GaussianShift | LinearTilt
@@ -169,10 +172,12 @@ def _density(z: Vector | float) -> Vector:
 @functools.lru_cache(maxsize=4096)
 def _threshold(noise_multiplier: float) -> float:
     """Returns t at which a report's mean is k = 1/σ: Φ(−t)/(φ(t) − tΦ(−t)) = k."""
+    if noise_multiplier >= _LEVEL_NOISE:
+        return -noise_multiplier
     k = 1 / noise_multiplier
 
     def excess(t: float) -> float:
         log_share = float(log_ndtr(-t))
         return math.exp(log_share) - k * float(_density(t) - t * math.exp(log_share))
 
-    return float(brentq(excess, -noise_multiplier, k, xtol=1e-14 * noise_multiplier, rtol=1e-14))
+    return float(brentq(excess, -1 - noise_multiplier, k, xtol=1e-14, rtol=1e-14))

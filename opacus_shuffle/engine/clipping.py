@@ -85,7 +85,7 @@ class FlatClipping(Clipping):
         factors = self.factors(optimizer, norms, MARGIN if half else 1.0)
         totals = []
         for parameter, sample, factor in zip(parameters, samples, factors, strict=True):
-            sample = sample.to(_sum_dtype(parameter))
+            sample = sample.to(sum_dtype(parameter))
             if spoilt:  # no factor of zero would do, for zero times infinity is NaN
                 unusable = ~finite.to(sample.device)
                 factor = factor.masked_fill(unusable.to(factor.device), 0.0)
@@ -249,6 +249,6 @@ def _factors(limit: float, norms: torch.Tensor) -> torch.Tensor:
     return (limit / (norms + 1e-6)).clamp(max=1.0)
 
 
-def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+def sum_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Returns the precision of sums: single for half precision, else the parameter's own."""
     return torch.float32 if parameter.dtype in HALF else parameter.dtype

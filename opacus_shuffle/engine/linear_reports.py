@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
+from opacus_shuffle.core.gaussian_noise import GridNoise
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.engine.clipping import FlatClipping, add_to_sum
+from opacus_shuffle.engine.clipping import FlatClipping, add_to_sum, sum_dtype
 from opacus_shuffle.engine.noise import GaussianNoise, draw_gaussian
 from opacus_shuffle.protocols.linear_reports import summed_reports, tilted
 
@@ -52,10 +53,11 @@ class LinearReports(FlatClipping, GaussianNoise):
         """Forgets who took part in a batch."""
         self.taking_part = 0
         self.noises: list[torch.Tensor] = []
-        self.drawn_with: float | None = None
+        self.drawn_with: set[tuple[float, float]] = set()
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
         """Adds the reports of a physical batch's users who take part to the sum."""
+        optimizer.next_key()  # the last one has drawn the noise of the batch before
         clipped = super().clip(optimizer)
         for parameter, noise in zip(optimizer.params, self.noises, strict=True):
             add_to_sum(parameter, noise.view_as(parameter))
@@ -71,38 +73,60 @@ class LinearReports(FlatClipping, GaussianNoise):
         self.check_release(optimizer)  # or physical batches would be drawn with different noise
         whole = torch.stack([norm.to(norms[0].device) for norm in norms], dim=1).norm(2, dim=1)
         rate = (margin * whole / optimizer.max_grad_norm).nan_to_num(0.0, 0.0).clamp(max=1.0)
-        unit = float(optimizer.noise_multiplier) * optimizer.max_grad_norm
+        drawn_with = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
+        unit = math.prod(drawn_with)
         (taking,) = (_uniforms(len(rate), optimizer.generator) < rate.cpu()).nonzero(as_tuple=True)
         parts = tilted(_uniforms(len(taking), optimizer.generator), optimizer.noise_multiplier)
         factors = torch.zeros_like(whole)
-        self.noises = [torch.zeros_like(parameter).flatten() for parameter in optimizer.params]
-        rows = [sample.flatten(1) for sample in optimizer.grad_samples]
+        kinds = [sum_dtype(parameter) for parameter in optimizer.params]
+        self.noises = [
+            torch.zeros_like(parameter, dtype=kind).flatten()
+            for parameter, kind in zip(optimizer.params, kinds, strict=True)
+        ]
+        # Also of parameters that are one number; in half precision no vector would have norm 1.
+        samples = optimizer.grad_samples
+        rows = [sample.reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
         for start in range(0, len(taking), _TOGETHER):
             places = taking[start : start + _TOGETHER].to(whole.device)
             drawn = parts[start : start + _TOGETHER].to(whole.device)
             here = whole[places]
-            units = [row[places.to(row.device)] / here.to(row)[:, None] for row in rows]
+            units = [
+                row[places.to(row.device)].to(kind) / here.to(row.device, kind)[:, None]
+                for row, kind in zip(rows, kinds, strict=True)
+            ]
             nothing = [torch.zeros_like(noise) for noise in self.noises]
             normals = [zeros + draw_gaussian(optimizer, 1.0, zeros) for zeros in nothing]
             factors[places] = (unit * summed_reports(units, drawn, normals) / here).to(factors)
             for noise, normal in zip(self.noises, normals, strict=True):
                 noise += unit * math.sqrt(len(places)) * normal
         self.taking_part += len(taking)
-        self.drawn_with = float(optimizer.noise_multiplier)
+        self.drawn_with.add(drawn_with)
         return [factors] * len(norms)
 
     def check_release(self, optimizer: Any) -> None:
-        """Refuses a noise multiplier that has changed since the batch's reports were drawn."""
-        if self.drawn_with not in (None, float(optimizer.noise_multiplier)):
+        """Refuses noise or a norm that has changed since any of the batch's reports was drawn.
+
+        Reports of less noise than the others' would tell who takes part.
+        """
+        now = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
+        if changed := self.drawn_with - {now}:
             raise ValueError(
-                f"noise_multiplier is {optimizer.noise_multiplier}, the reports of this batch were "
-                f"drawn with {self.drawn_with}: change it between optimizer.step() and the next "
-                "batch alone"
+                f"(noise_multiplier, max_grad_norm) are {now}, reports of this batch were drawn "
+                f"with {min(changed)}: change them between optimizer.step() and the next batch "
+                "alone"
             )
 
     def multiplier(self, optimizer: Any) -> float:
         """Returns the noise of all who do not take part: √(n − k)·σ."""
         return math.sqrt(self.users - self.taking_part) * float(optimizer.noise_multiplier)
+
+    def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
+        """Draws the noise of all who do not take part."""
+        noise = super().draw(optimizer, total)
+        if isinstance(noise, GridNoise):  # whose grid would tell by its step how many they are
+            unit = float(optimizer.noise_multiplier) * optimizer.max_grad_norm
+            noise.step = GridNoise(math.sqrt(self.users) * unit, noise.generator).step
+        return noise
 
 
 def _uniforms(count: int, generator: torch.Generator | None) -> torch.Tensor:

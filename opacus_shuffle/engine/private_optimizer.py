@@ -303,13 +303,19 @@ class PrivateOptimizer(OpenOptimizer):
         if self._account is not None and not self._accounted:
             raise ValueError(f"optimizer.add_noise() {BY_ITSELF}")
         self._accounted = False
-        if isinstance(self.generator, SecretGenerator) and self.generator.device.type != "cpu":
-            # Philox is no cipher: no two steps are drawn by one key of it.
-            self.generator.next_key()
+        self.next_key()
         if self.batch_clip is not None:
             self._clip_sum(self.batch_clip)
         self.noise.add(self)
         self._add_unshuffled_noise()
+
+    def next_key(self) -> None:
+        """Replaces the key of noise on a GPU.
+
+        Philox, which draws there, is no cipher: no two steps are drawn by one key of it.
+        """
+        if isinstance(self.generator, SecretGenerator) and self.generator.device.type != "cpu":
+            self.generator.next_key()
 
     def reduce_gradients(self) -> None:
         """Adds up the ranks' noised sums, and averages them as Opacus does."""
