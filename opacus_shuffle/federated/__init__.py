@@ -1,14 +1,19 @@
 """Federated training: clients noise their own reports, and a shuffler mixes them for the server.
 
-The parts know nothing of any framework: ``GaussianReports`` and ``BitSums`` say what clients send,
-``Reporter`` is a client, ``Shuffler`` the party that mixes (in this process, or behind a network
-interface), ``Ledger`` the server's book of rounds.
+The parts know nothing of any framework: ``BitSums``, ``SecretReports`` and ``GaussianReports`` say
+what clients send, ``Reporter`` is a client, ``Shuffler`` the party that mixes (in this process, or
+behind a network interface), ``Ledger`` the server's book of rounds.
 """
 
 from __future__ import annotations
 
 from opacus_shuffle.federated.ledger import Ledger
-from opacus_shuffle.federated.report_formats import BitSums, GaussianReports, ReportFormat
+from opacus_shuffle.federated.report_formats import (
+    BitSums,
+    GaussianReports,
+    ReportFormat,
+    SecretReports,
+)
 from opacus_shuffle.federated.reporter import FileBook, Reporter
 from opacus_shuffle.federated.shuffler import RefusedReportError, Released, Shuffler
 from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService
@@ -23,6 +28,7 @@ __all__ = [
     "Released",
     "ReportFormat",
     "Reporter",
+    "SecretReports",
     "Shuffler",
     "ShufflerService",
 ]

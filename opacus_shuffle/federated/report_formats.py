@@ -3,7 +3,8 @@
 :class:`ReportFormat` is what the formats have in common; nothing else of this package knows which
 there are. :class:`BitSums` are Cheu, Joseph, Mao and Peng's shuffled vector sums (SCO), with
 everyone's coin a secret. :class:`GaussianReports` are those of Liew and Takahashi's shuffle
-Gaussian mechanism (SG).
+Gaussian mechanism (SG). :class:`SecretReports` are noise alone where the coin says no, so that the
+coin hides everyone, too.
 
 A report is bytes: a header that says which round and settings it is of, and the numbers. All
 randomness is the operating system's own: a generator that PyTorch seeds is no secret to who sees
@@ -37,10 +38,16 @@ from scipy import stats
 
 from opacus_shuffle.accountants.communication import Communication
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffledSums, ShuffleGauss
+from opacus_shuffle.accountants.mechanisms import (
+    SecretCheckIn,
+    ShuffledCheckIn,
+    ShuffledSums,
+    ShuffleGauss,
+)
+from opacus_shuffle.analysis.report_shapes import LinearTilt
 from opacus_shuffle.core.opacus_compat import gaussian_noise
 from opacus_shuffle.core.participation import permutation
-from opacus_shuffle.core.randomness import SecretGenerator, check_generator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator, stream_of
 from opacus_shuffle.core.validation import (
     instance_of,
     integer,
@@ -51,6 +58,7 @@ from opacus_shuffle.core.validation import (
     sampling_rate,
 )
 from opacus_shuffle.protocols.calibration import honest_users
+from opacus_shuffle.protocols.linear_reports import report_along, tilted
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _HEADER = struct.Struct("<I8s")  # the round, and the fingerprint of the settings
@@ -63,6 +71,8 @@ It is far below any δ, in all rounds together.
 """
 _LEAST, _MOST = 1e-30, 1e30
 """Numbers that single precision holds with all of their bits, and their sums, too."""
+_SHORTEST = 1e-150
+"""Norms above it are exact in double precision, where squares of numbers below it vanish."""
 
 
 class ReportFormat(ABC):
@@ -133,7 +143,7 @@ class ReportFormat(ABC):
             ValueError: If there is no such kind, or a keyword is missing, unknown or out of range.
         """
         given = dict(instance_of("settings", settings, (dict,)))
-        kinds = {kind.kind: kind for kind in ReportFormat.__subclasses__()}
+        kinds = {kind.kind: kind for kind in (BitSums, GaussianReports, SecretReports)}
         kind = kinds[one_of("kind in settings", given.pop("kind", None), kinds)]
         parameters = inspect.signature(kind).parameters
         unknown = {str(name): value for name, value in given.items() if name not in parameters}
@@ -417,7 +427,71 @@ class BitSums(ReportFormat):
         return self.protocol.decode(torch.from_numpy(ones), num_reports)
 
 
-class GaussianReports(ReportFormat):
+class VectorReports(ReportFormat):
+    """Reports vectors of numbers in single precision, each with noise of its own.
+
+    The mean of a client's report is its clipped vector.
+
+    Args:
+        noise_multiplier: σ of each report, over C.
+        **of_all: As of every format.
+
+    Attributes:
+        scale: σC, the standard deviation of a report's noise, absolute.
+        longest_report: The norm that an honest report exceeds with a chance of at most 10⁻³⁰.
+    """
+
+    def __init__(self, *, noise_multiplier: float, **of_all: Any) -> None:
+        super().__init__(**of_all)
+        self.noise_multiplier = noise_level("noise_multiplier", noise_multiplier)
+        self.scale = self.noise_multiplier * self.max_norm
+
+    def noise_norm(self, chance: float) -> float:
+        """Returns the norm, over σC, that noise alone exceeds with this chance."""
+        return math.sqrt(float(stats.chi2(self.dimension).isf(chance)))
+
+    def take_up_to(self, longest: float) -> None:
+        """Sets which reports are taken: those of this norm over σC, or a smaller one.
+
+        Raises:
+            ValueError: If single precision does not hold such reports.
+        """
+        self.longest_report = self.scale * longest
+        if not (self.scale >= _LEAST and self.longest_report <= _MOST):
+            raise ValueError(
+                f"max_norm={self.max_norm} with noise_multiplier={self.noise_multiplier} is beyond "
+                "single precision, which reports travel in: scale the vectors"
+            )
+
+    @property
+    def bytes_per_report(self) -> int:
+        """How many bytes a report has: four a coordinate."""
+        return 4 * self.dimension
+
+    def check_numbers(self, numbers: bytes) -> None:
+        """Refuses numbers that are not finite, and reports longer than an honest one ever is."""
+        values = np.frombuffer(numbers, "<f4").astype(np.float64)
+        # No library of matrices takes this norm: its threads wait for each other.
+        norm = math.sqrt(np.square(values).sum())
+        if not norm <= self.longest_report:  # nor is NaN
+            raise ValueError(
+                f"report has a norm of {norm:.3g}, which no honest one exceeds "
+                f"{self.longest_report:.3g} of: it is not taken"
+            )
+
+    def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
+        """Returns the reports in random order."""
+        return b"".join(held[place] for place in permutation(len(held), generator))
+
+    def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
+        """Returns the sum of the reports."""
+        reports = np.frombuffer(mixed, "<f4").reshape(-1, self.dimension)
+        for report in reports:
+            self.check_numbers(report.tobytes())  # again: this is another party
+        return torch.from_numpy(reports.sum(axis=0, dtype=np.float64))
+
+
+class GaussianReports(VectorReports):
     """Reports a vector clipped to norm C plus N(0, σ²C²I), in single precision.
 
     A client whose coin says no sends a report of nothing but zeros, which noise never is: the
@@ -434,9 +508,6 @@ class GaussianReports(ReportFormat):
         honest_fraction: The share of the clients that is certain to follow the protocol.
         min_reports: So many clients must have reported, by default all. The accountant counts on so
             many less those that may be dishonest.
-
-    Attributes:
-        longest_report: The norm that an honest report exceeds with a chance of 10⁻³⁰: C + σC·χ.
 
     Formal Guarantees:
         All reports of a round in random order, with their number, are what the accountant's
@@ -460,19 +531,13 @@ class GaussianReports(ReportFormat):
         super().__init__(
             dimension=dimension,
             max_norm=max_norm,
+            noise_multiplier=noise_multiplier,
             num_users=num_users,
             sample_rate=sample_rate,
             honest_fraction=honest_fraction,
             min_reports=min_reports,
         )
-        self.noise_multiplier = noise_level("noise_multiplier", noise_multiplier)
-        noise_norm = math.sqrt(float(stats.chi2(self.dimension).isf(_REFUSED)))
-        self.longest_report = self.max_norm * (1 + self.noise_multiplier * noise_norm)
-        if not (self.noise_multiplier * self.max_norm >= _LEAST and self.longest_report <= _MOST):
-            raise ValueError(
-                f"max_norm={max_norm} with noise_multiplier={noise_multiplier} is beyond single "
-                "precision, which reports travel in: scale the vectors"
-            )
+        self.take_up_to(1 / self.noise_multiplier + self.noise_norm(_REFUSED))
         reports: dict[str, Any] = {
             "noise_multiplier": self.noise_multiplier,
             "num_users": self.honest_reports,
@@ -483,38 +548,114 @@ class GaussianReports(ReportFormat):
             else ShuffledCheckIn(**reports, sample_rate=self.sample_rate)
         )
 
-    @property
-    def bytes_per_report(self) -> int:
-        """How many bytes a report has: four a coordinate."""
-        return 4 * self.dimension
-
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """Returns the vector with noise, drawn in double precision, then rounded; or zeros."""
         if vector is None:
             return bytes(self.bytes_per_report)
-        noise = gaussian_noise(self.noise_multiplier * self.max_norm, vector, generator)
+        noise = gaussian_noise(self.scale, vector, generator)
         return (vector + noise).numpy().astype("<f4").tobytes()
-
-    def check_numbers(self, numbers: bytes) -> None:
-        """Refuses numbers that are not finite, and reports longer than an honest one ever is."""
-        values = np.frombuffer(numbers, "<f4").astype(np.float64)
-        # No library of matrices takes this norm: its threads wait for each other.
-        norm = math.sqrt(np.square(values).sum())
-        if not norm <= self.longest_report:  # nor is NaN
-            raise ValueError(
-                f"report has a norm of {norm:.3g}, which no honest one exceeds "
-                f"{self.longest_report:.3g} of: it is not taken"
-            )
 
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns the reports of those who take part, in random order."""
         blank = bytes(self.bytes_per_report)
-        there = [numbers for numbers in held if numbers != blank]
-        return b"".join(there[place] for place in permutation(len(there), generator))
+        return super().mix([numbers for numbers in held if numbers != blank], generator)
 
-    def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
-        """Returns the sum of the reports."""
-        reports = np.frombuffer(mixed, "<f4").reshape(-1, self.dimension)
-        for report in reports:
-            self.check_numbers(report.tobytes())  # again: this is another party
-        return torch.from_numpy(reports.sum(axis=0, dtype=np.float64))
+
+class SecretReports(VectorReports):
+    """Reports a vector with noise if the client's coin says yes, and noise alone if it says no.
+
+    Nobody can tell the two apart, the shuffler neither: who does not take part hides those who do,
+    and the coin hides everyone. Reports of both kinds are made by the same steps, and rounded to
+    the same grid, as a vector plus noise would else have bits that noise alone never has.
+
+    Args:
+        dimension: d.
+        max_norm: C, absolute.
+        noise_multiplier: σ of each report, over C. The sum of n reports carries √n·σC.
+        num_users: n, all clients.
+        sample_rate: q, below 1, the chance that a client's vector is in its report.
+        report: ``"linear"``: along the vector noise is drawn with a density that is tilted, in
+            place of moved; ``"gaussian"``: the vector is added to N(0, σ²C²I). At one σ linear
+            reports cost less ε.
+        honest_fraction: The share of the clients that is certain to follow the protocol.
+        min_reports: So many clients must have reported, by default all. The accountant counts on so
+            many less those that may be dishonest.
+
+    Attributes:
+        grid: What every number of a report is a multiple of, absolute: a power of two of which
+            single precision holds all multiples up to the longest report.
+
+    Formal Guarantees:
+        All reports of a round in random order are what ``secret_checkin`` accounts for, with the
+        honest reports as its users: docs/proofs/12_secret_checkin.md. The client's vector may
+        depend on its records and on all that was released, but on none of its own earlier coins or
+        noise; and whether it reports, on neither coin nor records.
+    """
+
+    kind: ClassVar[str] = "secret_reports"
+
+    def __init__(
+        self,
+        *,
+        dimension: int,
+        max_norm: float,
+        noise_multiplier: float,
+        num_users: int,
+        sample_rate: float,
+        report: str = "linear",
+        honest_fraction: float = 1.0,
+        min_reports: int | None = None,
+    ) -> None:
+        super().__init__(
+            dimension=dimension,
+            max_norm=max_norm,
+            noise_multiplier=noise_multiplier,
+            num_users=num_users,
+            sample_rate=sample_rate,
+            honest_fraction=honest_fraction,
+            min_reports=min_reports,
+        )
+        self.mechanism = SecretCheckIn(
+            noise_multiplier=self.noise_multiplier,
+            num_users=self.honest_reports,
+            sample_rate=self.sample_rate,
+            report=report,
+        )
+        self.report = report
+        if report == "gaussian":
+            self.take_up_to(1 / self.noise_multiplier + self.noise_norm(_REFUSED))
+        else:
+            # A linear report has the density X over that of noise alone, and by Cauchy and Schwarz
+            # P(A)² ≤ E X²·(noise alone's chance of A).
+            square = 1 + math.exp(LinearTilt(self.noise_multiplier).log_variance)
+            self.take_up_to(self.noise_norm(_REFUSED**2 / square))
+        self.grid = float(np.spacing(np.float32(self.longest_report)))
+
+    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
+        """Returns a report; without a vector it is that of zero, which is noise alone."""
+        stream = stream_of(generator)
+        noise = stream.precise_normals(self.dimension)
+        point = torch.zeros_like(noise) if vector is None else vector
+        if self.report == "linear":
+            report = self._tilted(point, noise, stream.uniforms(2))
+        else:
+            report = noise + point / self.scale
+        # All of this is in double precision, and rounded once: the last bits of a sum tell whether
+        # anything was added (Mironov 2012), multiples of the grid do not.
+        steps = report.mul_(self.scale / self.grid).round_()
+        return steps.mul_(self.grid).numpy().astype("<f4").tobytes()
+
+    def _tilted(
+        self, point: torch.Tensor, noise: torch.Tensor, uniforms: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns a linear report in units of its noise; every step is taken for zero, too.
+
+        With a probability of norm over C the part along the vector is drawn anew, else it stays.
+        """
+        norm = torch.linalg.vector_norm(point)
+        # Shorter vectors, which norms in double precision say nothing of, are drawn anew never.
+        unit = point / norm.clamp_min(_SHORTEST)
+        toss, uniform = uniforms
+        drawn = tilted(uniform, self.noise_multiplier)
+        part = torch.where(toss < norm / self.max_norm, drawn, unit @ noise)
+        return report_along(unit, part, noise)

@@ -26,7 +26,13 @@ from flwr.app import (  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
 
 import opacus_shuffle  # noqa: E402
-from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, Shuffler  # noqa: E402
+from opacus_shuffle.federated import (  # noqa: E402
+    BitSums,
+    GaussianReports,
+    Ledger,
+    SecretReports,
+    Shuffler,
+)
 from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy  # noqa: E402
 from opacus_shuffle.federated.flower.shuffled_training import as_arrays, as_vector  # noqa: E402
 
@@ -113,7 +119,9 @@ class Federation:
 
 
 KINDS = pytest.mark.parametrize(
-    "reports", [GaussianReports(**GAUSSIAN), BitSums(**SUMS)], ids=["gaussian", "sums"]
+    "reports",
+    [GaussianReports(**GAUSSIAN), BitSums(**SUMS), SecretReports(**GAUSSIAN)],
+    ids=["gaussian", "sums", "secret"],
 )
 
 
@@ -264,8 +272,12 @@ def central_updates(rounds: int, vectors: torch.Tensor, accountant: str, **optio
             BitSums(**{**SUMS, "min_reports": CLIENTS}),
             {"accountant": "shuffled_sums", "noise_multiplier": 2.0},
         ),
+        (
+            SecretReports(**GAUSSIAN),
+            {"accountant": "secret_checkin", "noise_multiplier": 1.0, "local_noise": True},
+        ),
     ],
-    ids=["gaussian", "sums"],
+    ids=["gaussian", "sums", "secret"],
 )
 def test_a_federated_run_and_one_in_one_process_have_the_same_updates_and_epsilon(reports, options):
     """Two-sample Kolmogorov-Smirnov tests of 20 rounds, along three directions.

@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import integrate, stats
+from scipy.special import ndtr
 
-from opacus_shuffle import ShuffledCheckIn, ShuffledSums, ShuffleGauss
+from opacus_shuffle import SecretCheckIn, ShuffledCheckIn, ShuffledSums, ShuffleGauss
+from opacus_shuffle.analysis.report_shapes import LinearTilt
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat
+from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat, SecretReports
 
 USERS = 10
 GAUSSIAN = {
@@ -25,8 +27,14 @@ GAUSSIAN = {
     "sample_rate": 0.5,
 }
 SUMS = {**GAUSSIAN, "delta": 1e-6}
-FORMATS = {"gaussian": GaussianReports(**GAUSSIAN), "sums": BitSums(**SUMS)}
+SECRET = {
+    "secret, linear": SecretReports(**GAUSSIAN),
+    "secret, gaussian": SecretReports(**GAUSSIAN, report="gaussian"),
+}
+VECTORS = {"gaussian": GaussianReports(**GAUSSIAN), **SECRET}
+FORMATS = {"sums": BitSums(**SUMS), **VECTORS}
 every_format = pytest.mark.parametrize("reports", FORMATS.values(), ids=FORMATS)
+every_vector_format = pytest.mark.parametrize("reports", VECTORS.values(), ids=VECTORS)
 
 
 def mixed(reports: ReportFormat, sent: list[bytes]) -> bytes:
@@ -37,30 +45,91 @@ def mixed(reports: ReportFormat, sent: list[bytes]) -> bytes:
     return reports.mix(held, SecretGenerator())
 
 
+def sized(reports: ReportFormat, **sizes) -> ReportFormat:
+    """The format with other sizes."""
+    return ReportFormat.of_settings({**reports.settings, **sizes})
+
+
+def numbers_of(reports: ReportFormat, *vectors: torch.Tensor | None) -> np.ndarray:
+    """The numbers of these clients' reports, over the standard deviation of their noise."""
+    stream = SecretGenerator()
+    sent = b"".join(reports.open(reports.encode(1, vector, stream))[1] for vector in vectors)
+    return np.frombuffer(sent, "<f4").reshape(len(vectors), -1).astype(np.float64) / reports.scale
+
+
 @every_format
 def test_the_estimate_is_the_clipped_sum_within_its_noise(reports):
     """Of 50 rounds' mean, every coordinate within what a Gaussian exceeds once in 10¹⁰."""
     vectors = [torch.tensor([3.0, 4, 0, 0, 0]), torch.tensor([0.0, 0, 1, 0, -1])]
     vectors += [torch.zeros(5)] * (USERS - 2)
     expected = torch.tensor([1.2, 1.6, 1, 0, -1])  # the first vector is cut to norm 2
-    rounds, total = 50, torch.zeros(5, dtype=torch.float64)
+    rounds, total, stream = 50, torch.zeros(5, dtype=torch.float64), SecretGenerator(secure=True)
     for number in range(rounds):
-        sent = [reports.encode(number, vector) for vector in vectors]
+        sent = [reports.encode(number, vector, stream) for vector in vectors]
         total += reports.estimate(mixed(reports, sent), USERS)
-    noise = math.sqrt(USERS) * 1.5 * 2.0
+    # Along its vector a linear report may vary by a quarter more than across (13.4).
+    noise = math.sqrt(USERS + 0.5) * 1.5 * 2.0
     if isinstance(reports, BitSums):
         noise = math.sqrt(reports.protocol.variance)
     most = stats.norm.isf(1e-10) * noise / math.sqrt(rounds)
     assert float((total / rounds - expected).abs().max()) < most
 
 
-def test_a_gaussian_report_has_its_own_noise():
-    """The squared norm of noise of 20,000 coordinates, refused by chance once in 10¹⁰."""
-    reports = GaussianReports(**{**GAUSSIAN, "dimension": 20_000})
-    numbers = reports.open(reports.encode(1, torch.zeros(20_000)))[1]
-    squares = np.square(np.frombuffer(numbers, "<f4").astype(np.float64)).sum() / (1.5 * 2.0) ** 2
-    chi = stats.chi2(20_000)
-    assert chi.ppf(5e-11) < squares < chi.isf(5e-11)
+@every_vector_format
+def test_every_report_has_noise_of_its_own(reports):
+    """Squared norms of noise of 20,000 coordinates, refused by chance once in 10¹⁰.
+
+    Of one report, and of the sum of all ten.
+    """
+    reports, chi = sized(reports, dimension=20_000), stats.chi2(20_000)
+    alone = numbers_of(reports, *[torch.zeros(20_000)] * USERS)
+    for noise, count in ((alone[0], 1), (alone.sum(axis=0), USERS)):
+        assert chi.ppf(5e-11) < np.square(noise).sum() / count < chi.isf(5e-11)
+
+
+@pytest.mark.parametrize("reports", SECRET.values(), ids=SECRET)
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_a_secret_report_has_the_law_of_its_shape_along_the_vector_and_is_normal_across(
+    reports, share
+):
+    """Kolmogorov-Smirnov tests of 400 reports, each of which refuses by chance once in 10⁹."""
+    shape = LinearTilt(reports.noise_multiplier)
+
+    def along(z):
+        """The chance of a smaller part along a vector of this share of the norm C."""
+        if reports.report == "gaussian":
+            return ndtr(z - share / reports.noise_multiplier)
+        t, above = shape.threshold, np.maximum(z, shape.threshold)
+        tilted = 1 - shape.slope * (stats.norm.pdf(above) - t * ndtr(-above))
+        return share * tilted + (1 - share) * ndtr(z)
+
+    unit = np.array([0.6, 0.0, -0.8, 0.0, 0.0])
+    others = np.array([[0.8, 0.0, 0.6, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
+    drawn = numbers_of(reports, *[torch.from_numpy(share * 2.0 * unit)] * 400)
+    assert stats.kstest(drawn @ unit, along).pvalue > 1e-9
+    for other in others:
+        assert stats.kstest(drawn @ other, "norm").pvalue > 1e-9
+
+
+@pytest.mark.parametrize("reports", SECRET.values(), ids=SECRET)
+@pytest.mark.parametrize("scale", [None, 0.0, 1e-320, 1e-12, 1e-3, 1.0, 100.0])
+def test_no_bit_of_a_secret_report_tells_whether_a_vector_is_in_it(reports, scale):
+    """All are multiples of one grid, and the last three bits of 20,000 are uniform.
+
+    A χ² test, which refuses by chance once in 10⁹; single precision holds all of them exactly.
+    """
+    reports = sized(reports, dimension=20_000, max_norm=1.7)
+    direction = torch.linspace(-1, 1, 20_000, dtype=torch.float64) / 80
+    vector = None if scale is None else scale * direction
+    report = reports.encode(1, vector)
+    assert len(report) == 12 + 4 * 20_000
+    steps = np.frombuffer(report[12:], "<f4").astype(np.float64) / reports.grid
+    assert math.log2(reports.grid).is_integer()
+    assert reports.longest_report / reports.grid <= 2**24  # so many steps have 24 bits
+    assert reports.grid < 1e-3 * reports.scale  # far below the noise
+    assert np.array_equal(steps, np.round(steps))
+    last_bits = np.bincount(steps.astype(np.int64) & 7, minlength=8)
+    assert stats.chisquare(last_bits).pvalue > 1e-9
 
 
 def test_a_count_is_that_of_the_bits_a_user_of_the_protocol_sends():
@@ -140,6 +209,9 @@ def test_whether_a_client_takes_part_is_seen_by_nobody_but_the_shuffler(reports)
     )
     assert there != again
     assert len(there) == len(absent)
+    if isinstance(reports, SecretReports):  # of which the shuffler cannot tell, either
+        assert sorted(numbers_of(reports, None, torch.ones(5)).any(axis=1)) == [True, True]
+        assert len(mixed(reports, [absent, there, absent])) == 3 * reports.bytes_per_report
     if isinstance(reports, GaussianReports):  # whose zeros the shuffler takes out
         assert mixed(reports, [absent, there, absent]) == there[12:]
         assert not reports.estimate(mixed(reports, [absent]), USERS).any()
@@ -154,10 +226,10 @@ def test_junk_is_not_taken(reports, junk):
             reports.open(cut)
 
 
+@every_vector_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 1e6])
-def test_a_gaussian_report_that_no_honest_client_sends_is_not_taken(value):
+def test_a_vector_s_report_that_no_honest_client_sends_is_not_taken(reports, value):
     """By the shuffler, nor by the server if the shuffler hands it over."""
-    reports = FORMATS["gaussian"]
     forged = np.array([value, 0, 0, 0, 0], "<f4").tobytes()
     honest = reports.encode(1, torch.zeros(5))
     for taking in (
@@ -168,12 +240,30 @@ def test_a_gaussian_report_that_no_honest_client_sends_is_not_taken(value):
             taking()
 
 
-def test_honest_gaussian_reports_are_taken_and_longer_ones_than_they_ever_are_not():
-    reports = FORMATS["gaussian"]
+@every_vector_format
+def test_honest_reports_are_taken_and_longer_ones_than_they_ever_are_not(reports):
+    stream = SecretGenerator()
     for number in range(300):
-        assert reports.open(reports.encode(number, torch.full((5,), 100.0)))[0] == number
+        assert reports.open(reports.encode(number, torch.full((5,), 100.0), stream))[0] == number
     # Noise in five coordinates is longer than 16 deviations once in 10⁵⁰.
-    assert 2.0 + 9 * 3.0 < reports.longest_report < 2.0 + 16 * 3.0
+    assert 2.0 + 9 * 3.0 < reports.longest_report < 2.0 + 17 * 3.0
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.2, 1.0, 50.0])
+@pytest.mark.parametrize("dimension", [1, 3, 10_000])
+def test_a_linear_report_exceeds_the_longest_less_than_once_in_10_to_the_30(
+    noise_multiplier, dimension
+):
+    """Its part along the vector against its exact tail, and the rest against that of χ²."""
+    reports = sized(
+        SECRET["secret, linear"], noise_multiplier=noise_multiplier, dimension=dimension
+    )
+    shape, longest = LinearTilt(noise_multiplier), reports.longest_report / reports.scale
+    z = np.linspace(shape.threshold, max(longest, shape.threshold), 100_001)
+    density = (1 + shape.excess(z)) * stats.norm.pdf(z)
+    across = stats.chi2(dimension - 1).sf(longest**2 - np.square(z)) if dimension > 1 else 0 * z
+    tail = shape.slope * (stats.norm.pdf(longest) - shape.threshold * ndtr(-longest))
+    assert integrate.trapezoid(density * across, z) + tail < 1e-30
 
 
 @given(st.integers(1, 60), st.floats(0.01, 1.0), st.data())
@@ -201,9 +291,14 @@ def test_what_is_accounted_is_the_mechanism_of_the_honest_reports():
     gaussian = {"noise_multiplier": 1.5, "num_users": USERS}
     assert FORMATS["gaussian"].mechanism == ShuffledCheckIn(**gaussian, sample_rate=0.5)
     assert FORMATS["gaussian"].min_reports == USERS
+    for report in ("linear", "gaussian"):
+        secret = SecretCheckIn(**gaussian, sample_rate=0.5, report=report)
+        assert SECRET[f"secret, {report}"].mechanism == secret
     forty = {**GAUSSIAN, "num_users": 40, "honest_fraction": 0.75}
     everyone = GaussianReports(**{**forty, "sample_rate": 1.0}, min_reports=32)
     assert everyone.mechanism == ShuffleGauss(noise_multiplier=1.5, num_users=22)
+    hidden = SecretReports(**forty, min_reports=32)
+    assert hidden.mechanism == SecretCheckIn(noise_multiplier=1.5, num_users=22, sample_rate=0.5)
     some = BitSums(**forty, delta=1e-6, min_reports=30)
     assert some.mechanism == ShuffledSums.of_protocol(some.protocol, sample_rate=0.5)
     assert (some.mechanism.num_users, some.mechanism.honest_fraction) == (40, 0.5)
@@ -232,6 +327,10 @@ def test_settings_make_the_format_that_they_are_of(reports):
         ({"kind": "gaussian_reports", **GAUSSIAN, "noise_multiplier": 0}, "noise_multiplier"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "max_norm": 1e-40}, "max_norm=1e-40"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "max_norm": 1e35}, "max_norm=1e\\+35"),
+        ({"kind": "secret_reports", **GAUSSIAN, "report": "bits"}, "report must be"),
+        ({"kind": "secret_reports", **GAUSSIAN, "sample_rate": 1}, "sample_rate of secret"),
+        ({"kind": "secret_reports", **GAUSSIAN, "noise_multiplier": 0.1}, "noise_multiplier of li"),
+        ({"kind": "secret_reports", **GAUSSIAN, "max_norm": 1e30}, "beyond single"),
         ({"kind": "bit_sums", **SUMS, "min_reports": 3}, "a third of num_users=10"),
         ({"kind": "bit_sums", **SUMS, "max_norm": math.nan}, "max_norm"),
         ({"kind": "bit_sums", **SUMS, "dimension": 0}, "dimension"),

@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers.federation import GAUSSIAN, SERVER, SUMS, all_report, ledger_of, run_once
+from helpers.federation import GAUSSIAN, SECRET, SERVER, SUMS, all_report, ledger_of, run_once
 from scipy import stats
 
 import opacus_shuffle
@@ -22,13 +22,24 @@ from opacus_shuffle.federated import (
     GaussianReports,
     RefusedReportError,
     Reporter,
+    SecretReports,
     Shuffler,
 )
 from opacus_shuffle.federated.reporter import ClientBook
 
-FORMATS = pytest.mark.parametrize("reports", [GAUSSIAN, SUMS], ids=["gaussian", "sums"])
+FORMATS = pytest.mark.parametrize(
+    "reports", [GAUSSIAN, SUMS, SECRET], ids=["gaussian", "sums", "secret"]
+)
 COIN = GaussianReports(
     dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3
+)
+BARE = SecretReports(  # of so little noise that a test sees the coins
+    dimension=3,
+    max_norm=1.0,
+    noise_multiplier=0.02,
+    num_users=20,
+    sample_rate=0.3,
+    report="gaussian",
 )
 
 
@@ -88,6 +99,16 @@ def test_a_round_below_its_minimum_releases_nothing(reports, fewest, missing):
     assert bool(released.mixed) == (not missing)
 
 
+def test_a_round_of_noise_alone_is_handed_over_whole_and_its_mean_is_over_the_clients_expected():
+    shuffler = Shuffler(SECRET)
+    shuffler.open_round(1)
+    for sender in range(20):
+        shuffler.submit(str(sender), SECRET.encode(1, None))
+    released, ledger = shuffler.close_round(1), ledger_of(SECRET)
+    assert (released.num_reports, len(released.mixed)) == (20, 20 * SECRET.bytes_per_report)
+    assert torch.equal(ledger.estimated_mean(released), ledger.estimate(released) / (0.3 * 20))
+
+
 def test_a_round_in_which_no_coin_says_yes_is_released_and_not_dropped():
     shuffler = Shuffler(COIN)
     shuffler.open_round(1)
@@ -119,7 +140,7 @@ def test_all_randomness_is_the_operating_system_s(reports, monkeypatch):
     assert len(set(runs[0][0])) > 1
 
 
-@pytest.mark.parametrize("reports", [COIN, SUMS], ids=["gaussian", "sums"])
+@pytest.mark.parametrize("reports", [COIN, SUMS, BARE], ids=["gaussian", "sums", "secret"])
 @pytest.mark.parametrize("always_train", [True, False])
 def test_every_client_reports_and_its_coin_says_whether_its_vector_is_in_it(reports, always_train):
     """400 coins of rate 0.3: refused by chance once in 10⁹."""
@@ -138,8 +159,10 @@ def test_every_client_reports_and_its_coin_says_whether_its_vector_is_in_it(repo
     assert len({len(report) for report in sent}) == 1
     # The same work whatever the coin says, or work for a coin's yes alone.
     assert len(trained) == 400 if always_train else few <= len(trained) <= many
-    if reports is COIN:
-        taking_part = sum(reports.open(report)[1] != bytes(12) for report in sent)
+    if reports is not SUMS:
+        numbers = [np.frombuffer(reports.open(report)[1], "<f4") for report in sent]
+        noise_alone = 0.0 if reports is COIN else 0.3  # of 15 deviations there is none
+        taking_part = sum(np.abs(report).max() > noise_alone for report in numbers)
         assert few <= taking_part <= many
         assert always_train or taking_part == len(trained)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, Shuffler
+from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, SecretReports, Shuffler
 
 GAUSSIAN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=6)
 SUMS = BitSums(
@@ -15,6 +15,9 @@ SUMS = BitSums(
     sample_rate=0.3,
     delta=1e-6,
     min_reports=10,
+)
+SECRET = SecretReports(
+    dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3
 )
 CLIENTS = [f"the-secret-of-client-{number}" for number in range(20)]
 SERVER = "the-secret-of-the-server"
