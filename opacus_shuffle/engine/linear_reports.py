@@ -70,7 +70,6 @@ class LinearReports(FlatClipping, GaussianNoise):
 
         The noise that belongs to it is kept for :meth:`clip`.
         """
-        self.check_release(optimizer)  # or physical batches would be drawn with different noise
         whole = torch.stack([norm.to(norms[0].device) for norm in norms], dim=1).norm(2, dim=1)
         rate = (margin * whole / optimizer.max_grad_norm).nan_to_num(0.0, 0.0).clamp(max=1.0)
         drawn_with = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
