@@ -31,6 +31,7 @@ from opacus_shuffle.federated import (
     FarShuffler,
     GaussianReports,
     ReportFormat,
+    SecretReports,
     Shuffler,
     ShufflerService,
 )
@@ -58,6 +59,8 @@ def format_of(kind: str, *, clients: int, dimension: int) -> ReportFormat:
     }
     if kind == "gaussian":
         return GaussianReports(**common, noise_multiplier=1.0)
+    if kind == "secret":
+        return SecretReports(**common, noise_multiplier=1.0)
     return BitSums(**common, noise_multiplier=2.0, delta=1e-6, rounds=100)
 
 
@@ -167,8 +170,8 @@ def main() -> None:
         + "".join(f"{each:>10}" for each in heads)
     )
     for clients, dimension in sizes:
-        for kind in ("counts", "gaussian"):
-            if kind == "gaussian" and 0.4 * clients * dimension > MOST:
+        for kind in ("counts", "gaussian", "secret"):
+            if kind != "counts" and 0.4 * clients * dimension > MOST:
                 continue
             with context.Pool(1) as pool:
                 row = pool.apply(run, (kind,), {"clients": clients, "dimension": dimension})
@@ -180,7 +183,7 @@ def main() -> None:
                 f"{row['ratio']:>10.1f}{row['memory']:>6,.0f} MiB",
                 flush=True,
             )
-    for kind in ("counts", "gaussian"):
+    for kind in ("counts", "gaussian", "secret"):
         seconds = over_http(kind, clients=1_000, dimension=26_010)
         print(
             f"over HTTP {1_000:>9,}{26_010:>10,} {kind:9}{1e6 * seconds:>7.0f} us a report, "

@@ -92,13 +92,16 @@ def test_every_report_has_noise_of_its_own(reports):
 def test_a_secret_report_has_the_law_of_its_shape_along_the_vector_and_is_normal_across(
     reports, share
 ):
-    """Kolmogorov-Smirnov tests of 400 reports, each of which refuses by chance once in 10⁹."""
-    shape = LinearTilt(reports.noise_multiplier)
+    """Kolmogorov-Smirnov tests of 400 reports, each of which refuses by chance once in 10⁹.
+
+    With so little noise that half of a norm more or less would show.
+    """
+    reports, shape = sized(reports, noise_multiplier=0.3), LinearTilt(0.3)
 
     def along(z):
         """The chance of a smaller part along a vector of this share of the norm C."""
         if reports.report == "gaussian":
-            return ndtr(z - share / reports.noise_multiplier)
+            return ndtr(z - share / 0.3)
         t, above = shape.threshold, np.maximum(z, shape.threshold)
         tilted = 1 - shape.slope * (stats.norm.pdf(above) - t * ndtr(-above))
         return share * tilted + (1 - share) * ndtr(z)
