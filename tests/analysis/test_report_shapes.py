@@ -1,0 +1,131 @@
+"""Shapes of one report against quadrature, and that linear ones have the least variance.
+
+Proofs: docs/proofs/13_linear_reports.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from helpers.report_ratios import FAR, RATIOS, call, integral
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import ndtr
+from scipy.stats import norm
+
+from opacus_shuffle.analysis.report_shapes import LEAST_LINEAR_NOISE, LinearTilt, shape_of
+
+SIGMAS = (LEAST_LINEAR_NOISE, 0.5, 1.0, 2.5, 7.999, 8.0, 50.0)
+every_shape = pytest.mark.parametrize(
+    ("report", "sigma"), [(report, sigma) for report in RATIOS for sigma in SIGMAS]
+)
+
+
+def kinks(shape):
+    """Where X is not smooth, on either side of 0."""
+    edge = getattr(shape, "threshold", 0.0)
+    return edge, -edge
+
+
+def mean(shape, function, low=-FAR, high=FAR):
+    """The sums of positive terms that are integrated are right to 1e-13 of their size."""
+    return integral(function, low, high, kinks(shape))
+
+
+@every_shape
+def test_a_report_has_the_mean_and_the_ratio_the_variance_that_are_promised(report, sigma):
+    shape, size = shape_of(report, sigma), 1e-12
+    assert mean(shape, shape.excess) == pytest.approx(0, abs=size)
+    assert mean(shape, lambda z: z * shape.excess(z)) == pytest.approx(1 / sigma, rel=1e-9)
+    if report == "linear" or sigma >= 0.5:  # at σ = 0.2 what matters of X² lies around z = 10
+        variance = mean(shape, lambda z: shape.excess(z) ** 2)
+        assert math.exp(shape.log_variance) == pytest.approx(variance, rel=1e-9)
+    for slope in (0.0, 0.4, 1.0) if report == "linear" or sigma >= 0.5 else ():
+        opposed = mean(
+            shape,
+            lambda z, s=slope: ((1 - s) * shape.excess(z) - (1 + s) * shape.excess(-z)) ** 2 / 4,
+        )
+        assert shape.opposed_variance(slope) == pytest.approx(opposed, rel=1e-9)
+
+
+@every_shape
+def test_shapes_are_the_ratios_that_the_pages_say(report, sigma):
+    shape, ratio, z = shape_of(report, sigma), RATIOS[report](sigma), np.linspace(-9, 12, 43)
+    assert shape.excess(z) == pytest.approx(ratio(z) - 1, rel=1e-9, abs=1e-10)
+    logs = np.linspace(-3, 3, 7)
+    # At σ = 0.2 the rounding of z is multiplied by a slope of 10⁷.
+    assert np.log1p(shape.excess(shape.places(logs))) == pytest.approx(logs, abs=1e-7)
+
+
+@every_shape
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_first_moments_of_cells_are_the_integrals(report, sigma, sign):
+    shape = shape_of(report, sigma)
+    ends = np.array([-np.inf, -4.0, -1.5, -0.3, 0.0, 0.31, 2.0, 5.5, np.inf])
+    cells = zip(np.maximum(ends[:-1], -FAR), np.minimum(ends[1:], 20.0), strict=True)
+    exact = [mean(shape, lambda z: shape.excess(sign * z), *cell) for cell in cells]
+    if sign < 0 and sigma < 0.5:  # there the integral would have to go on to −20
+        exact[0] = -sum(exact[1:])
+    found = shape.moments(ends, sign=sign)
+    assert found == pytest.approx(exact, rel=1e-9, abs=1e-13 / sigma)
+    assert found.sum() == pytest.approx(0, abs=1e-13)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=12, max_size=12))
+def test_no_other_ratio_of_one_mean_has_less_variance(heights):
+    """Theorem 13.1, against ratios that are level on twelve cells."""
+    ends = np.array([-np.inf, *np.linspace(-2.5, 2.5, 11), np.inf])
+    masses, firsts = np.diff(ndtr(ends)), -np.diff(norm.pdf(ends))
+    if not (total := float(masses @ heights)) > 0:
+        return
+    ratio = np.array(heights) / total
+    k = float(firsts @ ratio)
+    if k > 1e-3:
+        least = math.exp(LinearTilt(1 / k).log_variance)
+        assert float(masses @ ratio**2) - 1 >= least * (1 - 1e-9) - 1e-12
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_linear_reports_have_less_variance_than_shifts_and_steps(sigma):
+    shifted, linear = (math.exp(shape_of(report, sigma).log_variance) for report in RATIOS)
+    assert sigma**-2 <= linear * (1 + 1e-12)
+    assert linear < shifted
+    for edge in (-1.0, 0.0, 1.5):  # PrivUnitG's shape
+        k = norm.pdf(edge) / norm.sf(edge)
+        assert math.exp(LinearTilt(1 / k).log_variance) < norm.cdf(edge) / norm.sf(edge)
+
+
+@pytest.mark.parametrize("report", RATIOS)
+def test_less_noise_and_longer_vectors_tell_more_in_convex_order(report):
+    """E(X − τ)₊ for every τ, by 13.3's closed form and by the shape's own cells."""
+    strikes = np.exp(np.linspace(-4, 4, 33))
+    tails = []
+    for sigma in SIGMAS:
+        shape = shape_of(report, sigma)
+        edges = shape.places(np.log(strikes))
+        beyond = [float(shape.moments(np.array([edge, np.inf]))[0]) for edge in edges]
+        tails.append(np.array(beyond) + (1 - strikes) * ndtr(-edges))
+        assert tails[-1] == pytest.approx(call(RATIOS[report](sigma), strikes), abs=1e-12)
+    for more, less in itertools.pairwise(tails):
+        assert (less <= more + 1e-12).all()
+    if report == "linear":  # a shorter vector's ratio is a mixture of X and 1
+        for share in (0.3, 0.9):
+            inner = 1 + (strikes - 1) / share
+            assert (share * call(RATIOS[report](sigma), inner) <= tails[-1] + 1e-12).all()
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.floats(math.log(LEAST_LINEAR_NOISE), math.log(1e12)).map(math.exp))
+def test_linear_reports_of_any_noise_have_their_mean(sigma):
+    shape = LinearTilt(max(sigma, LEAST_LINEAR_NOISE))
+    k = 1 / shape.noise_multiplier
+    assert -shape.noise_multiplier * (1 + 1e-12) <= shape.threshold < k
+    assert shape.slope * ndtr(-shape.threshold) == pytest.approx(k, rel=1e-12)
+    assert k**2 <= math.exp(shape.log_variance) * (1 + 1e-12)
+    for slope in (0.0, 1.0):  # X₋ is next to −X₊ where there is much noise
+        assert 0.4 * k**2 < shape.opposed_variance(slope) <= 3 * math.exp(shape.log_variance)
+    assert shape.moments(np.array([-np.inf, np.inf]))[0] == pytest.approx(0, abs=1e-12 * k)

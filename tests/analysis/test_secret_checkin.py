@@ -1,0 +1,275 @@
+"""Secret check-in against exact integrals, and against all that users on a line can do.
+
+Proofs: docs/proofs/12_secret_checkin.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+from helpers.accountants import compute_baseline
+from helpers.report_ratios import FAR, RATIOS, call, integral
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+
+from opacus_shuffle import SecretCheckIn, ShuffledCheckIn, compute_epsilon
+from opacus_shuffle.accountants import compute_bound
+from opacus_shuffle.analysis.secret_checkin import (
+    SecretRound,
+    replacement_epsilon,
+    unshuffled,
+    zero_out_epsilon,
+)
+from opacus_shuffle.core.guarantees import Adjacency
+
+every_report = pytest.mark.parametrize("report", RATIOS)
+
+
+def rounds_of(report, sigma, users, rate, count=1):
+    kind = SecretRound(noise_multiplier=sigma, num_users=users, sample_rate=rate, report=report)
+    return [(kind, count)]
+
+
+# ---- one and two honest users, exactly --------------------------------------------------------
+
+
+class Exact:
+    """The pair that reveals how many others send noise alone, for one or two users."""
+
+    def __init__(self, report, sigma, rate, users):
+        self.ratio, self.rate, self.users = RATIOS[report](sigma), rate, users
+        self.kinks = [getattr(self.ratio, "threshold", 0.0), -getattr(self.ratio, "threshold", 0.0)]
+        self.z = np.linspace(-FAR, FAR, 20_001)
+
+    def mixed(self, stick):
+        """The mean of hockey sticks given that 0, or 1, sends noise alone beside user 1."""
+        return stick(1) if self.users == 1 else self.rate * stick(1) + (1 - self.rate) * stick(2)
+
+    def moved(self, tau, reports):
+        """E(R − τ)₊, R = 1 − q + q·(mean of copies of X)."""
+        strike = reports * (1 + (tau - 1) / self.rate)
+        if reports == 1:
+            return self.rate * float(call(self.ratio, strike))
+        return self.rate / 2 * self.mean(lambda z: call(self.ratio, strike - self.ratio(z)))
+
+    def mean(self, function):
+        return integral(function, high=20.0, kinks=self.kinks)
+
+    def zeroed(self, tau):
+        """The larger of both directions; E(1 − τR)₊ = τE(R − 1/τ)₊ + 1 − τ, as E R = 1."""
+        forward = self.mixed(functools.partial(self.moved, tau))
+        return max(forward, tau * self.mixed(functools.partial(self.moved, 1 / tau)) + 1 - tau)
+
+    def replaced(self, tau):
+        """E((1 − q)(1 − τ) + q·(mean of copies of X(z) − τX(−z)))₊."""
+        change = self.ratio(self.z) - tau * self.ratio(-self.z)  # which grows with z
+
+        def beyond(known):
+            """E(known + X(z) − τX(−z))₊; being off at its root costs a square of that."""
+            root = np.interp(-np.asarray(known), change, self.z)
+            gained = self.ratio.above(root) - tau * (1 - self.ratio.above(-root))
+            return known * norm.sf(root) + gained
+
+        def stick(reports):
+            constant = reports * (1 - self.rate) / self.rate * (1 - tau)
+            if reports == 1:
+                return self.rate * float(beyond(constant))
+            return self.rate / 2 * self.mean(lambda z: beyond(constant + self.change(z, tau)))
+
+        return self.mixed(stick)
+
+    def change(self, z, tau):
+        return self.ratio(z) - tau * self.ratio(-z)
+
+
+@every_report
+@pytest.mark.parametrize("users", [1, 2])
+@pytest.mark.parametrize(
+    ("sigma", "rate", "delta"), [(0.5, 0.8, 1e-3), (1.0, 0.3, 1e-5), (2.0, 0.1, 1e-3)]
+)
+def test_one_and_two_users_cost_what_integrals_say(report, users, sigma, rate, delta):
+    """Above the truth, by less than half a percent of ε; by 3 % under replacement."""
+    exact, rounds = Exact(report, sigma, rate, users), rounds_of(report, sigma, users, rate)
+    lower, upper = zero_out_epsilon(rounds, delta=delta)
+    assert exact.zeroed(math.exp(upper)) <= delta * (1 + 1e-6)
+    assert exact.zeroed(math.exp(0.995 * upper)) > delta
+    assert lower <= upper
+    if users == 1:  # where the lower value's data sets are the worst
+        assert exact.zeroed(math.exp(lower)) >= delta * (1 - 1e-6)
+    replaced = replacement_epsilon(rounds, delta=delta)
+    assert exact.replaced(math.exp(replaced)) <= delta * (1 + 1e-6)
+    assert exact.replaced(math.exp(0.97 * replaced)) > delta
+    assert lower <= upper <= replaced
+    alone = Exact(report, sigma, rate, 1)
+    for distance, stick in ((1.0, alone.zeroed), (2.0, alone.replaced)):
+        local = unshuffled(rounds, delta=delta, distance=distance)
+        assert stick(math.exp(local)) <= delta * (1 + 1e-6)
+        assert min(upper, replaced) <= local or distance == 2
+    assert upper <= unshuffled(rounds, delta=delta)
+    assert replaced <= unshuffled(rounds, delta=delta, distance=2.0)
+
+
+# ---- attacks: two and three users on a line ---------------------------------------------------
+
+ENDS = np.array([-np.inf, *np.arange(-4.5, 6.01, 0.1), np.inf])
+"""Reports are seen in cells, which is post-processing: what is found is no more than the truth."""
+
+
+def view(ratio, rate, vectors):
+    """Probabilities of unordered reports, each in its cell; all coins are secret."""
+    singles = [(1 - rate) * ratio.masses(ENDS, 0.0) + rate * ratio.masses(ENDS, x) for x in vectors]
+    orders = list(itertools.permutations(singles))
+    return sum(functools.reduce(np.multiply.outer, order) for order in orders) / len(orders)
+
+
+def hockey_stick(here, there, tau):
+    return float(np.maximum(here - tau * there, 0).sum())
+
+
+@every_report
+@pytest.mark.parametrize("users", [2, 3])
+@pytest.mark.parametrize(("sigma", "rate", "delta"), [(0.7, 0.5, 0.05), (1.5, 0.7, 0.02)])
+def test_no_others_on_a_line_cost_more(report, users, sigma, rate, delta):
+    ratio, rounds = RATIOS[report](sigma), rounds_of(report, sigma, users, rate)
+    zeroed = [(x, 0, zero_out_epsilon(rounds, delta=delta)[1]) for x in (1, 0.6)]
+    replaced = [(1, other, replacement_epsilon(rounds, delta=delta)) for other in (-1, -0.4, 0.5)]
+    places = (-1.0, -0.5, 0.0, 0.4, 1.0)
+    if users == 3:
+        zeroed, replaced, places = zeroed[:1], replaced[:1], (-1.0, 1.0)
+    worst = 0.0
+    for others in itertools.combinations_with_replacement(places, users - 1):
+        for one, other, epsilon in zeroed + replaced:
+            here, there = (view(ratio, rate, (x, *others)) for x in (one, other))
+            for pair in ((here, there), (there, here)):
+                found = hockey_stick(*pair, math.exp(epsilon))
+                assert found <= delta
+                worst = max(worst, found)
+    assert worst > 0.05 * delta
+
+
+@every_report
+@pytest.mark.parametrize("other", [0.0, -1.0])
+def test_no_other_who_adapts_costs_more_in_two_rounds(report, other):
+    """By backward induction: the other's second vector is the worst for what the first showed."""
+    sigma, rate, delta = 1.0, 0.5, 0.05
+    ratio, rounds = RATIOS[report](sigma), rounds_of(report, sigma, 2, rate, count=2)
+    epsilon = replacement_epsilon(rounds, delta=delta)
+    if other == 0:
+        _, epsilon = zero_out_epsilon(rounds, delta=delta)
+    choices = (-1.0, 0.0, 1.0)
+    here, there = ([view(ratio, rate, (x, one)) for one in choices] for x in (1.0, other))
+    worst = 0.0
+    for p, q in ((here, there), (there, here)):
+        # It falls with the threshold: the next one above that was computed is no more.
+        thresholds = np.exp(np.linspace(-4, 4, 201))
+        later = [
+            max(hockey_stick(one, another, s) for one, another in zip(p, q, strict=True))
+            for s in thresholds
+        ]
+        for one, another in zip(p, q, strict=True):
+            at = np.searchsorted(thresholds, math.exp(epsilon) * another / one)
+            found = float((one * np.append(later, 0.0)[at]).sum())
+            assert found <= delta
+            worst = max(worst, found)
+    assert worst > 0.3 * delta
+
+
+# ---- relations --------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=3)
+@given(
+    report=st.sampled_from(tuple(RATIOS)),
+    sigma=st.floats(0.8, 4.0),
+    users=st.integers(2, 100),
+    rate=st.floats(0.05, 0.9),
+    honest=st.floats(0.3, 1.0),
+    rounds=st.integers(1, 30),
+    delta=st.floats(math.log(1e-7), math.log(1e-2)).map(math.exp),
+    adjacency=st.sampled_from(["zero_out", "replace"]),
+)
+def test_it_costs_less_where_more_is_hidden(
+    report, sigma, users, rate, honest, rounds, delta, adjacency
+):
+    """Both sides are rounded up by grids, by half a percent, and by groups of numbers of clones."""
+
+    def epsilon(count=rounds, chance=delta, **changed):
+        numbers = {
+            "noise_multiplier": sigma,
+            "num_users": users,
+            "sample_rate": rate,
+            "honest_fraction": honest,
+            "report": report,
+        }
+        history = [(SecretCheckIn(**{**numbers, **changed}), count)]
+        asked = {"delta": chance, "adjacency": Adjacency(adjacency)}
+        answer = compute_bound(history, **asked)
+        assert (answer.lower or 0) <= answer.epsilon
+        assert answer.epsilon <= compute_baseline(history, baseline="local", **asked).epsilon
+        return answer.epsilon
+
+    spent = epsilon()
+    close = (1.03 if adjacency == "zero_out" else 1.06) * spent + 1e-6
+    assert epsilon(noise_multiplier=1.2 * sigma) <= close
+    assert epsilon(num_users=2 * users) <= close
+    assert epsilon(sample_rate=0.8 * rate) <= close
+    assert epsilon(honest_fraction=1.0) <= close
+    assert epsilon(chance=2 * delta) <= close
+    assert epsilon(count=max(1, rounds // 2)) <= close
+    if report == "gaussian":
+        assert epsilon(report="linear") <= close
+
+
+def test_many_different_rounds_cost_no_less_than_computed_apart():
+    """Twelve kinds are computed as ten: above any ten of them, and between like rounds."""
+
+    def epsilon(rounds):
+        return zero_out_epsilon(rounds, delta=1e-5)[1]
+
+    kinds = [rounds_of("linear", 1 + 0.02 * place, 8 + place, 0.3)[0] for place in range(12)]
+    mixed = epsilon(kinds)
+    assert mixed >= 0.995 * epsilon(kinds[:10])
+    assert mixed <= 1.005 * epsilon(rounds_of("linear", 1.0, 8, 0.3, 12))
+    assert mixed >= 0.995 * epsilon(rounds_of("linear", 1.22, 19, 0.3, 12))
+
+
+def test_shapes_may_change_between_rounds():
+    rounds = [*rounds_of("linear", 1.0, 50, 0.3, 3), *rounds_of("gaussian", 1.0, 50, 0.3, 3)]
+    lower, upper = zero_out_epsilon(rounds, delta=1e-5)
+    only = [zero_out_epsilon(rounds_of(name, 1.0, 50, 0.3, 6), delta=1e-5)[1] for name in RATIOS]
+    assert 0 < lower <= upper
+    assert min(only) <= upper * 1.005
+    assert upper <= max(only) * 1.005
+
+
+@every_report
+@pytest.mark.parametrize("sigma", [0.2, 49.0, 1e3, 1e6])
+def test_extremes_of_noise_are_computed_with(report, sigma):
+    """With much noise all of δ is left: ε falls to 0, under replacement, too."""
+    rounds = rounds_of(report, sigma, 100, 0.5, 2)
+    lower, upper = zero_out_epsilon(rounds, delta=1e-6)
+    assert 0 <= lower <= upper <= unshuffled(rounds, delta=1e-6) < math.inf
+    if sigma > 1:  # for little noise it takes long
+        replaced = replacement_epsilon(rounds, delta=1e-6)
+        assert upper <= replaced <= unshuffled(rounds, delta=1e-6, distance=2.0) < 1
+        assert sigma < 1e6 or replaced < 1e-3
+
+
+def test_it_costs_half_of_check_in_in_the_setting_of_the_paper():
+    """SG, Figure 1b."""
+    run = {"noise_multiplier": 5.0, "num_users": 60_000, "sample_rate": 0.1}
+    delta, steps = 1 / 60_000, 5540
+    known = compute_epsilon("shuffled_checkin", **run, steps=steps, delta=delta)
+    assert known == pytest.approx(0.111, abs=5e-4)
+    noise = ShuffledCheckIn(**run).noise_of_sum
+    run["noise_multiplier"] = noise / math.sqrt(60_000)  # the same noise on the sum
+    answer = compute_bound([(SecretCheckIn(**run, report="gaussian"), steps)], delta=delta)
+    assert SecretCheckIn(**run).noise_of_sum == pytest.approx(noise)
+    assert answer.lower <= answer.epsilon <= 0.0635
+    linear = compute_bound([(SecretCheckIn(**run), steps)], delta=delta)
+    assert linear.lower <= linear.epsilon < answer.epsilon

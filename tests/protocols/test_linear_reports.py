@@ -1,0 +1,80 @@
+"""Linear reports are drawn by the law that is accounted, one by one or many at once.
+
+Proofs: docs/proofs/13_linear_reports.md. All is compared exactly: nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.report_ratios import LinearRatio
+
+from opacus_shuffle.protocols.linear_reports import report_along, summed_reports, tilted
+
+
+@pytest.mark.parametrize("sigma", [0.2, 0.7, 3.0, 7.999, 8.0, 1e3])
+def test_parts_along_a_vector_have_the_tilted_law(sigma):
+    """The chance of more than tilted(u) is u, so of a uniform u it has that law."""
+    ratio, uniforms = LinearRatio(sigma), torch.linspace(1e-9, 1, 1001, dtype=torch.float64)
+    parts = tilted(uniforms, sigma)
+    assert (parts.diff() <= 0).all()
+    beyond = ratio.above(parts.numpy())
+    # From 12 on there is less than 2⁻⁵³ of a normal number, where the search ends.
+    assert beyond == pytest.approx(uniforms.numpy(), abs=1e-12 if sigma > 0.5 else 1e-9)
+    ends = tilted(torch.tensor([0.0, 2.0**-53, 1.0], dtype=torch.float64), sigma)
+    assert torch.isfinite(ends).all()
+    assert float(ends[-1]) >= max(ratio.threshold, -12) - 1e-9
+    assert tilted(torch.empty(0, dtype=torch.float64), sigma).shape == (0,)
+
+
+def vectors(users, dimension, *, alike=0.0):
+    """Unit vectors; the more alike, the nearer is the Gram matrix to rank one."""
+    draws = torch.Generator().manual_seed(users)
+    rows = torch.randn(users, dimension, generator=draws, dtype=torch.float64)
+    rows = alike * rows[:1] + (1 - alike) * rows
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+CASES = [(1, 6, 0.0), (3, 6, 0.0), (6, 6, 0.9), (5, 2, 0.0), (4, 5, 1.0), (16, 1, 0.0)]
+
+
+@pytest.mark.parametrize(("users", "dimension", "alike"), CASES)
+def test_a_sum_of_reports_has_the_law_of_one_by_one(users, dimension, alike):
+    """Both are linear in independent normal numbers and the parts: by their matrices.
+
+    The sum is √k·w + Uᵀ(z − A·w), whose part of w has to have the covariance k·I − UᵀU.
+    """
+    units = vectors(users, dimension, alike=alike)
+    cut = dimension // 2
+    pieces = [units[:, :cut], units[:, cut:]]
+
+    def summed(parts, normals):
+        coefficients = summed_reports(pieces, parts, [normals[:cut], normals[cut:]])
+        return users**0.5 * normals + units.T @ coefficients
+
+    nothing, none = torch.zeros(dimension, dtype=torch.float64), torch.zeros(users).double()
+    of_normals = torch.stack([summed(none, row) for row in torch.eye(dimension).double()])
+    of_parts = torch.stack([summed(row, nothing) for row in torch.eye(users).double()])
+    expected = users * torch.eye(dimension) - units.T @ units
+    # The eigenvalues of k·I − UᵀU that are 0 are found to 1e-15·k, and are squared roots.
+    torch.testing.assert_close(of_normals.T @ of_normals, expected.double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(of_parts, units)
+
+
+def test_one_report_is_normal_across_its_vector_and_has_its_part_along():
+    (unit,), normals = vectors(1, 7), torch.randn(7, dtype=torch.float64)
+    part = torch.tensor(2.5).double()
+    report = report_along(unit, part, normals)
+    torch.testing.assert_close(unit @ report, part)
+    across = torch.eye(7).double() - torch.outer(unit, unit)
+    torch.testing.assert_close(across @ report, across @ normals)
+    together = normals + unit * summed_reports([unit[None]], part[None], [normals])
+    torch.testing.assert_close(together, report)
+
+
+def test_parts_have_the_mean_that_makes_the_sum_unbiased():
+    """The mean of z is 1/σ: by the midpoint rule over u, whose tails cost less than 1e-3."""
+    for sigma in (0.5, 2.0, 20.0):
+        count = 20_000
+        uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        assert float(tilted(uniforms, sigma).mean()) == pytest.approx(1 / sigma, abs=1e-3)
