@@ -62,6 +62,8 @@ _STEEP, _NEAR_ONE = 0.5, 0.1
 _LARGEST_SLOPE = 1 - 1e-6
 _LARGEST_LOSS = 60.0
 """What is learnt beyond this ε counts as everything."""
+_LARGEST_ON_SLOPES = 20.0
+"""Beyond this ε what slopes say is held, as 1 − θ would drown in rounding."""
 
 
 def opposite_reports(
@@ -97,7 +99,9 @@ def opposite_reports(
         return RatioDistribution(np.array([0.0]), np.ones(1), 1.0, 0.0, 0.0)
     end = math.asinh(_LARGEST_LOSS / (_GROWTH * deviation)) * _GROWTH / _STEP
     epsilons = _GROWTH * deviation * np.sinh(np.arange(math.ceil(end)) * (_STEP / _GROWTH))
-    thetas = np.tanh(epsilons / 2)
+    # A hockey stick falls as ε grows, so what holds at a smaller ε holds at a larger one, too.
+    held = np.minimum(epsilons, _LARGEST_ON_SLOPES)
+    thetas = np.tanh(held / 2)
     resolution = _RESOLUTION if noise_multiplier >= 2 else _COARSER
     means = functools.partial(_mean, shape, users=num_users, tail=tail, resolution=resolution)
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
@@ -114,7 +118,7 @@ def opposite_reports(
         share = (thetas - np.take(slopes, places)) / np.take(np.diff(slopes), places)
         columns = np.arange(len(thetas))
         chords = (1 - share) * sticks[places, columns] + share * sticks[places + 1, columns]
-        curve = factor * np.minimum(sample_rate * (1 + np.exp(epsilons)) * chords, alone)
+        curve = factor * np.minimum(sample_rate * (1 + np.exp(held)) * chords, alone)
         curve = np.minimum.accumulate(
             np.minimum(curve, 1.0)
         )  # hockey sticks are at most 1, and fall
@@ -201,10 +205,10 @@ def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
     z = (
         np.log(middle + np.hypot(middle, np.exp(epsilons / 2))) / root
     )  # where π(X₊ − τX₋) = (1 − π)(τ − 1)
-    sticks = rate * (ndtr(root - z) - tau * ndtr(-root - z)) - (1 - rate) * np.expm1(
-        epsilons
-    ) * ndtr(-z)
-    return np.maximum(sticks, 0.0) * (1 + 1e-9) + 1e-15 * tau
+    gained = rate * ndtr(root - z)
+    sticks = gained - rate * tau * ndtr(-root - z) - (1 - rate) * np.expm1(epsilons) * ndtr(-z)
+    # What is taken off is less than what is gained, so rounding is a small share of that.
+    return np.maximum(sticks, 0.0) * (1 + 1e-9) + 1e-12 * gained
 
 
 def _hull_distribution(epsilons: Vector, curve: Vector, scale: float) -> RatioDistribution:

@@ -122,6 +122,17 @@ def test_both_directions_are_equal(sigma, users, rate, factor):
         assert forward == pytest.approx(reverse, rel=1e-6, abs=1e-15)
 
 
+@pytest.mark.parametrize("users", [1, 10, 1000])
+@pytest.mark.parametrize("epsilon", [15.0, 25.0, 45.0])
+def test_where_noise_is_little_an_attack_stays_below_at_every_epsilon(users, epsilon):
+    """The attack asks whether some report is beyond a threshold, in standard deviations."""
+    sigma, threshold = 0.1, np.linspace(0, 16, 1601)
+    caught, by_chance = ndtr(1 / sigma - threshold), users * ndtr(-threshold)
+    told = float(np.max(caught - math.exp(epsilon) * by_chance))
+    replaced = opposite_reports(noise_multiplier=sigma, num_users=users)
+    assert 0.3 < told <= hockey_stick(replaced, epsilon)
+
+
 @given(sigma=st.floats(0.5, 20.0), users=st.integers(2, 100), rate=st.floats(0.05, 1.0))
 @settings(max_examples=2, deadline=None)
 def test_a_factor_multiplies_hockey_sticks_and_more_users_hide_better(sigma, users, rate):
