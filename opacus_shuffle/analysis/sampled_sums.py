@@ -12,8 +12,9 @@ Let the sum of a round be μ-Gaussian-private under replacement, but for a proba
 ``"poisson"``
     Every record is in by a secret coin of its own, at the rate γ, and who is not in counts as zero.
     Proved in docs/proofs/08_secret_check_in.md: where a record becomes zero a round is
-    Poisson-subsampled DP-SGD's, with the noise multiplier 2/μ (Theorem 8.1); under replacement h
-    holds as above (8.2).
+    Poisson-subsampled DP-SGD's, with the noise multiplier 2/μ (Theorem 8.1); where it is replaced
+    it becomes the opposite at worst, at the same multiplier and rate, which never costs more than h
+    (8.2).
 
 >>> rounds = [(SampledSum(mu=0.5, sample_rate=0.01), 1000)]
 >>> round(compute_epsilon(rounds, delta=1e-6), 3)
@@ -32,6 +33,7 @@ import numpy as np
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.merge import grouped, merge
+from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, tail_for
@@ -44,6 +46,9 @@ from opacus_shuffle.core.validation import (
     positive,
     sampling_rate,
 )
+
+_NEGLIGIBLE = 1e-4
+"""The share of δ below which probabilities need not be computed well."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,19 +144,25 @@ def _compute_epsilon(
     tail = tail_for(gaussians, delta)
     if tail is None:
         return math.inf
+    negligible = _NEGLIGIBLE * delta / sum(count for _, count in rounds)
     mixtures = []
     for sampled_sum, count in _coarsen(rounds):
-        mu, rate, lost = sampled_sum.mu, sampled_sum.sample_rate, sampled_sum.lost
-        if zeroed and sampled_sum.sampling == "poisson":
+        mu, rate = sampled_sum.mu, sampled_sum.sample_rate
+        if sampled_sum.sampling == "fixed_size":
+            distribution = sampled_distribution(mu=mu, sample_rate=rate, tail=tail)
+        elif zeroed:
             alone = mean_distribution(noise_multiplier=2 / mu, num_users=1, tail=tail)
             distribution = alone.scaled(rate)
         else:
-            # What is lost is lost only if the record is in the sample.
-            distribution, lost = (
-                sampled_distribution(mu=mu, sample_rate=rate, tail=tail),
-                rate * lost,
+            distribution = opposite_reports(
+                noise_multiplier=2 / mu,
+                num_users=1,
+                sample_rate=rate,
+                tail=tail,
+                negligible=negligible,
             )
-        mixtures.append((Mixture(((1.0, distribution),), lost), count))
+        # What is lost is lost only if the record is in the sample.
+        mixtures.append((Mixture(((1.0, distribution),), rate * sampled_sum.lost), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 

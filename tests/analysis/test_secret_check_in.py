@@ -44,12 +44,36 @@ def test_it_is_dp_sgd_at_the_sum_s_multiplier(multiplier, rate, steps):
     assert epsilon == pytest.approx(sampled_gaussian_epsilon(rounds, delta=DELTA), rel=1e-9)
 
 
-def test_under_replacement_coins_are_a_sample_of_fixed_size():
-    fixed = SampledSum(mu=0.5, sample_rate=0.1)
-    both = [
-        sampled_sums.compute_epsilon([(kind, 50)], delta=DELTA) for kind in (fixed, coins(0.5, 0.1))
-    ]
-    assert both[0] == both[1]
+def test_one_replaced_round_is_two_opposite_subsampled_gaussians():
+    """The ratio of the two grows with the outcome, so the best test is a threshold."""
+    mu, rate = 1.7, 0.2
+    epsilon = sampled_sums.compute_epsilon([(coins(mu, rate), 1)], delta=DELTA)
+    thresholds = np.linspace(0, 9, 90_001)
+    own, opposite = (
+        (1 - rate) * norm.sf(thresholds) + rate * norm.sf(thresholds - place)
+        for place in (mu / 2, -mu / 2)
+    )
+    assert np.max(own - math.exp(epsilon) * opposite) <= DELTA
+    assert np.max(own - math.exp(0.999 * epsilon) * opposite) > DELTA
+
+
+@pytest.mark.parametrize(("mu", "count"), [(2.0, 1), (2.0, 30), (0.3, 500), (3.0, 3)])
+def test_replaced_coins_cost_more_the_more_often_and_less_than_samples_of_fixed_size(mu, count):
+    """From nothing to what everyone costs."""
+    rates = (1e-12, 1e-3, 0.1, 0.5, 1 - 1e-9, 1.0)
+    costs, fixed = (
+        [
+            sampled_sums.compute_epsilon(
+                [(SampledSum(mu=mu, sample_rate=rate, sampling=sampling), count)], delta=DELTA
+            )
+            for rate in rates
+        ]
+        for sampling in ("poisson", "fixed_size")
+    )
+    assert costs[0] <= 1e-6
+    assert costs[-2] == pytest.approx(costs[-1], rel=1e-3)  # chords of the curve cost so much
+    for cost, more, sampled in zip(costs, costs[1:], fixed, strict=False):
+        assert cost <= min(more, sampled) * (1 + 1e-3)
 
 
 # --- enumeration
@@ -140,3 +164,40 @@ def test_no_small_case_is_above_the_bound_in_one_coordinate_and_two_rounds(
                     exact_delta(p, q, epsilon)
                     <= exact_delta(r, s, epsilon) * (1 + hidden) + hidden**2 + rounds * bound.lost
                 )
+
+
+def covering(steps, trials, probability, rate):
+    """The round that the bound takes for one coordinate's sum."""
+    noise = BinomialNoise(trials=trials, probability=probability)
+    bound = gaussian_bound(noise, shift=steps, tail=1e-9)
+    return coins(bound.slope * steps, rate, bound.lost)
+
+
+@pytest.mark.parametrize(("steps", "noise", "rate", "others"), CASES)
+def test_no_replaced_record_is_above_the_bound_in_one_coordinate_and_two_rounds(
+    steps, noise, rate, others
+):
+    places = [steps / 2 * (1 + other) for other in others]
+    sums = [
+        sum_of([own, *places], rate, steps, *noise)
+        for own in (0.0, 0.3 * steps, 0.8 * steps, steps)
+    ]
+    for rounds, delta in itertools.product((1, 2), (1e-6, 1e-3)):
+        repeated = [(covering(steps, *noise, rate), rounds)]
+        epsilon = sampled_sums.compute_epsilon(repeated, delta=delta)
+        views = [
+            functools.reduce(lambda a, b: np.multiply.outer(a, b).ravel(), [one] * rounds)
+            for one in sums
+        ]
+        for pair in itertools.combinations(views, 2):
+            assert exact_delta(*pair, epsilon) <= delta
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.5])
+def test_among_many_bits_the_opposite_record_is_close_to_the_bound(rate):
+    """The slope at the tails, six deviations out, is too steep by about 6/√100,000."""
+    steps, trials = 300, 100_000
+    repeated = [(covering(steps, trials, 0.5, rate), 1)]
+    epsilon = sampled_sums.compute_epsilon(repeated, delta=DELTA)
+    own, opposite = (sum_of([end], rate, steps, trials, 0.5) for end in (steps, 0.0))
+    assert exact_delta(own, opposite, epsilon) <= DELTA < exact_delta(own, opposite, 0.9 * epsilon)

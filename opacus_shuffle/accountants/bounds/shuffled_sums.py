@@ -16,8 +16,8 @@ All of them are proved for every data set and both adjacencies.
     gained from sampling.
 
 A record that becomes zero moves the sum half as far as one that becomes any other. With coins that
-is so in secret, too, and a round is DP-SGD's. A sample of fixed size has another record in its
-place: such an ε holds for both adjacencies, and says so.
+is so in secret, too, and a round is DP-SGD's, for both adjacencies. A sample of fixed size has
+another record in its place: such an ε holds for both adjacencies, and says so.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledSums
