@@ -44,6 +44,13 @@ def said(capsys, line: str) -> list[str]:
             {"mechanism": "random_allocation", "num_batches": 40, "steps": 100, **NOISE},
             [*EVERY, "nor how many"],
         ),
+        (
+            f"{RUN.replace('subsampled_shuffle', 'secret_checkin')} --report gaussian "
+            "--noise-multiplier 5 --delta 1e-5",
+            "certified",
+            {**SAMPLED, **NOISE, "mechanism": "secret_checkin", "report": "gaussian"},
+            [*EVERY, "the reports of all users"],
+        ),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "pair", {**SAMPLED, **NOISE}, ["PAIR"]),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "published", {**SAMPLED, **NOISE}, ["PAIR"]),
         (
