@@ -87,14 +87,14 @@ def is_normal(numbers, mean, deviation):
 @pytest.mark.parametrize("split", [None, 3])
 def test_a_sum_without_gradients_is_the_noise_of_all_users_whatever_the_batch(report, split):
     sums, sizes, engine = released(
-        torch.zeros(12, 400), batch_size=3, steps=60, split=split, norm=0.5, report=report
+        torch.zeros(12, 400), batch_size=3, steps=40, split=split, norm=0.5, report=report
     )
     assert len(set(sizes)) > 3
     assert is_normal(sums, 0.0, math.sqrt(12) * 2.0 * 0.5)
     for some in (min(sizes), max(sizes)):
         rows = sums[torch.tensor(sizes) == some]
         assert is_normal(rows, 0.0, math.sqrt(12) * 2.0 * 0.5)
-    assert engine.accountant.rounds[0][1] >= 60
+    assert engine.accountant.rounds[0][1] >= 40
 
 
 @every_report
@@ -127,7 +127,7 @@ def test_the_part_along_a_gradient_has_the_mean_and_the_noise_that_are_promised(
 
     Variances by chi-square with twice its deviation, as linear parts are no normal numbers.
     """
-    users, steps, sigma, rate = 24, 200, 0.5, 0.75
+    users, steps, sigma, rate = 24, 100, 0.5, 0.75
     x = torch.zeros(users, 6)
     x[: len(norms), 1] = torch.tensor(norms)
     sums, _, _ = released(x, batch_size=18, steps=steps, report=report, sigma=sigma, split=split)
@@ -141,16 +141,18 @@ def test_the_part_along_a_gradient_has_the_mean_and_the_noise_that_are_promised(
     assert is_normal(across, 0.0, math.sqrt(users) * sigma)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.parametrize(
+    "mode", ["hooks", *(pytest.param(mode, marks=pytest.mark.zoo) for mode in ("functorch", "ew"))]
+)
 def test_reports_in_other_directions_keep_their_own(mode):
     """Two users' gradients at a right angle: each is on its own axis, with its own share."""
     x = torch.zeros(2, 2)
     x[0, 0], x[1, 1] = 1.0, -0.5
-    sums, _, _ = released(x, batch_size=1, steps=200, grad_sample_mode=mode, sigma=0.5)
+    sums, _, _ = released(x, batch_size=1, steps=120, grad_sample_mode=mode, sigma=0.5)
     for axis, share in ((0, 1.0), (1, -0.5)):
         mean, variance = moments("linear", 0.5, abs(share), 0.5)
         mean = math.copysign(mean, share)
-        deviation = math.sqrt((variance + 0.25) / 200)
+        deviation = math.sqrt((variance + 0.25) / 120)
         assert abs(float(sums[:, axis].mean()) - mean) < 6.2 * deviation
 
 
