@@ -36,6 +36,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "batch_clip": 1.0,
     },
     "random_allocation": {"noise_multiplier": 2.0, "num_batches": 10},
+    "secret_checkin": {
+        "noise_multiplier": 2.0,
+        "num_users": 1000,
+        "sample_rate": 0.1,
+        "report": "linear",
+        "honest_fraction": 0.9,
+    },
     "shuffled_sums": {
         "noise_multiplier": 2.0,
         "num_users": 1000,

@@ -201,9 +201,10 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float) 
 
 def _out_of_reach(target: float, floor: float) -> ValueError:
     """Returns what to raise where no multiplier meets the target."""
+    stays = round_up(floor) if math.isfinite(floor) else "infinity"
     return ValueError(
         f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound "
-        f"epsilon stays at {round_up(floor)}, however large the noise; raise the target or "
+        f"epsilon stays at {stays}, however large the noise; raise the target or "
         "delta, or use bound='pair' (one pair of data sets) or 'certified' (every data set, "
         "more noise)"
     )

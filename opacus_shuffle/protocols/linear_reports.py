@@ -31,12 +31,13 @@ def tilted(uniforms: torch.Tensor, noise_multiplier: float) -> torch.Tensor:
         noise_multiplier: σ of linear reports.
     """
     shape = LinearTilt(noise_multiplier)
-    low = torch.full_like(uniforms, max(shape.threshold, -_FARTHEST))
-    high = torch.full_like(uniforms, max(shape.threshold, 0.0) + _FARTHEST)
+    threshold, slope = shape.threshold, shape.slope
+    low = torch.full_like(uniforms, max(threshold, -_FARTHEST))
+    high = torch.full_like(uniforms, max(threshold, 0.0) + _FARTHEST)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         density = torch.exp(-middle.square() / 2) / math.sqrt(2 * math.pi)
-        larger = shape.slope * (density - shape.threshold * torch.special.ndtr(-middle))
+        larger = slope * (density - threshold * torch.special.ndtr(-middle))
         low, high = (
             torch.where(larger > uniforms, middle, low),
             torch.where(larger > uniforms, high, middle),

@@ -22,6 +22,7 @@ from opacus_shuffle.accountants import compute_bound
 from opacus_shuffle.accountants.bounds.shuffled_sums import round_epsilon
 from opacus_shuffle.accountants.mechanisms import (
     RandomAllocation,
+    SecretCheckIn,
     ShuffledCheckIn,
     ShuffledSums,
     ShuffledWeights,
@@ -170,6 +171,27 @@ def test_a_sample_that_is_seen_costs_its_share_of_the_hockey_stick(sigma, delta,
     baseline_epsilon = compute_bound(rounds, delta=delta, adjacency=adjacency).epsilon
     assert rate * hockey_stick(adjacency.distance / sigma, baseline_epsilon) <= delta * (1 + 1e-15)
     assert baseline_epsilon == 0 or rate > delta
+
+
+@settings(deadline=None, max_examples=15)
+@given(sigma=st.floats(0.5, 30.0), delta=st.floats(1e-6, 0.3), rate=st.floats(0.05, 0.95))
+def test_a_report_whose_coin_is_secret_is_a_sampled_gaussian(sigma, delta, rate):
+    """One user checks in secretly: R = 1 − q + qX, whose hockey sticks are closed forms."""
+    rounds = [
+        (
+            SecretCheckIn(noise_multiplier=sigma, num_users=1, sample_rate=rate, report="gaussian"),
+            1,
+        )
+    ]
+    epsilon = compute_bound(rounds, delta=delta).epsilon
+    with mpmath.workdps(40):
+        tau = mpmath.exp(epsilon)
+        forward = rate * hockey_stick(1 / sigma, mpmath.log(1 + (tau - 1) / rate))
+        below = 1 - (1 - 1 / tau) / rate
+        reverse = mpmath.mpf(0)
+        if below > 0:  # E(1 − τR)₊ = τq·E(s − X)₊, where 1 − q + qs = 1/τ
+            reverse = tau * rate * below * hockey_stick(1 / sigma, -mpmath.log(below))
+        assert max(forward, reverse) <= delta
 
 
 @settings(deadline=None)

@@ -62,6 +62,13 @@ def said(capsys, line: str) -> list[str]:
             {**ALLOCATED, **NOISE},
             [*EVERY, "one secret batch of each epoch"],
         ),
+        (
+            f"{RUN.replace('subsampled_shuffle', 'secret_checkin')} --report gaussian "
+            "--noise-multiplier 5 --delta 1e-5",
+            "certified",
+            {**SAMPLED, **NOISE, "mechanism": "secret_checkin", "report": "gaussian"},
+            [*EVERY, "the reports of all users"],
+        ),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "pair", {**SAMPLED, **NOISE}, ["PAIR"]),
         (f"{RUN} --noise-multiplier 5 --delta 1e-5", "published", {**SAMPLED, **NOISE}, ["PAIR"]),
         (

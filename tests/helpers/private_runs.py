@@ -27,6 +27,7 @@ OURS = {
     "shuffled_fw": {"shuffle_weights": True},
     "shuffled_sums": {},
     "random_allocation": {},
+    "secret_checkin": {"local_noise": True},
 }
 """The accountants of this package, with the flags that their runs are meant to have."""
 OPACUS = ("rdp", "prv", "gdp")
