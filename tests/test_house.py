@@ -42,20 +42,20 @@ LONGEST = 700
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
-    "accountants": 1_510,
-    "analysis": 1_365,
+    "accountants": 1_725,
+    "analysis": 1_625,
     "audit": 665,
-    "commands": 700,
+    "commands": 715,
     "core": 775,
-    "engine": 2_955,
+    "engine": 3_105,
     "estimators": 140,
-    "federated": 955,
+    "federated": 990,
     "networks": 600,
     "permutation": 2_135,
-    "protocols": 595,
+    "protocols": 625,
     "sco": 965,
 }
-TESTS_WEIGHT = 14_210
+TESTS_WEIGHT = 15_100
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
