@@ -4,7 +4,7 @@ Run ``python benchmarks/secret_checkin.py``, about five minutes. Every noise is 
 data set: the noise on the sum over the clipping norm, for each unit of signal.
 
 >>> round(noise_of("shuffle_gauss", 1.0, users=4000, steps=10, delta=1e-5))
-97
+96
 """
 
 from __future__ import annotations

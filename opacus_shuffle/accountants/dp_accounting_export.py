@@ -134,6 +134,6 @@ def _dp_accounting() -> tuple[Any, Any]:
     try:
         from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     except ImportError as error:
-        message = extras.missing("to_dp_accounting", "dp_accounting", "dp-accounting")
+        message = extras.missing("to_dp_accounting", "dp-accounting", "dp-accounting")
         raise ImportError(message) from error
     return pld_pmf, privacy_loss_distribution

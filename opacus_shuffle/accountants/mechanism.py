@@ -6,7 +6,7 @@ the flags of the command line; its bounds are registered in
 :mod:`opacus_shuffle.accountants.bounds`.
 
 >>> sorted(MECHANISMS)[:2], list(MECHANISMS["shuffled_checkin"].field_names())
-(['random_allocation', 'shuffle_gauss'], ['noise_multiplier', 'num_users', 'sample_rate'])
+(['random_allocation', 'secret_checkin'], ['noise_multiplier', 'num_users', 'sample_rate'])
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 nobody, shuffled_checkin: as a server with noise multiplier 7.2
 the shuffler, shuffle_gauss: as a server with noise multiplier 4.3
 the shuffler, shuffled_checkin: as a server with noise multiplier 7.2
+the shuffler, secret_checkin: as a server with noise multiplier 4.9
 the aggregation, shuffled_checkin: as a server with noise multiplier 0.94
 the server, random_allocation: as a server with noise multiplier 0.45
 the server, shuffled_checkin: as a server with noise multiplier 0.57

@@ -14,7 +14,7 @@
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 >>> round(engine.get_epsilon(1e-5, bound="certified"), 3)
-0.347
+0.331
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ REFUSED = [
     ({"sgd": lambda p: torch.optim.SGD(p, lr=0.0), "shuffle_weights": True}, "positive lr"),
     (
         {"engine": "shuffled_checkin", "local_noise": True},
-        "local noise, which grows with the records",
+        "the reports' own noise",
     ),
     ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
     ({"clipping": "adaptive", **ADAPTIVE}, "clips adaptively"),

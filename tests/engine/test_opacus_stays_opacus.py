@@ -228,7 +228,14 @@ def test_batches_that_opacus_s_accountants_do_not_assume_are_warned_of(name, tmp
 
 def test_what_can_be_asked_for_is_what_opacus_has_and_what_the_readme_names():
     more = {
-        "make_private": {"local_noise", "sampling", "shuffle_weights", "aggregator", "others"},
+        "make_private": {
+            "local_noise",
+            "sampling",
+            "shuffle_weights",
+            "aggregator",
+            "report",
+            "others",
+        },
         "save_checkpoint": set(),
         "load_checkpoint": {"allow_rewind", "allow_pickle"},
     }
