@@ -26,6 +26,7 @@ ROWS = [
     ("nobody", "shuffled_checkin"),
     ("the shuffler", "shuffle_gauss"),
     ("the shuffler", "shuffled_checkin"),
+    ("the shuffler", "secret_checkin"),
     ("the shuffler", "shuffled_sums"),
     ("the aggregation", "shuffled_checkin"),
     ("the server", "random_allocation"),
@@ -87,13 +88,13 @@ def test_every_row_says_what_a_user_sends_and_what_its_epsilon_counts_on(asked, 
     assert all(row.sent is None for row in asked.rows[-2:])  # the server is handed the record once
     for row in asked.rows[:-1]:
         assert row.bound.meaning in printed
-    gaussian, sums = (asked.rows[place].to_dict() for place in (1, 3))
+    gaussian, sums = (asked.rows[place].to_dict() for place in (1, 4))
     assert (gaussian["bytes_per_user"], gaussian["bits_per_coordinate"]) == (3 * 50 * 4, 32)
-    assert f"By shuffled_sums: {asked.rows[3].sent}" in printed
+    assert f"By shuffled_sums: {asked.rows[4].sent}" in printed
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ASKED.items()]
     assert main(["plan", *flags, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["rows"][3] == json.loads(json.dumps(sums))
+    assert answer["rows"][4] == json.loads(json.dumps(sums))
 
 
 def test_random_allocation_takes_less_noise_than_the_server_s_poisson_batches(asked):
