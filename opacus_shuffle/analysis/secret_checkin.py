@@ -128,7 +128,12 @@ def _epsilon(rounds: Merged, delta: float, distance: float, *, alone: bool) -> f
 
     No clones is also what others' dishonesty would leave, and holds anyhow.
     """
-    most = math.inf if alone else _epsilon(rounds, delta, distance, alone=True)
+    never = sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)
+    if delta >= -math.expm1(never):
+        return 0.0  # user 1 takes part in no round at all but with probability δ
+    most = _moment_epsilon(rounds, delta)
+    if not alone:
+        most = _epsilon(rounds, delta, distance, alone=True)
     if all(kind.report == "gaussian" for kind, _ in rounds):
         everyone = [(dataclasses.replace(kind, sample_rate=1.0), count) for kind, count in rounds]
         most = min(most, unshuffled_epsilon(everyone, delta=delta, distance=distance))
@@ -141,6 +146,18 @@ def _epsilon(rounds: Merged, delta: float, distance: float, *, alone: bool) -> f
         for kind, count in _coarsen(rounds, "upper")
     ]
     return min(most, privacy_loss.compute_epsilon(mixtures, delta=delta))
+
+
+def _moment_epsilon(rounds: Merged, delta: float) -> float:
+    """Returns an ε by second moments, which is there where no grid holds the losses (12.7)."""
+    if any(kind.sample_rate == 1 for kind, _ in rounds):
+        return math.inf
+    log_moment = 0.0
+    for kind, count in rounds:
+        shape = shape_of(kind.report, kind.noise_multiplier)
+        square = np.logaddexp(0.0, 2 * math.log(kind.sample_rate) + shape.log_variance)
+        log_moment += count * (float(square) - math.log1p(-kind.sample_rate))
+    return (log_moment - math.log(delta)) * (1 + 1e-9)
 
 
 def _coarsen(rounds: Merged, side: Side) -> Merged:

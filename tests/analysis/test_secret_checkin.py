@@ -260,6 +260,20 @@ def test_extremes_of_noise_are_computed_with(report, sigma):
         assert sigma < 1e6 or replaced < 1e-3
 
 
+@every_report
+@pytest.mark.parametrize(
+    ("rate", "steps", "delta"),
+    [(0.5, 10**9, 1e-5), (0.999999, 10**6, 1e-200), (0.5, 3, 1e-300), (1e-300, 3, 1e-5)],
+)
+def test_where_no_grid_reaches_epsilon_is_a_number_all_the_same(report, rate, steps, delta):
+    """It is 0 where the record takes part with a probability below δ (12.7)."""
+    rounds = rounds_of(report, 1.0, 100, rate, steps)
+    lower, upper = zero_out_epsilon(rounds, delta=delta)
+    assert 0 <= lower <= upper <= unshuffled(rounds, delta=delta) < math.inf
+    assert (upper == 0) == (rate * steps < delta)
+    assert replacement_epsilon(rounds, delta=delta) < math.inf
+
+
 def test_it_costs_half_of_check_in_in_the_setting_of_the_paper():
     """SG, Figure 1b."""
     run = {"noise_multiplier": 5.0, "num_users": 60_000, "sample_rate": 0.1}
