@@ -120,11 +120,18 @@ class LinearReports(FlatClipping, GaussianNoise):
         return math.sqrt(self.users - self.taking_part) * float(optimizer.noise_multiplier)
 
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
-        """Draws the noise of all who do not take part."""
-        noise = super().draw(optimizer, total)
-        if isinstance(noise, GridNoise):  # whose grid would tell by its step how many they are
-            unit = float(optimizer.noise_multiplier) * optimizer.max_grad_norm
-            noise.step = GridNoise(math.sqrt(self.users) * unit, noise.generator).step
+        """Draws the noise of all who do not take part.
+
+        In secure mode the sum is rounded to the grid of all users' noise: that of those who do not
+        take part would tell how many they are, and there is none if there is nobody.
+        """
+        generator = optimizer.generator
+        secure = isinstance(generator, SecretGenerator) and generator.secure
+        if not secure or generator.device.type != "cpu":
+            return super().draw(optimizer, total)
+        noise: Any = GridNoise(self.multiplier(optimizer) * optimizer.max_grad_norm, generator)
+        everyone = math.sqrt(self.users) * float(optimizer.noise_multiplier)
+        noise.step = GridNoise(everyone * optimizer.max_grad_norm, generator).step
         return noise
 
 
