@@ -182,7 +182,6 @@ def compute_noise_multiplier(
 
 
 def best_sample_rate(
-    mechanism: str = "secret_checkin",
     *,
     target_epsilon: float,
     target_delta: float,
@@ -196,12 +195,11 @@ def best_sample_rate(
     it.
 
     Args:
-        mechanism: Its name, as for :func:`compute_epsilon`; one whose coins nobody sees.
         target_epsilon: ε to stay within, above 0.
         target_delta: δ in (0, 1).
         steps: T, rounds, at least 1.
         adjacency: Between which data sets.
-        **fields: The mechanism's other fields, such as ``num_users``.
+        **fields: Fields of ``SecretCheckIn``, such as ``num_users``.
 
     Returns:
         q, to three digits, by an estimate of the certified ε: the noise for a budget follows from
@@ -210,7 +208,7 @@ def best_sample_rate(
     Raises:
         ValueError: If an argument is out of range or unknown.
     """
-    kind = MECHANISMS[one_of("mechanism", mechanism, ("secret_checkin",))]
+    kind = MECHANISMS["secret_checkin"]
     open_unit_interval("target_delta", target_delta)
     count = integer("steps", steps)
 

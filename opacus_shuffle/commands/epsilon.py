@@ -32,12 +32,14 @@ def print_epsilon(options: dict[str, Any]) -> Printed:
 
 def print_noise(options: dict[str, Any]) -> Printed:
     """Returns the smallest σ and its meaning, at the best rate of secret coins if none is given."""
-    chosen = ""
-    if options["mechanism"] == "secret_checkin" and "sample_rate" not in options:
-        named = {name: value for name, value in options.items() if name not in ("bound", "orders")}
-        options["sample_rate"] = best_sample_rate(**named)
-        chosen = f", at sample rate {options['sample_rate']:g}, the best one"
-    fields = flags.fields_of_run(options, without=("noise_multiplier",))
+    chooses = options["mechanism"] == "secret_checkin" and "sample_rate" not in options
+    found = ("noise_multiplier", "sample_rate") if chooses else ("noise_multiplier",)
+    fields, chosen = flags.fields_of_run(options, without=found), ""
+    if chooses:
+        asked = ("target_epsilon", "target_delta", "steps", "adjacency")
+        budget = {name: options[name] for name in asked}
+        fields["sample_rate"] = best_sample_rate(**fields, **budget)
+        chosen = f", at sample rate {fields['sample_rate']:g}, about the best one"
     sigma = compute_noise_multiplier(**fields, **options)
     target, delta = options.pop("target_epsilon"), options.pop("target_delta")
     run = {**fields, **options, "delta": delta, "noise_multiplier": sigma}
