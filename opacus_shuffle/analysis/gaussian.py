@@ -42,6 +42,11 @@ def log_delta(*, mu: float, epsilon: float) -> float:
     finite_number("epsilon", epsilon)
     if not_negative("mu", mu) == 0:
         return -math.inf if epsilon >= 0 else math.log(-math.expm1(epsilon))
+    return _log_delta(mu, epsilon)
+
+
+def _log_delta(mu: float, epsilon: float) -> float:
+    """Returns log δ(ε) for μ > 0; searches ask a thousand times, so nothing is checked here."""
     if mu < _SMALL and epsilon >= 0:
         x = epsilon / mu
         # xΦ + φ at −x, over φ(x): 1 less x times Mills' ratio.
@@ -88,7 +93,7 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     epsilon = high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     if mu < _LARGE:
         epsilon = safe_root(
-            lambda e: max(log_delta(mu=mu, epsilon=e), -1e6) - math.log(delta),
+            lambda e: max(_log_delta(mu, e), -1e6) - math.log(delta),
             unsafe=0.0,
             safe=high,
             tolerance=1e-13 * high,
@@ -101,7 +106,7 @@ def largest_mu(*, epsilon: float, delta: float) -> float:
     """Returns the μ, rounded down, of the Gaussian mechanism that is just (ε, δ)-DP."""
 
     def excess(log_mu: float) -> float:
-        return max(log_delta(mu=math.exp(log_mu), epsilon=epsilon), -1e6) - math.log(delta)
+        return max(_log_delta(math.exp(log_mu), epsilon), -1e6) - math.log(delta)
 
     log_mu = safe_root(
         excess, unsafe=math.log(1e3), safe=math.log(1e-40), tolerance=1e-12, step=1e-10

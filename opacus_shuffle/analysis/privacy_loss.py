@@ -22,6 +22,7 @@ works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -344,17 +345,28 @@ class _Composed:
     error: float
     chernoff: float
 
+    @functools.cached_property
+    def weights(self) -> tuple[Vector, Vector]:
+        """Returns e^{−(1+θ)·beyond} and (1 − e^{−beyond})·e^{−θ·beyond} at the grid's multiples."""
+        beyond = self.losses - self.losses[0]
+        tilt = np.exp(-self.theta * beyond)
+        return np.exp(-beyond) * tilt, -np.expm1(-beyond) * tilt
+
     def log_delta(
         self, epsilon: float, sign: float, left: float, slack: tuple[float, float]
     ) -> float:
         """Returns log of δ(ε), with the errors added (sign 1) or taken off (sign −1)."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
-        beyond = self.losses[start:] - epsilon
-        weights = -np.expm1(-beyond) * np.exp(-self.theta * beyond)
+        masses = self.masses[start:]
+        # The loss of the k-th mass is ε + first + k·width, and 1 − e^{−first − k·width} is the sum
+        # of e^{−k·width}·(1 − e^{−first}) and 1 − e^{−k·width}, none of them negative.
+        first = float(self.losses[start] - epsilon) if len(masses) else 0.0
+        near, far = (float(weights[: len(masses)] @ masses) for weights in self.weights)
+        beyond = math.exp(-self.theta * first) * (far - math.expm1(-first) * near)
         largest = (self.theta / (1 + self.theta)) ** self.theta / (
             1 + self.theta
         )  # of the weights, at any loss
-        inside = float(weights @ self.masses[start:]) + sign * self.error * largest
+        inside = beyond + sign * self.error * largest
         if inside <= 0:
             return -1e6
         log_inside = math.log(inside) + self.log_norm - self.theta * epsilon
@@ -453,6 +465,6 @@ def _minimum(function: Callable[[float], float], guess: float) -> float:
     """Returns nearly where a function of a logarithm that falls and then rises is smallest."""
     return float(
         minimize_scalar(
-            function, bounds=(guess - 12.0, guess + 9.0), method="bounded", options={"xatol": 1e-3}
+            function, bounds=(guess - 12.0, guess + 9.0), method="bounded", options={"xatol": 1e-2}
         ).x
     )
