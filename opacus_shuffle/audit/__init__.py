@@ -12,6 +12,7 @@ from opacus_shuffle.audit.lower_bounds import LowerBound, audit_scores, epsilon_
 from opacus_shuffle.audit.mechanism_audits import (
     audit_gaussian,
     audit_permuted_gaussian,
+    audit_secret_checkin,
     audit_shuffle_gauss,
 )
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
@@ -29,6 +30,7 @@ __all__ = [
     "audit_gaussian",
     "audit_permuted_gaussian",
     "audit_scores",
+    "audit_secret_checkin",
     "audit_shuffle_gauss",
     "audit_training",
     "epsilon_lower_bound",

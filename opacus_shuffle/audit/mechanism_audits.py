@@ -1,7 +1,8 @@
-r"""Audits of the papers' mechanisms: each is run millions of times with and without a record.
+r"""Audits of mechanisms: each is run millions of times with and without a record.
 
 The shuffle Gaussian is Liew and Takahashi's (SG); the permuted Gaussian is that of weight shuffling
-(WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled). One pair of data sets, one
+(WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled); secret check-in is this library's,
+where who does not take part sends noise. One pair of data sets, one
 adversary, one test: so these audits say what a formula is worth, not whether a training run is
 programmed correctly.
 
@@ -36,8 +37,10 @@ import torch
 from scipy.special import logsumexp, ndtri_exp
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
-from opacus_shuffle.accountants.mechanisms import ShuffledWeights, ShuffleGauss
+from opacus_shuffle.accountants.mechanisms import SecretCheckIn, ShuffledWeights, ShuffleGauss
 from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.analysis.report_shapes import LinearTilt
+from opacus_shuffle.analysis.secret_checkin import SecretRound
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.core.guarantees import (
@@ -56,6 +59,7 @@ from opacus_shuffle.core.validation import (
     one_of,
     open_unit_interval,
 )
+from opacus_shuffle.protocols.linear_reports import tilted
 
 Vector = npt.NDArray[np.float64]
 
@@ -72,6 +76,12 @@ FEWEST = 1000
 MOST_USERS = 10_000_000
 MOST_TRIALS = 10**9
 MOST_DRAWS = 10**12
+
+GAUSSIAN_REPORTS, LINEAR_REPORTS = 200_000_000, 20_000_000
+"""Reports drawn under each hypothesis where nothing else is asked for: about a minute of one core.
+
+A linear one takes ten times as long: its place is found by halving an interval 60 times.
+"""
 
 CHUNK = 2**20
 """Random numbers held at once, 8 MB."""
@@ -164,50 +174,86 @@ def audit_shuffle_gauss(
         With probability ``confidence`` the ε of this pair of data sets at δ is at least the
         finding. ``published`` and ``pair`` are about the pair with ``others=0`` only.
     """
-    mechanism, steps = (
-        ShuffleGauss(noise_multiplier=noise_multiplier, num_users=num_users),
-        integer("steps", steps),
-    )
-    sigma, users = mechanism.noise_multiplier, mechanism.num_users
-    if users > MOST_USERS:
-        raise ValueError(
-            f"num_users must not exceed {MOST_USERS:,}, got {users}: every run draws all reports; "
-            "audit fewer users"
-        )
-    wanted = "lie in [-1, 1], in units of the clipping norm"
-    others = number("others", others, wanted, lambda value: -1 <= value <= 1)
-    neighbours = Adjacency(adjacency)
-    absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -1.0
-    if trials is None:
-        trials = min(1_000_000, max(FEWEST, 200_000_000 // (users * steps)))
-    delta, trials, confidence = common(delta, trials, confidence, draws=users * steps)
-    rng = numpy_generator(generator)
-    scores = likelihood_ratios(
-        present=(1 - others) / sigma,
-        absent=(absent - others) / sigma,
-        users=users,
+    mechanism = ShuffleGauss(noise_multiplier=noise_multiplier, num_users=num_users)
+    return audit_reports(
+        mechanism,
+        report="gaussian",
+        title="shuffle Gaussian",
+        bounds=("published", "pair", "certified"),
+        delta=delta,
+        others=others,
         steps=steps,
+        adjacency=adjacency,
         trials=trials,
-        rng=rng,
+        confidence=confidence,
+        generator=generator,
     )
-    claims = claimed(
-        [(mechanism, steps)], ("published", "pair", "certified"), delta=delta, adjacency=neighbours
+
+
+def audit_secret_checkin(
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    sample_rate: float,
+    delta: float,
+    report: str = "linear",
+    others: float = 0.0,
+    steps: int = 1,
+    adjacency: str = "zero_out",
+    trials: int | None = None,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> AuditResult:
+    r"""Audits secret check-in in one dimension, against who knows all other users' values.
+
+    As :func:`audit_shuffle_gauss`, with each user's secret coin: user 1's and all others' are
+    tossed anew in every round, and the densities in the likelihood ratio are those of a report
+    whose coin is not known. Linear reports are drawn as training draws them.
+
+    Args:
+        noise_multiplier: Local σ, one report's noise over the clipping norm.
+        num_users: n, the users who follow the protocol and keep their coins and noise secret, at
+            most 10⁷. (Those of anybody else hide nothing, and can be left out.)
+        sample_rate: q in (0, 1), the coins' rate.
+        delta: δ in (0, 1).
+        report: ``"linear"`` or ``"gaussian"``: how a user reports whose coin shows heads.
+        others: Every other user's value, in [−1, 1] clipping norms: −1, opposite to user 1's, is
+            the farthest that there is, and the worst that is known.
+        steps: Rounds, with fresh coins, fresh noise and a fresh permutation each.
+        adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −1.
+        trials: Runs under each hypothesis, at least 1000; by default as many as take 4·10⁸ reports,
+            up to a million. Linear reports take ten times as long to draw: 4·10⁷ of them.
+        confidence: In (0, 1).
+        generator: A CPU generator, for repeatable audits; by default a secret one.
+
+    Returns:
+        The claim ``certified``, and one finding.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        With probability ``confidence`` the ε of this pair of data sets at δ, and so that of any
+        bound for all data sets that satisfy these conditions, is at least the finding.
+    """
+    mechanism = SecretCheckIn(
+        noise_multiplier=noise_multiplier,
+        num_users=num_users,
+        sample_rate=sample_rate,
+        report=report,
     )
-    sees = "sees every shuffled report of every round, and knows all other users' values"
-    return AuditResult(
-        f"shuffle Gaussian, noise multiplier {sigma:.6g}, {plural(users, 'user')}, "
-        f"{plural(steps, 'round')}, {neighbours}",
-        delta,
-        claims,
-        (
-            Finding(
-                "likelihood ratio", audit_scores(*scores, delta=delta, confidence=confidence), sees
-            ),
-        ),
-        (
-            f"Audited: all other users hold {others:g}, and one user holds 1 or {absent:g}.",
-            *reach(claims, trials, delta, confidence),
-        ),
+    return audit_reports(
+        mechanism,
+        report=mechanism.report,
+        title=f"secret check-in, {report} reports, sample rate {mechanism.sample_rate:.4g}",
+        bounds=("certified",),
+        delta=delta,
+        others=others,
+        steps=steps,
+        adjacency=adjacency,
+        trials=trials,
+        confidence=confidence,
+        generator=generator,
     )
 
 
@@ -355,31 +401,152 @@ def gaussian_step(sigma: float, delta: float) -> Claim:
     )
 
 
+def audit_reports(
+    mechanism: ShuffleGauss | SecretCheckIn,
+    *,
+    report: str,
+    title: str,
+    bounds: Iterable[str],
+    delta: float,
+    others: float,
+    steps: int,
+    adjacency: str,
+    trials: int | None,
+    confidence: float,
+    generator: torch.Generator | None,
+) -> AuditResult:
+    """Audits one user's value on a line, among the shuffled reports of users who hold another.
+
+    In the shuffle Gaussian all take part, as if every coin had rate 1.
+
+    Args:
+        mechanism: What is audited; all its users are honest.
+        report: The shape of its reports.
+        title: What the mechanism is called.
+        bounds: Names of the claims.
+        delta: As of :func:`audit_secret_checkin`, and so are all that follow.
+        others: In [−1, 1].
+        steps: Rounds.
+        adjacency: Whether user 1's value becomes 0 or −1.
+        trials: Runs under each hypothesis, or None.
+        confidence: In (0, 1).
+        generator: A CPU generator, or None.
+    """
+    steps, users = integer("steps", steps), mechanism.num_users
+    kind = SecretRound(
+        noise_multiplier=mechanism.noise_multiplier,
+        num_users=users,
+        sample_rate=mechanism.sample_rate,
+        report=report,
+    )
+    if users > MOST_USERS:
+        raise ValueError(
+            f"num_users must not exceed {MOST_USERS:,}, got {users}: every run draws all reports; "
+            "audit fewer users"
+        )
+    wanted = "lie in [-1, 1], in units of the clipping norm"
+    others = number("others", others, wanted, lambda value: -1 <= value <= 1)
+    neighbours = Adjacency(adjacency)
+    absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -1.0
+    if trials is None:
+        affordable = LINEAR_REPORTS if report == "linear" else GAUSSIAN_REPORTS
+        trials = min(1_000_000, max(FEWEST, affordable // (users * steps)))
+    delta, trials, confidence = common(delta, trials, confidence, draws=users * steps)
+    rng = numpy_generator(generator)
+    scores = likelihood_ratios(
+        kind, present=1.0, absent=absent, others=others, steps=steps, trials=trials, rng=rng
+    )
+    claims = claimed([(mechanism, steps)], bounds, delta=delta, adjacency=neighbours)
+    sees = "sees every shuffled report of every round, and knows all other users' values"
+    unseen = ", but not who takes part" if kind.sample_rate < 1 else ""
+    return AuditResult(
+        f"{title}, noise multiplier {kind.noise_multiplier:.6g}, {plural(users, 'user')}, "
+        f"{plural(steps, 'round')}, {neighbours}",
+        delta,
+        claims,
+        (
+            Finding(
+                "likelihood ratio",
+                audit_scores(*scores, delta=delta, confidence=confidence),
+                f"{sees}{unseen}",
+            ),
+        ),
+        (
+            f"Audited: all other users hold {others:g}, and one user holds 1 or {absent:g}.",
+            *reach(claims, trials, delta, confidence),
+        ),
+    )
+
+
 def likelihood_ratios(
-    *, present: float, absent: float, users: int, steps: int, trials: int, rng: np.random.Generator
+    kind: SecretRound,
+    *,
+    present: float,
+    absent: float,
+    others: float,
+    steps: int,
+    trials: int,
+    rng: np.random.Generator,
 ) -> tuple[Vector, Vector]:
     """Draws each run's log likelihood ratio over all rounds, without and with the record.
 
-    Values are (a − v)/σ.
+    User 1 holds ``absent`` or ``present``, all others hold ``others``, in clipping norms.
     """
     totals = np.zeros(trials), np.zeros(trials)
-    for moved, total in zip((absent, present), totals, strict=True):
-        for part in chunks(trials, users):
+    for held, total in zip((absent, present), totals, strict=True):
+        # The order of reports carries nothing: user 1 may as well come first.
+        values = np.append(held, np.full(kind.num_users - 1, others))
+        for part in chunks(trials, kind.num_users):
             for _ in range(steps):
-                # Reports as (y − v)/σ. The order carries nothing: user 1 may as well come first.
-                reports = rng.standard_normal((part.stop - part.start, users))
-                reports[:, 0] += moved
-                total[part] += log_sum_ratio(reports, present) - log_sum_ratio(reports, absent)
+                reports = draw_reports(kind, values, part.stop - part.start, rng)
+                total[part] += log_sum_ratio(kind, reports, present, others)
+                total[part] -= log_sum_ratio(kind, reports, absent, others)
     return totals
 
 
-def log_sum_ratio(reports: Vector, shift: float) -> Vector:
-    """Returns log Σᵢ exp(shift·zᵢ − shift²/2) of every row z.
+def draw_reports(kind: SecretRound, values: Vector, runs: int, rng: np.random.Generator) -> Vector:
+    """Draws one report of every value, in units of their noise, of shape (runs, values).
+
+    Every report's coin is tossed anew: where it shows tails the report is N(0, 1).
+    """
+    reports = rng.standard_normal((runs, len(values)))
+    if kind.report == "linear":
+        # A shorter vector is reported as one at the clipping norm, more rarely.
+        heads = rng.random(reports.shape) < kind.sample_rate * np.abs(values)
+        uniforms = torch.from_numpy(rng.random(np.count_nonzero(heads)))
+        signs = np.broadcast_to(np.sign(values), reports.shape)[heads]
+        reports[heads] = signs * tilted(uniforms, kind.noise_multiplier).numpy()
+    else:
+        shifts = values / kind.noise_multiplier
+        # No coin is tossed where all take part.
+        reports += shifts * (kind.sample_rate == 1 or rng.random(reports.shape) < kind.sample_rate)
+    return reports
+
+
+def log_density(kind: SecretRound, value: float, reports: Vector) -> Vector:
+    """Returns the log density of each report if it is one of ``value``, over that of N(0, 1)."""
+    if kind.report == "linear":
+        excess = LinearTilt(kind.noise_multiplier).excess(np.sign(value) * reports)
+        return np.log1p(kind.sample_rate * abs(value) * excess)
+    shift = value / kind.noise_multiplier
+    return log_sampled(shift * reports - shift**2 / 2, kind.sample_rate)
+
+
+def log_sampled(log_ratios: Vector, sample_rate: float) -> Vector:
+    """Returns log(1 − q + qR) of log R: the ratio if a coin of rate q says who takes part."""
+    if sample_rate == 1:
+        return log_ratios
+    return np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + log_ratios)
+
+
+def log_sum_ratio(kind: SecretRound, reports: Vector, value: float, others: float) -> Vector:
+    """Returns log Σᵢ f(yᵢ)/g(yᵢ) of every row y: f is the density of ``value``, g of ``others``.
 
     It is the likelihood ratio of user 1's value to the others', but for log n.
     """
-    ratios: Vector = logsumexp(shift * reports, axis=1) - shift**2 / 2
-    return ratios
+    ratios = log_density(kind, value, reports) - log_density(kind, others, reports)
+    sums: Vector = logsumexp(ratios, axis=1)
+    return sums
 
 
 def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple[float, int, float]:
@@ -455,13 +622,11 @@ def summed_coordinates(
 
     A sum is N(0, 1), and with rate q N(``mean``, 1) if the record is there.
     """
-    log_absent = math.log(1 - sample_rate) if sample_rate < 1 else -math.inf
     totals = np.zeros(trials), np.zeros(trials)
     for present, total in zip((False, True), totals, strict=True):
         for part in chunks(trials, steps):
             sums = rng.standard_normal((part.stop - part.start, steps))
             if present:
                 sums += mean * (rng.random(sums.shape) < sample_rate)
-            ratios = mean * sums - mean**2 / 2
-            total[part] = np.sum(np.logaddexp(log_absent, math.log(sample_rate) + ratios), axis=1)
+            total[part] = log_sampled(mean * sums - mean**2 / 2, sample_rate).sum(axis=1)
     return totals

@@ -348,8 +348,8 @@ def _check_run(
     if isinstance(getattr(optimizer, "noise", None), (LocalGaussianNoise, LinearReports)):
         raise ValueError(
             "optimizer adds the reports' own noise, which no claim on one step is about: audit "
-            "local_noise=False, or the mechanism "
-            "(opacus_shuffle.audit.audit_shuffle_gauss)"
+            "local_noise=False, or the mechanism (opacus_shuffle.audit.audit_secret_checkin for "
+            "runs of secret check-in, else audit_shuffle_gauss)"
         )
     shuffler = getattr(model, "shuffler", None) or getattr(engine, "shuffler", None)
     inner = innermost(optimizer)

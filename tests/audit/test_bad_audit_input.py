@@ -48,6 +48,10 @@ def training(**options):
 CALLS = {
     "gaussian": (audit.audit_gaussian, COMMON),
     "shuffle_gauss": (audit.audit_shuffle_gauss, {**COMMON, **PAIR}),
+    "secret_checkin": (
+        audit.audit_secret_checkin,
+        {**COMMON, **PAIR, "sample_rate": 0.5, "report": "linear"},
+    ),
     "largest": (audit.audit_permuted_gaussian, {**COMMON, **STEP, "pair": "one_coordinate"}),
     "sum": (audit.audit_permuted_gaussian, {**COMMON, **STEP, "pair": "oblique"}),
     "scores": (audit.audit_scores, {**SCORES, **TEST}),

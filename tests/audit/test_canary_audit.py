@@ -221,6 +221,7 @@ REFUSED = [
         {"engine": "shuffled_checkin", "local_noise": True},
         "the reports' own noise",
     ),
+    ({"engine": "secret_checkin", "local_noise": True}, "audit_secret_checkin"),
     ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
     ({"clipping": "adaptive", **ADAPTIVE}, "clips adaptively"),
 ]
