@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.toy import make_toy
+from hypothesis import settings
 
 collect_ignore = [
     "helpers/laplace_reports.py"
 ]  # looking there for doctests would register its mechanism for all tests
+
+# The same examples every time, so that a test fails for a change alone. New ones are looked for by
+# ``pytest --hypothesis-profile=explore``.
+settings.register_profile("explore", deadline=None, max_examples=200)
+settings.register_profile("again", deadline=None, max_examples=50, derandomize=True)
+settings.load_profile("again")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each, and for the processes that it starts
     torch.set_num_threads(1)

@@ -87,12 +87,15 @@ def name_of(path: Path) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def sources() -> dict[str, ast.Module]:
     """The syntax tree of every module of the package."""
-    return {
-        name_of(path): ast.parse(path.read_text())
-        for path in sorted((ROOT / PACKAGE).rglob("*.py"))
-    }
+    return {name_of(path): tree_of(path) for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
 
 
 def imports_of(module: str) -> Iterator[str]:
@@ -163,9 +166,7 @@ def test_no_file_is_long():
 
 def statements(folder: Path) -> int:
     """How many statements the modules below a folder have; a docstring is none."""
-    nodes = (
-        node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
-    )
+    nodes = (node for path in folder.rglob("*.py") for node in ast.walk(tree_of(path)))
     return sum(
         isinstance(node, ast.stmt)
         and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
@@ -196,7 +197,7 @@ def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
     assert folders <= {*STOREYS, "helpers", "reproduction"}
     found = set()
     for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found |= {

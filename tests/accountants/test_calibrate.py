@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_shuffle import compute_epsilon, compute_noise_multiplier
@@ -15,7 +15,6 @@ from opacus_shuffle.analysis import gaussian
 SHUFFLED = ("shuffle_gauss", "shuffled_checkin", "subsampled_shuffle")
 
 
-@settings(deadline=None)
 @given(st.floats(1e-4, 1e3), st.floats(1e-12, 0.1))
 def test_calibration_ends_on_the_safe_side_and_close(target, delta):
     def epsilon(sigma):
@@ -31,7 +30,7 @@ def test_calibration_ends_on_the_safe_side_and_close(target, delta):
     [
         ("shuffle_gauss", "certified", 0.3),
         # The rough values are far from the answer.
-        ("shuffled_checkin", "certified", 8.0),
+        pytest.param("shuffled_checkin", "certified", 8.0, marks=pytest.mark.zoo),
         *(
             pytest.param(mechanism, bound, target, marks=pytest.mark.zoo)
             for mechanism in SHUFFLED

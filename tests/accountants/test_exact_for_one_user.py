@@ -88,7 +88,6 @@ ROUNDS = {
 }
 
 
-@settings(deadline=None)
 @runs
 @example(sigma=3.56829, delta=0.0905, steps=1, adjacency=Adjacency.ZERO_OUT)
 @example(sigma=7.13658, delta=0.0905, steps=1, adjacency=Adjacency.REPLACE)
@@ -113,7 +112,7 @@ def test_the_least_of_all_proofs_is_the_gaussian_mechanism_s_epsilon(
             assert certified <= baseline_epsilon or baseline != "local"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @runs
 def test_rounds_that_are_joined_cost_no_less_than_what_they_stand_for(
     sigma, delta, steps, adjacency
@@ -134,7 +133,6 @@ def test_rounds_that_are_joined_cost_no_less_than_what_they_stand_for(
     )
 
 
-@settings(deadline=None)
 @runs
 def test_orders_splits_and_printed_digits_never_fall_below_the_curve(
     sigma, delta, steps, adjacency
@@ -161,7 +159,6 @@ def test_orders_splits_and_printed_digits_never_fall_below_the_curve(
     )
 
 
-@settings(deadline=None)
 @given(
     sigma=logarithmic, delta=deltas, rate=st.floats(0.01, 1), adjacency=st.sampled_from(Adjacency)
 )
@@ -173,7 +170,7 @@ def test_a_sample_that_is_seen_costs_its_share_of_the_hockey_stick(sigma, delta,
     assert baseline_epsilon == 0 or rate > delta
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(sigma=st.floats(0.5, 30.0), delta=st.floats(1e-6, 0.3), rate=st.floats(0.05, 0.95))
 def test_a_report_whose_coin_is_secret_is_a_sampled_gaussian(sigma, delta, rate):
     """One user checks in secretly: R = 1 − q + qX, whose hockey sticks are closed forms."""
@@ -194,7 +191,6 @@ def test_a_report_whose_coin_is_secret_is_a_sampled_gaussian(sigma, delta, rate)
         assert max(forward, reverse) <= delta
 
 
-@settings(deadline=None)
 @given(sigma=logarithmic, delta=deltas, rate=st.floats(0.01, 1))
 def test_a_step_of_which_a_sample_is_hidden_costs_less_in_both_orders(sigma, delta, rate):
     """Lemma 10.8, whose step may be any: here a Gaussian one, sampled by a coin."""
@@ -230,7 +226,7 @@ def test_a_pair_s_two_values_enclose_the_curve(sigma, delta, steps, kinds):
     assert hockey_stick(mu, pair.lower) >= delta * (1 - 1e-15) or pair.lower == 0
 
 
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(
     target=st.floats(math.log(0.01), math.log(20)).map(math.exp),
     delta=deltas,

@@ -69,7 +69,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps)
 def test_an_account_holds_every_release_of_its_run_once_and_tells_what_was_left_out(steps):
     accounts, getpid = [Account(1), Account(2)], os.getpid

@@ -105,6 +105,10 @@ def test_random_allocation_takes_less_noise_than_the_server_s_poisson_batches(as
     assert allocated.noise_of_mean < 0.9 * server.noise_of_mean
     assert allocated.users_needed == allocated.round.num_users == 400
     assert "random_allocation: 4 batches to an epoch" in str(asked)
+
+
+@pytest.mark.zoo
+def test_one_batch_and_more_batches_than_users_are_no_random_allocation():
     for rate in (0.7, 0.09):  # one batch; 11 batches of 10 users
         costs = plan(num_users=10, steps=1, target_epsilon=2.0, target_delta=1e-3, sample_rate=rate)
         assert costs.rows[-1].mechanism == "shuffled_checkin"

@@ -17,7 +17,7 @@ def log_floats(low, high):
     return st.floats(math.log(low), math.log(high)).map(math.exp)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(log_floats(1e-6, 1e6), log_floats(1e-6, 1.0))
 @example(699.9999999, 0.3)
 @example(700.0000001, 0.3)
@@ -29,7 +29,7 @@ def test_sampling_is_theorem_2_without_overflow(epsilon, rate):
         assert subsample(epsilon, sample_rate=rate) == pytest.approx(float(exact), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.one_of(st.just(0.0), log_floats(1e-300, 1e6)), st.integers(1, 10**6)),
@@ -49,7 +49,7 @@ def test_composition_is_theorem_1_rounded_up(epsilons, slack):
         assert exact <= epsilon <= exact * (1 + mpmath.mpf(2e-12))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     log_floats(1e-6, 1e6),
     log_floats(1e-12, 0.1),

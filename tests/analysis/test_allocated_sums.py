@@ -123,7 +123,7 @@ def test_with_many_bits_it_costs_what_gaussian_noise_of_that_size_costs_a_server
     assert f"(if that is seen: {round_up(seen)})" in spent.meaning
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=5)
 @given(
     batches=st.integers(1, 40),
     more=st.integers(1, 40),

@@ -117,7 +117,7 @@ def test_the_hockey_stick_is_rounded_up_at_huge_trials(trials, shift, epsilon):
     other=st.floats(0, 1),
     epsilon=st.floats(0, 6),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_two_values_within_the_shift_are_told_apart_better_than_its_ends(
     trials, probability, shift, one, other, epsilon
 ):

@@ -66,7 +66,7 @@ def kept_range(noise, distribution, tail):
 @example(
     drawn=(150, 0.5, 1.0, 1e-6), one=0.0, other=1.0, true=1.0
 )  # the outcome hi + ⌊w⌋ itself has a threshold of its own
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
     noise, shift, tail, bound = bounded(drawn)
     first, _ = distribution = binomial_distribution(noise.trials, noise.probability)
@@ -89,7 +89,7 @@ def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
     share=st.floats(0.1, 1.2),
     data=st.data(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @pytest.mark.parametrize("dimension", [1, 2, 3])
 def test_one_two_and_three_coordinates_never_exceed_the_bound(
     dimension, trials, probability, tail, share, data

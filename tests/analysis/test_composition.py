@@ -37,7 +37,7 @@ def test_table_1_of_the_paper_comes_out_with_orders_up_to_thirty():
     ]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.floats(0.5, 30), st.integers(1, 10**5), st.integers(1, 10**4), st.floats(1e-12, 0.1))
 def test_epsilon_is_the_minimum_over_all_orders_and_rounded_up(sigma, users, count, delta):
     def rdp(orders):

@@ -67,7 +67,7 @@ ROUNDING = 1e-13
 # ----------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(epsilons, ratios, dimensions, clips, norms)
 @example(0.1976, 0.27372, 85_800_000, 1.0, 1.0)
 @example(0.0, 50.0, 2, 1.0, 1.0)
@@ -103,7 +103,7 @@ def test_one_coordinate_is_the_unshuffled_gaussian(epsilon, ratio, clip, norm):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.one_of(st.floats(0, 1e4), st.just(0.0)),
     log_floats(1e-6, 1e12),
@@ -122,7 +122,7 @@ def test_nothing_is_ever_nan(epsilon, ratio, d, norm, target):
 # ---- solving it
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(ratios, targets, dimensions, norms)
 def test_the_epsilon_found_is_enough_and_so_is_more_but_not_less(ratio, target, d, norm):
     rest = dict(noise_std=ratio, dimension=d, batch_clip=norm)

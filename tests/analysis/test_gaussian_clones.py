@@ -87,11 +87,11 @@ def test_the_certificate_is_put_to_the_test_with_two_and_three_users(users, delt
 @pytest.mark.parametrize(
     ("users", "sigma", "stays", "adjacency"),
     [
-        *((users, sigma, 0.0, "zero_out") for users in (2, 3) for sigma in (1.0, 3.0, 10.0)),
-        *((users, sigma, -1.0, "replace") for users, sigma in ((2, 1.0), (2, 3.0), (3, 1.0))),
+        *((users, sigma, 0.0, "zero_out") for users, sigma in ((2, 1.0), (3, 1.0), (3, 10.0))),
+        *((users, sigma, -1.0, "replace") for users, sigma in ((2, 3.0), (3, 1.0))),
         *(
             pytest.param(users, sigma, -1.0, "replace", marks=pytest.mark.zoo)
-            for users, sigma in ((2, 10.0), (3, 3.0), (3, 10.0))
+            for users, sigma in ((2, 1.0), (2, 10.0), (3, 3.0), (3, 10.0))
         ),
     ],
 )
@@ -141,7 +141,7 @@ populations = st.integers(1, 500).map(lambda tens: 10 * tens)  # so that a rate 
 deltas = st.floats(-9, -5).map(lambda exponent: 10**exponent)
 samplings = st.sampled_from([(1.0, None), (0.3, "poisson"), (0.3, "fixed_size")])
 kinds = st.sampled_from(KINDS)
-few = settings(deadline=None, max_examples=2, derandomize=True)
+few = settings(max_examples=2)
 
 # Pool sizes are rounded down to 7 bits, by 1.6 % at most and 0.6 % on average, ε by half of that;
 # the margin t is searched for by an approximation. Neither is monotone; both only ever raise ε.

@@ -16,7 +16,7 @@ from scipy.stats import binom
 from opacus_shuffle.analysis import ldp_clones
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(0.05, 6), st.integers(2, 12), st.floats(1e-9, 0.2))
 def test_numeric_epsilon_is_just_above_the_enumerated_pair(local_epsilon, users, delta):
     epsilon = ldp_clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)

@@ -83,7 +83,7 @@ def test_rdp_matches_the_twenty_digit_values(reference, table, sampling):
 
 # Fewer users than orders; check-in: 2n + 2 on either side of the order exercises both ways to
 # raise a series to a power.
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @example(0.5, 1, 60, 1.0, None)
 @example(30.0, 17, 60, 1.0, None)
 @example(3.0, 29, 60, 0.3, "poisson")

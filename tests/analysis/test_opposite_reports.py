@@ -41,7 +41,7 @@ epsilons = st.floats(0.0, 4.0)
 
 
 @given(sigma=sigmas, epsilon=epsilons)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_report_is_the_gaussian_mechanism_at_distance_two(sigma, epsilon):
     replaced = opposite_reports(noise_multiplier=sigma, num_users=1)
     mu = 2 / sigma
@@ -57,7 +57,7 @@ def test_one_report_is_the_gaussian_mechanism_at_distance_two(sigma, epsilon):
 
 
 @given(sigma=sigmas, epsilon=epsilons, rate=st.floats(0.01, 1.0))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_two_reports_tell_at_most_what_is_computed(sigma, epsilon, rate):
     replaced = opposite_reports(noise_multiplier=sigma, num_users=2, sample_rate=rate)
     stick = hockey_stick(replaced, epsilon)
@@ -80,7 +80,7 @@ def test_what_is_computed_for_two_reports_is_close_to_what_they_tell(sigma):
     other=st.floats(-1.0, 1.0),
     rate=st.floats(0.1, 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @pytest.mark.zoo
 def test_no_other_two_records_are_as_easy_to_tell_apart_as_opposite_ones(
     sigma, epsilon, x, other, rate
@@ -112,7 +112,7 @@ def test_opposite_records_are_worse_than_records_at_an_angle(angle):
     rate=st.floats(1e-3, 1.0),
     factor=st.floats(1.0, 1.5),
 )
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 def test_both_directions_are_equal(sigma, users, rate, factor):
     stick = opposite_reports(
         noise_multiplier=sigma, num_users=users, sample_rate=rate, factor=factor
@@ -123,7 +123,7 @@ def test_both_directions_are_equal(sigma, users, rate, factor):
 
 
 @pytest.mark.parametrize("users", [1, 10, 1000])
-@pytest.mark.parametrize("epsilon", [15.0, 25.0, 45.0])
+@pytest.mark.parametrize("epsilon", [pytest.param(25.0, marks=pytest.mark.zoo), 15.0, 45.0])
 def test_where_noise_is_little_an_attack_stays_below_at_every_epsilon(users, epsilon):
     """The attack asks whether some report is beyond a threshold, in standard deviations."""
     sigma, threshold = 0.1, np.linspace(0, 16, 1601)
@@ -134,7 +134,7 @@ def test_where_noise_is_little_an_attack_stays_below_at_every_epsilon(users, eps
 
 
 @given(sigma=st.floats(0.5, 20.0), users=st.integers(2, 100), rate=st.floats(0.05, 1.0))
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 def test_a_factor_multiplies_hockey_sticks_and_more_users_hide_better(sigma, users, rate):
     one, three, fewer = (
         opposite_reports(noise_multiplier=sigma, num_users=n, sample_rate=rate, factor=factor)

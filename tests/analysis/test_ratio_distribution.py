@@ -119,7 +119,7 @@ def test_exact_moments_lie_between(sigma, users, rate, sampling):
     assert np.all(exact <= log_moments(upper) + slack)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(sigma=st.floats(0.5, 10), users=st.integers(1, 2000), epsilon=st.floats(0.01, 3))
 def test_more_users_never_cost_more(sigma, users, epsilon):
     # SG's Conjecture 1, a theorem; an upper distribution of more users lies below one of fewer, but

@@ -74,7 +74,7 @@ def test_first_moments_of_cells_are_the_integrals(report, sigma, sign):
     assert found.sum() == pytest.approx(0, abs=1e-13)
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12))
 def test_no_other_ratio_of_one_mean_has_less_variance(heights):
     """Theorem 13.1, against ratios that are level on twelve cells."""
@@ -118,7 +118,7 @@ def test_less_noise_and_longer_vectors_tell_more_in_convex_order(report):
             assert (share * call(RATIOS[report](sigma), inner) <= tails[-1] + 1e-12).all()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.floats(math.log(LEAST_LINEAR_NOISE), math.log(1e12)).map(math.exp))
 def test_linear_reports_of_any_noise_have_their_mean(sigma):
     shape = LinearTilt(max(sigma, LEAST_LINEAR_NOISE))

@@ -37,7 +37,7 @@ def profile(mu, rate, alpha):
 # ----------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     mu=st.floats(0.01, 6.0),
     rate=st.floats(1e-4, 1.0),

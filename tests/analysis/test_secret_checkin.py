@@ -182,7 +182,7 @@ def test_no_other_who_adapts_costs_more_in_two_rounds(report, other):
 # ---- relations --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=3)
+@settings(max_examples=3)
 @given(
     report=st.sampled_from(tuple(RATIOS)),
     sigma=st.floats(0.8, 4.0),

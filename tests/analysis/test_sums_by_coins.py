@@ -57,7 +57,7 @@ def test_one_replaced_round_is_two_opposite_subsampled_gaussians():
     assert np.max(own - math.exp(0.999 * epsilon) * opposite) > DELTA
 
 
-@pytest.mark.parametrize(("mu", "count"), [(2.0, 1), (2.0, 30), (0.3, 500), (3.0, 3)])
+@pytest.mark.parametrize(("mu", "count"), [(2.0, 1), (0.3, 500)])
 def test_replaced_coins_cost_more_the_more_often_and_less_than_samples_of_fixed_size(mu, count):
     """From nothing to what everyone costs."""
     rates = (1e-12, 1e-3, 0.1, 0.5, 1 - 1e-9, 1.0)

@@ -98,7 +98,7 @@ def test_both_mistakes_count_alike(wrong, trials):
     confidence=st.floats(0.1, 0.99),
     method=st.sampled_from(["clopper_pearson", "gdp"]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_more_mistakes_a_larger_delta_and_more_confidence_show_less(
     counts, delta, confidence, method
 ):

@@ -76,7 +76,7 @@ def test_as_many_show_heads_as_should(generator):
 @every_generator
 def test_samples_hold_no_record_twice_and_all_are_equally_likely(generator):
     counts = dict.fromkeys(itertools.permutations(range(5), 2), 0)
-    for _ in range(6000):
+    for _ in range(2000):
         counts[tuple(subset(5, 2, generator))] += 1
-    assert_of_chances(list(counts.values()), [300] * 20)
+    assert_of_chances(list(counts.values()), [100] * 20)
     assert sorted(subset(50, 50, generator)) == list(range(50))

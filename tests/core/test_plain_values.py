@@ -57,7 +57,7 @@ def same(one: object, other: object) -> bool:
     return one == other or repr(one) == repr(other)  # nan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values)
 def test_plain_values_come_back_as_they_were_with_the_same_fingerprint(value):
     foreign: set[str] = set()

@@ -331,7 +331,7 @@ CHANGED = [
 OWN = [{"records": 10}, {"records": 240}, {"batch_size": 3}, {"drop_last": True}]
 
 
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize(
     ("name", "change", "options"),
     [*CHANGED, *(("shuffle_gauss", change, {"poisson_sampling": False}) for change in OWN)],

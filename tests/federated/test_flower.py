@@ -264,9 +264,10 @@ def central_updates(rounds: int, vectors: torch.Tensor, accountant: str, **optio
 @pytest.mark.parametrize(
     ("reports", "options"),
     [
-        (
+        pytest.param(
             GaussianReports(**GAUSSIAN),
             {"accountant": "shuffled_checkin", "noise_multiplier": 1.0, "local_noise": True},
+            marks=pytest.mark.zoo,
         ),
         (
             BitSums(**{**SUMS, "min_reports": CLIENTS}),

@@ -531,7 +531,7 @@ def test_a_network_that_does_not_run_is_said_to_be_unseen():
     assert "shapes cannot be multiplied" in str(check.failure)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(-3, 3), min_size=3, max_size=3), st.integers(0, 10_000))
 def test_no_sum_over_records_is_refused_whatever_its_terms_and_numbers_are(factors, seed):
     torch.manual_seed(seed)

@@ -96,7 +96,7 @@ def test_in_training_mode_outputs_stay_too(name):
     [10, pytest.param(500, marks=pytest.mark.slow)],
 )
 def test_random_networks_keep_their_outputs(examples):
-    @settings(deadline=None, max_examples=examples)
+    @settings(max_examples=examples)
     @given(seed=st.integers(0, 2**32))
     def keep_their_outputs(seed):
         module, sample = build(lambda: random_network(seed), seed=seed)

@@ -159,7 +159,7 @@ seeds = st.integers(0, 2**32)
 networks = st.sampled_from(VARIED)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(name=networks, seed=seeds)
 def test_the_inverse_undoes_and_the_identity_does_nothing(name, seed):
     module, spec = entry(name)[0], spec_of(name)

@@ -46,7 +46,7 @@ def smallest_bits(g, epsilon, delta, n):
 
 
 @given(given_numbers=vectors)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
     n, d, norm = (given_numbers[name] for name in ("num_users", "dimension", "max_norm"))
     epsilon, delta = given_numbers["epsilon"], given_numbers["delta"]
@@ -65,7 +65,7 @@ def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
 
 
 @given(given_numbers=vectors)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
     n, epsilon, delta = (given_numbers[name] for name in ("num_users", "epsilon", "delta"))
     top = given_numbers["max_norm"]
@@ -108,7 +108,7 @@ def test_the_papers_noise_gives_lemma_a1s_divergence(n, d, epsilon, delta, fract
 
 
 @given(num_users=st.integers(1, 10**7), fraction=st.floats(1 / 3, 1.0))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_honest_users_are_the_fewest_that_the_fraction_allows(num_users, fraction):
     count = honest_users(num_users, fraction)
     assert 1 <= count <= num_users

@@ -277,7 +277,7 @@ def test_secret_check_in_takes_few_bits(share, most_bits):
     assert protocol.noise_multiplier <= math.sqrt(spread) <= 1.55 * math.sqrt(1 + share)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     trials=st.integers(20, 400),
     steps=st.integers(1, 8191),

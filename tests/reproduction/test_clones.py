@@ -39,7 +39,7 @@ def test_extreme_arguments_give_a_finite_epsilon_within_the_local_one(local_epsi
     )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.floats(0.2, 4), st.integers(3, 10), st.floats(1e-6, 0.05), st.floats(1e-9, 1e-2))
 def test_approximate_epsilon_leaves_room_for_what_is_lost_and_no_more(
     local_epsilon, users, delta, part
@@ -97,7 +97,7 @@ def test_zero_out_stays_above_what_identical_others_at_minus_one_prove():
         )
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     st.floats(0.01, 100),
     st.integers(1, 10**7),

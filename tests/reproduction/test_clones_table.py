@@ -33,7 +33,7 @@ def test_the_closed_form_is_the_theorem_as_printed():
     assert closed_form_epsilon(local_epsilon=1.5, num_users=1, delta=1e-6) == 1.5
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(0.01, 5), st.integers(1000, 10**7), st.floats(1e-12, 1e-2))
 def test_numeric_epsilon_never_exceeds_closed_form_nor_local_epsilon(local_epsilon, users, delta):
     numeric = clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)
@@ -51,7 +51,6 @@ def test_the_papers_clones_row_comes_out_to_every_printed_digit(rounds, publishe
     )
 
 
-@settings(deadline=None)
 @given(st.floats(0, 5), st.floats(0, 0.01), st.integers(1, 10**4), st.floats(1e-12, 0.1))
 def test_strong_composition_is_the_least_branch_of_the_theorem(epsilon, delta, rounds, slack):
     composed, total = strong_composition_epsilon(

@@ -64,7 +64,7 @@ def agreement(samples, others=math.inf):
 
 
 @pytest.mark.zoo
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(groups, stds)
 def test_fenton_wilkinson_has_the_sums_own_mean_and_variance(terms, std):
     means, counts = zip(*terms, strict=True)
@@ -123,7 +123,7 @@ def moments_of_two(one, other):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(distributions, distributions)
 def test_two_terms_have_their_exact_mean_and_variance(one, other):
     distribution, (mean, std) = log_sum_of_two(one, other), moments_of_two(one, other)

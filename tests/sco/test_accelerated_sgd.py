@@ -42,7 +42,7 @@ def best_weight(rounds, deviation, distance):
     return deviation / distance * math.sqrt((rounds + 1) * (rounds + 2) * (2 * rounds + 3) / 6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     curvatures=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(np.array),
     rounds=st.integers(1, 60),
@@ -65,7 +65,7 @@ def test_the_bound_holds_without_noise_on_every_quadratic(curvatures, rounds, sl
     assert value(ac_sa(steps, lambda theta, t: curvatures * theta, start)) <= bound * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 300), st.floats(0.01, 100), st.floats(0.01, 100), st.floats(0.1, 10))
 def test_the_bound_is_at_most_the_closed_form_and_its_weight_is_the_best(
     rounds, smoothness, deviation, distance

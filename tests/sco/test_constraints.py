@@ -24,7 +24,7 @@ def corners(dimension, seed):
 
 
 @given(dimension=st.integers(1, 6), seed=st.integers(0, 2**31), radius=st.floats(0.1, 50))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_projection_is_the_nearest_point(dimension, seed, radius):
     center, theta, other = 50 * normal(3, dimension, seed=seed)
     low, high = corners(dimension, seed)

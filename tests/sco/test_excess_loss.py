@@ -34,7 +34,9 @@ STRONG = {"smoothness": 1.0, "strong_convexity": 1.0}
         (shuffle_sgd, {}),
         pytest.param(shuffle_sgd, {"step_size": 0.3}, marks=pytest.mark.slow),
         (shuffle_accelerated_sgd, SMOOTH),
-        (shuffle_accelerated_sgd, {"honest_fraction": 0.5, **SMOOTH}),
+        pytest.param(
+            shuffle_accelerated_sgd, {"honest_fraction": 0.5, **SMOOTH}, marks=pytest.mark.zoo
+        ),
         pytest.param(shuffle_accelerated_sgd, {"batch_size": 100, **SMOOTH}, marks=pytest.mark.zoo),
         (shuffle_gradient_descent, {"rounds": 50, **SMOOTH}),
         (shuffle_strongly_convex, STRONG),
@@ -65,7 +67,7 @@ def test_no_bound_exceeds_what_the_lipschitz_constant_says(run):
     ("run", "options"),
     [
         (shuffle_accelerated_sgd, {}),
-        (shuffle_gradient_descent, {"rounds": 30}),
+        pytest.param(shuffle_gradient_descent, {"rounds": 30}, marks=pytest.mark.zoo),
         pytest.param(pan_private_accelerated_sgd, {}, marks=pytest.mark.zoo),
     ],
 )

@@ -196,7 +196,7 @@ def test_envelopes_of_a_smooth_loss_within_a_set_are_right(constraint):
     seed=st.integers(0, 2**31),
     exact=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lemma_4_6_holds_and_with_l_in_place_of_2l(beta, dimension, seed, exact):
     data, bound, region = labelled(3, dimension, seed=seed), 1.0, L2Ball(1.0)
     if exact:

@@ -80,7 +80,7 @@ def test_a_built_in_loss_is_recognised_and_gives_the_same_as_autograd(loss):
     t=st.floats(-50, 50),
     label=st.sampled_from([-1.0, 1.0]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_links_are_convex_with_the_constants_they_claim(loss, s, t, label):
     link, ends = loss.link, torch.tensor([s, t], dtype=torch.float64)
     values, slopes = (f(ends, torch.full_like(ends, label)) for f in (link.value, link.derivative))

@@ -30,9 +30,9 @@ moves_drawn = st.lists(
 )
 
 
-@pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 512), (96, 2**24), (2**20, 2**24)])
+@pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 512), (2**20, 2**24)])
 def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, scratch):
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=25)
     @given(drawn=moves_drawn, seed=st.integers(0, 2**32))
     def agrees(drawn, seed):
         torch.manual_seed(seed)
