@@ -2,9 +2,8 @@ r"""Audits of mechanisms: each is run millions of times with and without a recor
 
 The shuffle Gaussian is Liew and Takahashi's (SG); the permuted Gaussian is that of weight shuffling
 (WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled); secret check-in is this library's,
-where who does not take part sends noise. One pair of data sets, one
-adversary, one test: so these audits say what a formula is worth, not whether a training run is
-programmed correctly.
+where who does not take part sends noise. One pair of data sets, one adversary, one test: so these
+audits say what a formula is worth, not whether a training run is programmed correctly.
 
 >>> seeded = torch.Generator().manual_seed(0)
 >>> result = audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=100_000, generator=seeded)
