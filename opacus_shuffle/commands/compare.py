@@ -41,7 +41,7 @@ from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
 LEAST_EPSILON = 0.1
 CAVEAT = (
-    "Each epsilon is one run's. The other runs show the spread: publishing several, or what they "
+    "Each epsilon is one run's. Further runs show the spread: publishing several, or what they "
     "tell together, would cost more. It holds if every user follows the protocol and keeps its "
     "noise and coins secret. The protocols were simulated: one process saw every record. Rounds "
     "and learning rates were chosen on training images of mnist-5k; no epsilon counts that choice."
