@@ -1,7 +1,7 @@
 """``opacus-shuffle compare``, the main job: trains one model for four kinds of trust at one ε.
 
 The model is linear, on public features, and is trained privately for users who trust a server, a
-shuffler, or nobody.
+shuffler, or nobody. Each is trained several times, so that nobody takes one run's luck for a gain.
 
 >>> [kind.trusted for kind in KINDS]
 ['a server', 'a shuffler', 'a shuffler', 'nobody']
@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import statistics
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +40,11 @@ from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 
 HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
 LEAST_EPSILON = 0.1
-FOOT = f"zero_out: {Adjacency.ZERO_OUT.meaning}."
 CAVEAT = (
-    "It holds if every user follows the protocol and keeps its noise and coins secret. The "
-    "protocols were simulated: one process saw every record. Rounds and learning rates were chosen "
-    "on training images of mnist-5k; no epsilon counts that choice."
+    "Each epsilon is one run's. Further runs show the spread: publishing several, or what they "
+    "tell together, would cost more. It holds if every user follows the protocol and keeps its "
+    "noise and coins secret. The protocols were simulated: one process saw every record. Rounds "
+    "and learning rates were chosen on training images of mnist-5k; no epsilon counts that choice."
 )
 CLIPPING_NORM = 0.5
 MOMENTUM = 0.9
@@ -141,22 +142,39 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of training for one kind of trust.
+    """The results of training for one kind of trust, once or several times.
 
     Attributes:
         kind: Which.
-        bound: ε spent, with its meaning; never above the budget.
-        accuracy: Share of the test records that are classified rightly.
-        bytes_per_user: What one user sends over the whole run, without the labels of bits; None for
+        bound: ε that one run spent, with its meaning; never above the budget. The runs together
+            spent more.
+        accuracies: Share of the test records that each run's model classifies rightly.
+        bytes_per_user: What one user sends over one whole run, without the labels of bits; None for
             the record itself.
         noise_multiplier: Of the sum or of each report, as the accountant means it.
     """
 
     kind: Kind
     bound: PrivacyBound
-    accuracy: float
+    accuracies: tuple[float, ...]
     bytes_per_user: int | None
     noise_multiplier: float
+
+    @property
+    def accuracy(self) -> float:
+        """The mean accuracy of all runs."""
+        return statistics.fmean(self.accuracies)
+
+    @property
+    def spread(self) -> float | None:
+        """The sample standard deviation of the runs' accuracies; None of one run alone."""
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+    def accuracy_with_spread(self) -> str:
+        """Returns the accuracy in percent and its spread in points, such as ``93.4% ± 0.2``."""
+        return f"{self.accuracy:.1%}" + (
+            "" if self.spread is None else f" ± {100 * self.spread:.1f}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
@@ -164,6 +182,7 @@ class Outcome:
             "trusted": self.kind.trusted,
             "how": self.kind.how,
             "test_accuracy": self.accuracy,
+            "test_accuracies": list(self.accuracies),
             "bytes_per_user": self.bytes_per_user,
             "noise_multiplier": self.noise_multiplier,
             "privacy": self.bound.to_dict(),
@@ -189,6 +208,19 @@ class Comparison:
             "rows": [outcome.to_dict() for outcome in self.outcomes],
         }
 
+    def what_accuracies_are(self) -> str:
+        """Returns of how many runs they are, and what stands behind ±."""
+        return (
+            "one run each"
+            if self.settings.runs == 1
+            else f"mean ± sample standard deviation of {self.settings.runs} runs; "
+            "epsilon is one run's"
+        )
+
+    def foot(self) -> str:
+        """Returns what the words of the table mean."""
+        return f"zero_out: {Adjacency.ZERO_OUT.meaning}. accuracy: {self.what_accuracies_are()}."
+
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the table's cells."""
         return [
@@ -196,7 +228,7 @@ class Comparison:
                 outcome.kind.trusted,
                 outcome.kind.how,
                 round_up(outcome.bound.epsilon),
-                f"{outcome.accuracy:.1%}",
+                outcome.accuracy_with_spread(),
                 "the record" if outcome.bytes_per_user is None else size_of(outcome.bytes_per_user),
             )
             for outcome in self.outcomes
@@ -210,42 +242,51 @@ class Comparison:
         """
         if self.settings.seed is not None:
             return not_private((f"seed={self.settings.seed}",))
-        by_trust = {outcome.kind.trusted: outcome for outcome in reversed(self.outcomes)}
-        ours = by_trust["a shuffler"]
-        # The largest that held-out images alone leave, had others been drawn.
+        server, ours, _, nobody = self.outcomes
+        # The largest that held-out images alone leave, had others been drawn. More runs do not
+        # shrink it, as their models all classify the same images.
         error = max(
             (outcome.accuracy * (1 - outcome.accuracy) / self.test_records) ** 0.5
             for outcome in self.outcomes
         )
         return (
             f"A linear model whose training is {promise(ours.bound)}, classifies "
-            f"{ours.accuracy:.1%} of {self.test_records:,} "
+            f"{ours.accuracy_with_spread()} of {self.test_records:,} "
             f"held-out images of {self.settings.data} rightly ({ours.kind.how}); within the same "
             "epsilon it is "
-            f"{by_trust['a server'].accuracy:.1%} trusting a server, and "
-            f"{by_trust['nobody'].accuracy:.1%} trusting nobody "
-            f"(one run each; so few images leave a standard error of {error:.1%} at most)."
+            f"{server.accuracy_with_spread()} trusting a server, and "
+            f"{nobody.accuracy_with_spread()} trusting nobody "
+            f"({self.what_accuracies_are()}; "
+            f"so few images leave a standard error of {error:.1%} at most)."
         )
 
     def __str__(self) -> str:
         table = text_table(HEAD, self.rows(), right=("epsilon", "accuracy"))
-        heading = (
-            f"proved for every data set at delta = {self.settings.delta:.3g}, zero_out adjacency"
-        )
         words = [*textwrap.wrap(self.quote(), WIDTH), "", *textwrap.wrap(CAVEAT, WIDTH)]
         if self.settings.seed is None:
             words.insert(0, "To quote:")
-        return "\n".join([heading, "", *table, "", *paragraph(FOOT), "", *words])
+        return "\n".join(
+            [
+                f"proved for every data set at delta = {self.settings.delta:.3g}, "
+                "zero_out adjacency",
+                "",
+                *table,
+                "",
+                *paragraph(self.foot()),
+                "",
+                *words,
+            ]
+        )
 
     def markdown(self) -> str:
         """Returns the quotation and the table, for a document."""
         lines = [HEAD, ["---"] * len(HEAD), *self.rows()]
         table = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([self.quote(), "", *table, "", FOOT, "", CAVEAT, ""])
+        return "\n".join([self.quote(), "", *table, "", self.foot(), "", CAVEAT, ""])
 
 
 def compare(settings: CompareSettings) -> Comparison:
-    """Trains once for every kind of trust.
+    """Trains for every kind of trust, each as often as the settings say.
 
     Raises:
         ValueError: If a setting is out of range, no noise meets the budget, or the data are not
@@ -260,24 +301,24 @@ def compare(settings: CompareSettings) -> Comparison:
         )
     open_unit_interval("delta", settings.delta)
     integer("seed", settings.seed or 0, minimum=0)
+    integer("runs", settings.runs, minimum=1)
     sets = load_image_dataset(settings.data, settings.data_root)
-    outcomes: list[Outcome] = []
     train_set, test_set = (
         TensorDataset(scattering_features(images.tensors[0]), images.tensors[1]) for images in sets
     )
-    for kind in KINDS:
-        show_progress(f"training, trusting {kind.trusted}: {kind.how}")
-        outcomes.append(
-            train_kind(
-                kind,
-                train_set,
-                test_set,
-                epsilon=settings.epsilon,
-                delta=settings.delta,
-                seed=settings.seed,
-            )
+    outcomes = tuple(
+        train_kind(
+            kind,
+            train_set,
+            test_set,
+            epsilon=settings.epsilon,
+            delta=settings.delta,
+            runs=settings.runs,
+            seed=settings.seed,
         )
-    return Comparison(settings, tuple(outcomes), len(test_set))
+        for kind in KINDS
+    )
+    return Comparison(settings, outcomes, len(test_set))
 
 
 def train_kind(
@@ -287,20 +328,22 @@ def train_kind(
     *,
     epsilon: float,
     delta: float,
+    runs: int = 1,
     seed: int | None = None,
 ) -> Outcome:
-    """Trains a linear model within a budget.
+    """Trains a linear model several times, each within a budget of its own.
 
     Args:
         kind: Who is trusted.
         train_set: Features, shape (records, entries), and labels 0 to 9.
         test_set: The same of held-out records.
-        epsilon: ε to stay within.
+        epsilon: ε that each run stays within.
         delta: At this δ.
-        seed: To repeat a run that protects nobody.
+        runs: How often to train, at least once.
+        seed: To repeat all runs, which then protect nobody.
 
     Returns:
-        The accuracy, and the ε spent, which is proved for every data set.
+        The accuracies, and the ε that one run spent, which is proved for every data set.
 
     Raises:
         ValueError: If no noise meets the budget.
@@ -309,7 +352,6 @@ def train_kind(
     # Features have unit length: a bias would be half of every gradient's squared norm, and clipping
     # would halve the rest.
     network = nn.Linear(entries, CLASSES, bias=False)
-    nn.init.zeros_(network.weight)
     batch_size = kind.batch_size(records, epsilon=epsilon, delta=delta)
     epochs = kind.epochs(records, batch_size)
     engine = PrivacyEngine(accountant=kind.accountant, seed=seed)
@@ -338,41 +380,63 @@ def train_kind(
             **run, target_epsilon=epsilon, target_delta=delta, epochs=epochs
         )
     loss = criterion[0] if criterion else functional.cross_entropy
-    for _ in range(epochs):
-        for x, y in loader:
-            loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    rounds = getattr(engine.accountant, "rounds", ())  # Opacus's own accountants know of no reports
-    sent = sent_per_user(rounds, dimension=network.weight.numel())
     held_out, labels = test_set.tensors
-    with torch.no_grad():
-        right = functional.linear(held_out, network.weight).argmax(1) == labels
+    accuracies: list[float] = []
+    for number in range(1, runs + 1):
+        show_progress(f"training, trusting {kind.trusted}: {kind.how}, run {number} of {runs}")
+        # Every run begins at the same weights without momentum, and draws on from the engine's
+        # randomness: no two runs share noise, and a seed repeats them all. The noise multiplier,
+        # whose search takes seconds, is the first run's.
+        nn.init.zeros_(network.weight)
+        sgd.state.clear()
+        for _ in range(epochs):
+            for x, y in loader:
+                loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if number == 1:
+            # Before a second run: the engine's accountant adds up the runs, and a row is about one.
+            # Opacus's own accountants know of no reports.
+            rounds = list(getattr(engine.accountant, "rounds", ()))
+            report = engine.privacy_report(delta)
+        right = functional.linear(held_out, network.weight.detach()).argmax(1) == labels
+        accuracies.append(float(right.double().mean()))
+    sent = sent_per_user(rounds, dimension=network.weight.numel())
     return Outcome(
         kind=kind,
-        bound=next(
-            bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound
-        ),
-        accuracy=float(right.double().mean()),
+        bound=next(bound for bound in report.bounds if bound.bound == kind.bound),
+        accuracies=tuple(accuracies),
         bytes_per_user=None if sent is None else sent.bytes_per_user,
         noise_multiplier=float(optimizer.noise_multiplier),
     )
 
 
 def draw(comparison: Comparison) -> Any:
-    """Draws the accuracies, a bar for every kind of trust."""
+    """Draws the accuracies, a bar for every kind of trust, and the spread of its runs."""
     from matplotlib.figure import Figure
 
     figure, settings = Figure(figsize=(7.5, 3.2), layout="constrained"), comparison.settings
     axes = figure.subplots()
+    # Labels stand beside the bars, where an accuracy of nearly 100 would have them cross a frame.
+    axes.spines[["top", "right"]].set_visible(False)
     colours = {"a server": "#999999", "a shuffler": "#0072B2", "nobody": "#D55E00"}
     for outcome in comparison.outcomes:
         name = f"trusting {outcome.kind.trusted}:\n{outcome.kind.how}"
-        bar = axes.barh(name, 100 * outcome.accuracy, color=colours[outcome.kind.trusted])
-        axes.bar_label(bar, [f" {100 * outcome.accuracy:.1f} %"])
+        bar = axes.barh(
+            name,
+            100 * outcome.accuracy,
+            xerr=None if outcome.spread is None else 100 * outcome.spread,
+            capsize=4,
+            color=colours[outcome.kind.trusted],
+        )
+        axes.bar_label(bar, [outcome.accuracy_with_spread()], padding=4)
     axes.axvline(100 / CLASSES, color="black", linestyle=":", linewidth=1)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 100), xlabel=f"test accuracy in percent, {settings.data} (dotted: guessing)")
+    axes.set(
+        xlim=(0, 100),
+        xlabel=f"test accuracy in percent, {settings.data} (dotted: guessing)\n"
+        f"{comparison.what_accuracies_are()}",
+    )
     axes.set_title(
         f"proved ε ≤ {settings.epsilon:g} at δ = {settings.delta:g}, zero-out adjacency",
         fontsize=11,

