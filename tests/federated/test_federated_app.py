@@ -25,13 +25,13 @@ needs_ray = pytest.mark.skipif(
     [
         ("simulate.py --clients 12 --rounds 2 --book {folder}/book", "12 clients, 2 rounds, "),
         pytest.param(
-            "simulate.py --ray --clients 20 --rounds 2", "20 clients, 2 rounds, ", marks=needs_ray
+            "simulate.py --ray --clients 20 --rounds 1", "20 clients, 1 rounds, ", marks=needs_ray
         ),
         (
             "secure_aggregation.py --clients 6 --missing 1 --rounds 1",
             r"6 clients, 1 rounds, accuracy [\d.]+%, modulus \d+",
         ),
-        ("deploy.py", r"(?s)'reports': 4.*3 rounds, "),
+        ("deploy.py", r"(?s)'reports': 4.*2 rounds, "),
     ],
     ids=["in one process", "in Flower's simulation", "by secure aggregation", "deployed"],
 )

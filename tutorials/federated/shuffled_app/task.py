@@ -21,7 +21,7 @@ SETTINGS = {
     "num_users": 4,
     "sample_rate": 0.5,
     "delta": DELTA,
-    "rounds": 3,
+    "rounds": 2,
 }
 """Of the deployment on one machine, whose four clients are far too few to be private: see the report."""
 
