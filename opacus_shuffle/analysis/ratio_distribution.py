@@ -240,6 +240,8 @@ def _settle(
     """
     if side == "lower":
         some = masses > 0
-        return RatioDistribution(moments[some] / masses[some], masses[some], centre, 0.0, scale)
+        # No mean is below R = 0, but the quotient of two roundings may be.
+        means = np.maximum(moments[some] / masses[some], -centre)
+        return RatioDistribution(means, masses[some], centre, 0.0, scale)
     atoms, infinite = atoms_above(masses, moments, cuts)
     return RatioDistribution(cuts, atoms, centre, infinite, scale)
