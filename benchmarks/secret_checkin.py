@@ -1,6 +1,6 @@
 """Noise of a mean of single reports at one budget, by who reports and in what shape.
 
-Run ``python benchmarks/secret_checkin.py``, about five minutes. Every noise is certified for every
+Run ``python benchmarks/secret_checkin.py``, about seven minutes. Every noise is certified for every
 data set: the noise on the sum over the clipping norm, for each unit of signal.
 
 >>> round(noise_of("shuffle_gauss", 1.0, users=4000, steps=10, delta=1e-5))
@@ -36,13 +36,13 @@ def noise_of(mechanism: str, epsilon: float, *, users: int, steps: int, **fields
 
 def main() -> None:
     """Prints one row for each setting and budget."""
-    print("users, rounds, delta, epsilon: everyone, Gaussian (q), linear (q), server; seconds")
+    print("users, rounds, delta, epsilon: everyone, Gaussian (q), linear (q), step (q), server; s")
     for users, steps, delta in SETTINGS:
         for epsilon in BUDGETS:
             start = time.perf_counter()
             run = {"users": users, "steps": steps, "delta": delta}
             noises = [f"{noise_of('shuffle_gauss', epsilon, **run):.1f}"]
-            for report in ("gaussian", "linear"):
+            for report in ("gaussian", "linear", "step"):
                 rate = best_sample_rate(
                     num_users=users,
                     steps=steps,

@@ -281,6 +281,8 @@ def _spread(distribution: RatioDistribution, width: float) -> OnGrid:
     """
     logs = distribution.log_ratios
     finite = np.isfinite(logs)
+    if not finite.any():  # all is learnt: then it may be one part of several that are not
+        return OnGrid(0, np.zeros(1), float(distribution.masses.sum()), distribution.infinite)
     position = logs[finite] / width
     below = np.floor(position).astype(np.int64)
     upward = distribution.masses[finite] * np.clip(

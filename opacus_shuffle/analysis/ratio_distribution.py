@@ -33,7 +33,7 @@ from opacus_shuffle.analysis.discretization import (
     normal_masses,
 )
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector
-from opacus_shuffle.analysis.report_shapes import Shape, shape_of
+from opacus_shuffle.analysis.report_shapes import Shape, StepTilt, shape_of
 
 Side = Literal["upper", "lower"]
 
@@ -177,6 +177,9 @@ def _distribution(
     )
     weight, scale, centre = small / users, _scale(shape, rate, users), first.centre
     lows = [half.offsets[half.offsets > -centre].min() for half in (first, second)]
+    if isinstance(shape, StepTilt):
+        # Where a copy may be 0, their mean may be far below every copy that is not.
+        lows.append(math.expm1(shape.log_range(tail)[0]))
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
     grid = growing_grid(_WIDENING * scale, low, high, scale * resolution)
@@ -240,6 +243,8 @@ def _settle(
     """
     if side == "lower":
         some = masses > 0
-        return RatioDistribution(moments[some] / masses[some], masses[some], centre, 0.0, scale)
+        # No mean is below R = 0, but the quotient of two roundings may be.
+        means = np.maximum(moments[some] / masses[some], -centre)
+        return RatioDistribution(means, masses[some], centre, 0.0, scale)
     atoms, infinite = atoms_above(masses, moments, cuts)
     return RatioDistribution(cuts, atoms, centre, infinite, scale)

@@ -6,13 +6,15 @@ X(z) times that, where z is its part along u, and X grows with z and has mean 1 
 * ``"gaussian"``: X(z) = exp(kz − k²/2), the report is shifted by k;
 * ``"linear"``: X(z) = a·(z − t)₊, the report is tilted. Of all shapes with the same mean it has the
   least variance of X (docs/proofs/13_linear_reports.md, 13.1), and no exponential tail.
+* ``"step"``: X is one number below t and another one above. It is bounded, so that a report has a
+  pure local ε, too (13.7 to 13.9).
 
-Both are described by k, the mean of z in a report of norm C, or by σ = 1/k: the noise of a report
+All are described by k, the mean of z in a report of norm C, or by σ = 1/k: the noise of a report
 over the clipping norm, where reports are scaled so that their mean is the vector.
 
->>> linear, gaussian = LinearTilt(2.0), GaussianShift(2.0)
->>> [round(math.exp(shape.log_variance), 4) for shape in (linear, gaussian)]
-[0.2516, 0.284]
+>>> shapes = LinearTilt(2.0), GaussianShift(2.0), StepTilt(2.0)
+>>> [round(math.exp(shape.log_variance), 4) for shape in shapes]
+[0.2516, 0.284, 0.3927]
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from scipy.special import log_ndtr, ndtr
 from opacus_shuffle.analysis.discretization import lognormal_moments, normal_masses
 from opacus_shuffle.analysis.mean_ratio import Vector
 
-LEAST_LINEAR_NOISE = 0.2
-"""σ of linear reports is at least this: with less, next to every report would tell its sender."""
+LEAST_TILTED_NOISE = 0.2
+"""σ of linear and step reports is at least this: with less, next to every one tells its sender."""
 
 _LEVEL_NOISE = 8.0
 """From this σ on X = 1 + z/σ and t = −σ to double precision, and general formulas cancel."""
@@ -89,7 +91,7 @@ class LinearTilt:
     """Reports whose part along the vector is drawn with a density that is tilted linearly.
 
     Attributes:
-        noise_multiplier: σ = 1/k, at least :data:`LEAST_LINEAR_NOISE`.
+        noise_multiplier: σ = 1/k, at least :data:`LEAST_TILTED_NOISE`.
     """
 
     noise_multiplier: float
@@ -156,12 +158,83 @@ class LinearTilt:
         return ((self._variance - covariance) + slope**2 * (self._variance + covariance)) / 2
 
 
-Shape = GaussianShift | LinearTilt
+@dataclasses.dataclass(frozen=True)
+class StepTilt:
+    """Reports whose part along the vector is more often above a threshold than noise alone is.
+
+    Attributes:
+        noise_multiplier: σ = 1/k, at least :data:`LEAST_TILTED_NOISE`.
+    """
+
+    noise_multiplier: float
+    centre: ClassVar[float] = 1.0
+
+    @property
+    def levels(self) -> tuple[float, float, float]:
+        """The threshold t, X − 1 below it and X − 1 from there on."""
+        return _levels(self.noise_multiplier)
+
+    def excess(self, z: Vector) -> Vector:
+        """Returns X − 1."""
+        threshold, below, above = self.levels
+        return np.where(z >= threshold, above, below)
+
+    def moments(self, ends: Vector, *, centre: float = 1.0, sign: float = 1.0) -> Vector:
+        """Returns E[X(sign·z) − 1; z in a cell] of the cells between neighbouring ends."""
+        if sign < 0:
+            return self.moments(-ends[::-1])[::-1]
+        threshold, below, above = self.levels
+        return above * normal_masses(np.maximum(ends, threshold)) + below * normal_masses(
+            np.minimum(ends, threshold)
+        )
+
+    def places(self, log_ratios: Vector) -> Vector:
+        """Returns from which z on X is at least that: −∞, t or ∞."""
+        threshold, below, above = self.levels
+        excess = np.expm1(log_ratios)
+        return np.where(excess > above, np.inf, np.where(excess > below, threshold, -np.inf))
+
+    def log_range(self, tail: float) -> tuple[float, float]:
+        """Returns the range of log X; ratios below 1e-4 are next to none."""
+        _, below, above = self.levels
+        return math.log1p(max(below, 1e-4 - 1)), math.log1p(above)
+
+    @property
+    def log_variance(self) -> float:
+        """The logarithm of Var X."""
+        _, below, above = self.levels
+        return math.log(-below * above)
+
+    def opposed_variance(self, slope: float) -> float:
+        """Returns Var((1 − θ)X(z) − (1 + θ)X(−z))/4, as X(z) and X(−z) have covariance −below²."""
+        _, below, above = self.levels
+        return -below * ((above - below) + slope**2 * (above + below)) / 2
+
+
+Shape = GaussianShift | LinearTilt | StepTilt
+SHAPES: dict[str, type[Shape]] = {"linear": LinearTilt, "gaussian": GaussianShift, "step": StepTilt}
+"""Every shape by the name that ``report`` has."""
 
 
 def shape_of(report: str, noise_multiplier: float) -> Shape:
     """Returns the shape of this name with this σ."""
-    return (LinearTilt if report == "linear" else GaussianShift)(noise_multiplier)
+    return SHAPES[report](noise_multiplier)
+
+
+def pure_epsilon(shape: Shape, sample_rate: float, distance: float = 1.0) -> float:
+    """Returns one report's ε at δ = 0 for an adversary who sees who sends it (13.9).
+
+    Args:
+        shape: Of the report. ε is infinite unless it is a step: other ratios are not bounded.
+        sample_rate: q, with which a vector is in the report. ε is infinite at 1.
+        distance: 1 for zero-out, 2 for replacement adjacency.
+    """
+    if not isinstance(shape, StepTilt) or sample_rate == 1:
+        return math.inf
+    _, below, above = shape.levels
+    lowest, highest = math.log1p(sample_rate * below), math.log1p(sample_rate * above)
+    # Enlarged by more than all rounding.
+    return (1 + 1e-9) * (highest - lowest if distance == 2 else max(highest, -lowest))
 
 
 def _density(z: Vector | float) -> Vector:
@@ -181,3 +254,19 @@ def _threshold(noise_multiplier: float) -> float:
         return math.exp(log_share) - k * float(_density(t) - t * math.exp(log_share))
 
     return float(brentq(excess, -1 - noise_multiplier, k, xtol=1e-14, rtol=1e-14))
+
+
+@functools.lru_cache(maxsize=4096)
+def _levels(noise_multiplier: float) -> tuple[float, float, float]:
+    """Returns a step's t, and X − 1 below it and from there on (13.7)."""
+    height = math.sqrt(math.pi / 2) / noise_multiplier
+    if height <= 1:
+        return 0.0, -height, height
+    k = 1 / noise_multiplier
+
+    def excess(t: float) -> float:
+        return float(_density(t) - k * ndtr(-t))
+
+    # φ(t)/Φ(−t), the mean of a normal number beyond t, is below k at t = 0 and above t everywhere.
+    t = float(brentq(excess, 0.0, k, xtol=1e-14, rtol=1e-14))
+    return t, -1.0, float(ndtr(t) / ndtr(-t))

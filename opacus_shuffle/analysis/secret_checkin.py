@@ -31,7 +31,7 @@ from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import Side, mean_distribution
-from opacus_shuffle.analysis.report_shapes import shape_of
+from opacus_shuffle.analysis.report_shapes import pure_epsilon, shape_of
 from opacus_shuffle.analysis.shuffled_rounds import (
     ShuffledRound,
     coarsen,
@@ -131,7 +131,14 @@ def _epsilon(rounds: Merged, delta: float, distance: float, *, alone: bool) -> f
     never = sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)
     if delta >= -math.expm1(never):
         return 0.0  # user 1 takes part in no round at all but with probability δ
-    most = _moment_epsilon(rounds, delta)
+    most = min(
+        _moment_epsilon(rounds, delta),
+        sum(
+            count
+            * pure_epsilon(shape_of(kind.report, kind.noise_multiplier), kind.sample_rate, distance)
+            for kind, count in rounds
+        ),
+    )
     if not alone:
         most = _epsilon(rounds, delta, distance, alone=True)
     if all(kind.report == "gaussian" for kind, _ in rounds):

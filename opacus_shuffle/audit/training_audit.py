@@ -46,7 +46,7 @@ from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.opacus_compat import clips_adaptively
 from opacus_shuffle.core.validation import instance_of, integer, noise_level, open_unit_interval
-from opacus_shuffle.engine.linear_reports import LinearReports
+from opacus_shuffle.engine.linear_reports import TiltedReports
 from opacus_shuffle.engine.noise import LocalGaussianNoise
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler, innermost
 from opacus_shuffle.networks.running import unwrap
@@ -345,7 +345,7 @@ def _check_run(
             "optimizer clips adaptively, with another noise in every step: audit clipping='flat' "
             "or 'per_layer'"
         )
-    if isinstance(getattr(optimizer, "noise", None), (LocalGaussianNoise, LinearReports)):
+    if isinstance(getattr(optimizer, "noise", None), (LocalGaussianNoise, TiltedReports)):
         raise ValueError(
             "optimizer adds the reports' own noise, which no claim on one step is about: audit "
             "local_noise=False, or the mechanism (opacus_shuffle.audit.audit_secret_checkin for "

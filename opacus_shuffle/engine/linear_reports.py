@@ -1,14 +1,14 @@
-"""Sums linear reports of records' gradients, as if each record's user had drawn its own.
+"""Sums linear or step reports of records' gradients, as if each record's user had drawn its own.
 
 All users report in every round. Those whose records are in the batch draw the part of their report
-along their gradient with a density that is tilted linearly, in proportion to its norm; all others
-send noise alone (docs/proofs, pages 12 and 13). Physical batches add up, so splitting a batch
+along their gradient with a density that is tilted, in proportion to its norm; all others send noise
+alone (docs/proofs, pages 12 and 13). Physical batches add up, so splitting a batch
 changes nothing but memory.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
->>> reports = LinearReports(users=25)
+>>> reports = TiltedReports(users=25)
 >>> optimizer = PrivateOptimizer(
 ...     torch.optim.SGD(model.parameters(), lr=1.0), clipping=reports, noise=reports,
 ...     noise_multiplier=2.0, max_grad_norm=1.0, expected_batch_size=None, loss_reduction="sum",
@@ -36,17 +36,18 @@ _TOGETHER = 32
 """Reports that share their normal numbers: more would take longer to be made orthogonal."""
 
 
-class LinearReports(FlatClipping, GaussianNoise):
-    """The clipping and the noise of linear reports, both strategies at once.
+class TiltedReports(FlatClipping, GaussianNoise):
+    """The clipping and the noise of linear or step reports, both strategies at once.
 
     Args:
         users: How many report on this process, whose records are in the batch or not.
+        report: The shape of the reports, ``"linear"`` or ``"step"``.
     """
 
     on_every_rank = True
 
-    def __init__(self, users: int) -> None:
-        self.users = users
+    def __init__(self, users: int, report: str = "linear") -> None:
+        self.users, self.report = users, report
         self.forget_sum()
 
     def forget_sum(self) -> None:
@@ -75,7 +76,9 @@ class LinearReports(FlatClipping, GaussianNoise):
         drawn_with = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         unit = math.prod(drawn_with)
         (taking,) = (_uniforms(len(rate), optimizer.generator) < rate.cpu()).nonzero(as_tuple=True)
-        parts = tilted(_uniforms(len(taking), optimizer.generator), optimizer.noise_multiplier)
+        parts = tilted(
+            _uniforms(len(taking), optimizer.generator), optimizer.noise_multiplier, self.report
+        )
         factors = torch.zeros_like(whole)
         kinds = [sum_dtype(parameter) for parameter in optimizer.params]
         self.noises = [

@@ -203,7 +203,8 @@ class PrivacyEngine(CheckpointMixin):
                 your own, with ``num_users`` the batch size, ``dimension`` the trainable parameters'
                 entries and ``max_norm`` = ``max_grad_norm``.
             report: ``secret_checkin`` alone: the shape of reports, ``"linear"`` (the default with
-                ``local_noise=True``, it takes less noise) or ``"gaussian"``.
+                ``local_noise=True``, it takes the least noise), ``"step"`` (with a pure ε against
+                the shuffler, too) or ``"gaussian"``.
             **others: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:

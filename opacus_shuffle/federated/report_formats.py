@@ -44,7 +44,7 @@ from opacus_shuffle.accountants.mechanisms import (
     ShuffledSums,
     ShuffleGauss,
 )
-from opacus_shuffle.analysis.report_shapes import LinearTilt
+from opacus_shuffle.analysis.report_shapes import shape_of
 from opacus_shuffle.core.opacus_compat import gaussian_noise
 from opacus_shuffle.core.participation import permutation
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator, stream_of
@@ -575,8 +575,10 @@ class SecretReports(VectorReports):
         num_users: n, all clients.
         sample_rate: q, below 1, the chance that a client's vector is in its report.
         report: ``"linear"``: along the vector noise is drawn with a density that is tilted, in
-            place of moved; ``"gaussian"``: the vector is added to N(0, σ²C²I). At one σ linear
-            reports cost less ε.
+            place of moved; ``"gaussian"``: the vector is added to N(0, σ²C²I); ``"step"``: noise
+            along the vector is above a threshold more often, which bounds what a report tells
+            whoever sees who sends it. Where hundreds of clients send noise alone, linear reports
+            cost the least ε at one σ.
         honest_fraction: The share of the clients that is certain to follow the protocol.
         min_reports: So many clients must have reported, by default all. The accountant counts on so
             many less those that may be dishonest.
@@ -625,9 +627,9 @@ class SecretReports(VectorReports):
         if report == "gaussian":
             self.take_up_to(1 / self.noise_multiplier + self.noise_norm(_REFUSED))
         else:
-            # A linear report has the density X over that of noise alone, and by Cauchy and Schwarz
+            # Such a report has the density X over that of noise alone, and by Cauchy and Schwarz
             # P(A)² ≤ E X²·(noise alone's chance of A).
-            square = 1 + math.exp(LinearTilt(self.noise_multiplier).log_variance)
+            square = 1 + math.exp(shape_of(report, self.noise_multiplier).log_variance)
             self.take_up_to(self.noise_norm(_REFUSED**2 / square))
         self.grid = float(np.spacing(np.float32(self.longest_report)))
 
@@ -636,7 +638,7 @@ class SecretReports(VectorReports):
         stream = stream_of(generator)
         noise = stream.precise_normals(self.dimension)
         point = torch.zeros_like(noise) if vector is None else vector
-        if self.report == "linear":
+        if self.report != "gaussian":
             report = self._tilted(point, noise, stream.uniforms(2))
         else:
             report = noise + point / self.scale
@@ -648,7 +650,7 @@ class SecretReports(VectorReports):
     def _tilted(
         self, point: torch.Tensor, noise: torch.Tensor, uniforms: torch.Tensor
     ) -> torch.Tensor:
-        """Returns a linear report in units of its noise; every step is taken for zero, too.
+        """Returns a linear or step report in units of its noise; every step is taken for zero, too.
 
         With a probability of norm over C the part along the vector is drawn anew, else it stays.
         """
@@ -656,6 +658,6 @@ class SecretReports(VectorReports):
         # Shorter vectors, which norms in double precision say nothing of, are drawn anew never.
         unit = point / norm.clamp_min(_SHORTEST)
         toss, uniform = uniforms
-        drawn = tilted(uniform, self.noise_multiplier)
+        drawn = tilted(uniform, self.noise_multiplier, self.report)
         part = torch.where(toss < norm / self.max_norm, drawn, unit @ noise)
         return report_along(unit, part, noise)

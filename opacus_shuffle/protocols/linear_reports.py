@@ -1,8 +1,9 @@
-r"""Draws linear reports: one user's own, or the sum of many at once.
+r"""Draws linear reports and step reports: one user's own, or the sum of many at once.
 
-A linear report of a vector along u is normal across u, and along it is drawn with the density
-X(z)φ(z), X(z) = a·(z − t)₊ (:class:`~opacus_shuffle.analysis.report_shapes.LinearTilt`). All here
-is in units of a report's noise. Proofs: docs/proofs/13_linear_reports.md.
+Such a report of a vector along u is normal across u, and along it is drawn with the density
+X(z)φ(z). X(z) = a·(z − t)₊ in a linear report, and has two values in a step report
+(:mod:`opacus_shuffle.analysis.report_shapes`). All here is in units of a report's noise. Proofs:
+docs/proofs/13_linear_reports.md.
 
 >>> along = tilted(torch.linspace(0.0, 1.0, 10_001, dtype=torch.float64), 0.5)
 >>> round(float(along.mean()), 2)  # 1 / 0.5
@@ -16,20 +17,23 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus_shuffle.analysis.report_shapes import LinearTilt
+from opacus_shuffle.analysis.report_shapes import LinearTilt, StepTilt
 
 _FARTHEST = 12.0
 """No normal number of 53 random bits is farther out."""
 _HALVINGS = 60
 
 
-def tilted(uniforms: torch.Tensor, noise_multiplier: float) -> torch.Tensor:
+def tilted(uniforms: torch.Tensor, noise_multiplier: float, report: str = "linear") -> torch.Tensor:
     """Returns the parts of reports along their vectors, of uniform numbers in [0, 1].
 
     Args:
         uniforms: In double precision, of any shape: the chance that a part is larger.
-        noise_multiplier: σ of linear reports.
+        noise_multiplier: σ of the reports.
+        report: Their shape, ``"linear"`` or ``"step"``.
     """
+    if report == "step":
+        return _stepped(uniforms, StepTilt(noise_multiplier))
     shape = LinearTilt(noise_multiplier)
     threshold, slope = shape.threshold, shape.slope
     low = torch.full_like(uniforms, max(threshold, -_FARTHEST))
@@ -43,6 +47,20 @@ def tilted(uniforms: torch.Tensor, noise_multiplier: float) -> torch.Tensor:
             torch.where(larger > uniforms, high, middle),
         )
     return (low + high) / 2
+
+
+def _stepped(uniforms: torch.Tensor, shape: StepTilt) -> torch.Tensor:
+    """Returns the parts of step reports, by what of a normal number lies beyond them (13.8).
+
+    Both of its tails are computed as small numbers, so neither loses a digit.
+    """
+    threshold, below, above = shape.levels
+    high = -torch.special.ndtri(uniforms / (1 + above))
+    if below == -1:  # no part is below t
+        return high.clamp(threshold, threshold + _FARTHEST)
+    low = torch.special.ndtri((1 - uniforms) / (1 + below))
+    # Here t = 0: a chance that no part above 0 has says how far below it the part is.
+    return torch.where(high >= 0, high, low).clamp(-_FARTHEST, _FARTHEST)
 
 
 def report_along(unit: torch.Tensor, part: torch.Tensor, normals: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,14 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 from scipy.stats import norm
 
-from opacus_shuffle.analysis.report_shapes import LEAST_LINEAR_NOISE, LinearTilt, shape_of
+from opacus_shuffle.analysis.report_shapes import (
+    LEAST_TILTED_NOISE,
+    LinearTilt,
+    StepTilt,
+    shape_of,
+)
 
-SIGMAS = (LEAST_LINEAR_NOISE, 0.5, 1.0, 2.5, 7.999, 8.0, 50.0)
+SIGMAS = (LEAST_TILTED_NOISE, 0.5, 1.0, math.sqrt(math.pi / 2), 2.5, 7.999, 8.0, 50.0)
 every_shape = pytest.mark.parametrize(
     ("report", "sigma"), [(report, sigma) for report in RATIOS for sigma in SIGMAS]
 )
@@ -26,7 +31,7 @@ every_shape = pytest.mark.parametrize(
 
 def kinks(shape):
     """Where X is not smooth, on either side of 0."""
-    edge = getattr(shape, "threshold", 0.0)
+    edge = shape.levels[0] if isinstance(shape, StepTilt) else getattr(shape, "threshold", 0.0)
     return edge, -edge
 
 
@@ -40,10 +45,10 @@ def test_a_report_has_the_mean_and_the_ratio_the_variance_that_are_promised(repo
     shape, size = shape_of(report, sigma), 1e-12
     assert mean(shape, shape.excess) == pytest.approx(0, abs=size)
     assert mean(shape, lambda z: z * shape.excess(z)) == pytest.approx(1 / sigma, rel=1e-9)
-    if report == "linear" or sigma >= 0.5:  # at σ = 0.2 what matters of X² lies around z = 10
+    if report != "gaussian" or sigma >= 0.5:  # at σ = 0.2 what matters of X² lies around z = 10
         variance = mean(shape, lambda z: shape.excess(z) ** 2)
         assert math.exp(shape.log_variance) == pytest.approx(variance, rel=1e-9)
-    for slope in (0.0, 0.4, 1.0) if report == "linear" or sigma >= 0.5 else ():
+    for slope in (0.0, 0.4, 1.0) if report != "gaussian" or sigma >= 0.5 else ():
         opposed = mean(
             shape,
             lambda z, s=slope: ((1 - s) * shape.excess(z) - (1 + s) * shape.excess(-z)) ** 2 / 4,
@@ -56,8 +61,11 @@ def test_shapes_are_the_ratios_that_the_pages_say(report, sigma):
     shape, ratio, z = shape_of(report, sigma), RATIOS[report](sigma), np.linspace(-9, 12, 43)
     assert shape.excess(z) == pytest.approx(ratio(z) - 1, rel=1e-9, abs=1e-10)
     logs = np.linspace(-3, 3, 7)
-    # At σ = 0.2 the rounding of z is multiplied by a slope of 10⁷.
-    assert np.log1p(shape.excess(shape.places(logs))) == pytest.approx(logs, abs=1e-7)
+    if report == "step":  # from which z on X is at least so much
+        reached = shape.excess(z) >= np.expm1(logs)[:, None]
+        assert np.array_equal(z >= shape.places(logs)[:, None], reached)
+    else:  # at σ = 0.2 the rounding of z is multiplied by a slope of 10⁷
+        assert np.log1p(shape.excess(shape.places(logs))) == pytest.approx(logs, abs=1e-7)
 
 
 @every_shape
@@ -91,12 +99,16 @@ def test_no_other_ratio_of_one_mean_has_less_variance(heights):
 
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_linear_reports_have_less_variance_than_shifts_and_steps(sigma):
-    shifted, linear = (math.exp(shape_of(report, sigma).log_variance) for report in RATIOS)
+    """And of all steps of one mean, with any threshold, ours has the least (13.7)."""
+    reports = ("linear", "gaussian", "step")
+    linear, shifted, stepped = (math.exp(shape_of(name, sigma).log_variance) for name in reports)
     assert sigma**-2 <= linear * (1 + 1e-12)
-    assert linear < shifted
-    for edge in (-1.0, 0.0, 1.5):  # PrivUnitG's shape
-        k = norm.pdf(edge) / norm.sf(edge)
-        assert math.exp(LinearTilt(1 / k).log_variance) < norm.cdf(edge) / norm.sf(edge)
+    assert linear < min(shifted, stepped)
+    for edge in np.linspace(-2, 6, 33):
+        share = norm.sf(edge) * (1 + norm.cdf(edge) / (sigma * norm.pdf(edge)))
+        if share <= 1 + 1e-12:
+            other = norm.sf(edge) * norm.cdf(edge) / (sigma * norm.pdf(edge)) ** 2
+            assert stepped <= other * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("report", RATIOS)
@@ -112,16 +124,16 @@ def test_less_noise_and_longer_vectors_tell_more_in_convex_order(report):
         assert tails[-1] == pytest.approx(call(RATIOS[report](sigma), strikes), abs=1e-12)
     for more, less in itertools.pairwise(tails):
         assert (less <= more + 1e-12).all()
-    if report == "linear":  # a shorter vector's ratio is a mixture of X and 1
+    if report != "gaussian":  # a shorter vector's ratio is a mixture of X and 1
         for share in (0.3, 0.9):
             inner = 1 + (strikes - 1) / share
             assert (share * call(RATIOS[report](sigma), inner) <= tails[-1] + 1e-12).all()
 
 
 @settings(max_examples=300)
-@given(st.floats(math.log(LEAST_LINEAR_NOISE), math.log(1e12)).map(math.exp))
+@given(st.floats(math.log(LEAST_TILTED_NOISE), math.log(1e12)).map(math.exp))
 def test_linear_reports_of_any_noise_have_their_mean(sigma):
-    shape = LinearTilt(max(sigma, LEAST_LINEAR_NOISE))
+    shape = LinearTilt(max(sigma, LEAST_TILTED_NOISE))
     k = 1 / shape.noise_multiplier
     assert -shape.noise_multiplier * (1 + 1e-12) <= shape.threshold < k
     assert shape.slope * ndtr(-shape.threshold) == pytest.approx(k, rel=1e-12)

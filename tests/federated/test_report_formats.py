@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.report_ratios import RATIOS
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 from scipy.special import ndtr
 
 from opacus_shuffle import SecretCheckIn, ShuffledCheckIn, ShuffledSums, ShuffleGauss
-from opacus_shuffle.analysis.report_shapes import LinearTilt
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat, SecretReports
 
@@ -30,6 +30,7 @@ SUMS = {**GAUSSIAN, "delta": 1e-6}
 SECRET = {
     "secret, linear": SecretReports(**GAUSSIAN),
     "secret, gaussian": SecretReports(**GAUSSIAN, report="gaussian"),
+    "secret, step": SecretReports(**GAUSSIAN, report="step"),
 }
 VECTORS = {"gaussian": GaussianReports(**GAUSSIAN), **SECRET}
 FORMATS = {"sums": BitSums(**SUMS), **VECTORS}
@@ -96,15 +97,13 @@ def test_a_secret_report_has_the_law_of_its_shape_along_the_vector_and_is_normal
 
     With so little noise that half of a norm more or less would show.
     """
-    reports, shape = sized(reports, noise_multiplier=0.3), LinearTilt(0.3)
+    reports, ratio = sized(reports, noise_multiplier=0.3), RATIOS[reports.report](0.3)
 
     def along(z):
         """The chance of a smaller part along a vector of this share of the norm C."""
         if reports.report == "gaussian":
             return ndtr(z - share / 0.3)
-        t, above = shape.threshold, np.maximum(z, shape.threshold)
-        tilted = 1 - shape.slope * (stats.norm.pdf(above) - t * ndtr(-above))
-        return share * tilted + (1 - share) * ndtr(z)
+        return share * (1 - ratio.above(z)) + (1 - share) * ndtr(z)
 
     unit = np.array([0.6, 0.0, -0.8, 0.0, 0.0])
     others = np.array([[0.8, 0.0, 0.6, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
@@ -254,19 +253,21 @@ def test_honest_reports_are_taken_and_longer_ones_than_they_ever_are_not(reports
 
 @pytest.mark.parametrize("noise_multiplier", [0.2, 1.0, 50.0])
 @pytest.mark.parametrize("dimension", [1, 3, 10_000])
-def test_a_linear_report_exceeds_the_longest_less_than_once_in_10_to_the_30(
-    noise_multiplier, dimension
+@pytest.mark.parametrize("report", ["linear", "step"])
+def test_a_tilted_report_exceeds_the_longest_less_than_once_in_10_to_the_30(
+    report, noise_multiplier, dimension
 ):
     """Its part along the vector against its exact tail, and the rest against that of χ²."""
     reports = sized(
-        SECRET["secret, linear"], noise_multiplier=noise_multiplier, dimension=dimension
+        SECRET[f"secret, {report}"], noise_multiplier=noise_multiplier, dimension=dimension
     )
-    shape, longest = LinearTilt(noise_multiplier), reports.longest_report / reports.scale
-    z = np.linspace(shape.threshold, max(longest, shape.threshold), 100_001)
-    density = (1 + shape.excess(z)) * stats.norm.pdf(z)
+    ratio, longest = RATIOS[report](noise_multiplier), reports.longest_report / reports.scale
+    z = np.linspace(-longest, longest, 100_001)
+    density = ratio(z) * stats.norm.pdf(z)
     across = stats.chi2(dimension - 1).sf(longest**2 - np.square(z)) if dimension > 1 else 0 * z
-    tail = shape.slope * (stats.norm.pdf(longest) - shape.threshold * ndtr(-longest))
-    assert integrate.trapezoid(density * across, z) + tail < 1e-30
+    # Both tails along the vector; below t there is nothing, or less than of a normal number.
+    tails = ratio.above(longest) + ndtr(-longest)
+    assert integrate.trapezoid(density * across, z) + tails < 1e-30
 
 
 @given(st.integers(1, 60), st.floats(0.01, 1.0), st.data())
@@ -294,7 +295,7 @@ def test_what_is_accounted_is_the_mechanism_of_the_honest_reports():
     gaussian = {"noise_multiplier": 1.5, "num_users": USERS}
     assert FORMATS["gaussian"].mechanism == ShuffledCheckIn(**gaussian, sample_rate=0.5)
     assert FORMATS["gaussian"].min_reports == USERS
-    for report in ("linear", "gaussian"):
+    for report in ("linear", "gaussian", "step"):
         secret = SecretCheckIn(**gaussian, sample_rate=0.5, report=report)
         assert SECRET[f"secret, {report}"].mechanism == secret
     forty = {**GAUSSIAN, "num_users": 40, "honest_fraction": 0.75}

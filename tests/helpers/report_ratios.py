@@ -42,7 +42,19 @@ class GaussianRatio:
         return np.diff(norm.cdf(ends - x * self.shift))
 
 
-class LinearRatio:
+class TiltedRatio:
+    """A report of x in [−1, 1], on a line, has X(±z) with probability |x|."""
+
+    def __call__(self, z, x=1.0):
+        return 1 - abs(x) + abs(x) * self.tilt(np.sign(x) * z)
+
+    def masses(self, ends, x):
+        """Probabilities of cells between ends that a report of x has."""
+        tilted = -np.diff(self.above(ends if x > 0 else -ends))
+        return (1 - abs(x)) * np.diff(norm.cdf(ends)) + abs(x) * tilted * (1 if x > 0 else -1)
+
+
+class LinearRatio(TiltedRatio):
     """X = a·(z − t)₊ with a mean of z of 1/σ."""
 
     def __init__(self, sigma):
@@ -54,9 +66,8 @@ class LinearRatio:
         """E(z − t)₊."""
         return norm.pdf(t) - t * norm.sf(t)
 
-    def __call__(self, z, x=1.0):
-        tilted = self.slope * np.maximum(np.sign(x) * z - self.threshold, 0)
-        return 1 - abs(x) + abs(x) * tilted
+    def tilt(self, z):
+        return self.slope * np.maximum(z - self.threshold, 0)
 
     def place(self, ratio):
         return self.threshold + ratio / self.slope
@@ -65,12 +76,31 @@ class LinearRatio:
         kept = np.maximum(z, self.threshold)
         return self.slope * (norm.pdf(kept) - self.threshold * norm.sf(kept))
 
-    def masses(self, ends, x):
-        tilted = -np.diff(self.above(ends if x > 0 else -ends))
-        return (1 - abs(x)) * np.diff(norm.cdf(ends)) + abs(x) * tilted * (1 if x > 0 else -1)
+
+class StepRatio(TiltedRatio):
+    """X = p/Φ(−t) from t on and (1 − p)/Φ(t) below: with t = 0 if p can be what σ asks for."""
+
+    def __init__(self, sigma):
+        self.threshold, share = 0.0, 0.5 + np.sqrt(np.pi / 8) / sigma  # E zX = (2p − 1)·√(2/π)
+        if share > 1:
+            share = 1.0
+            self.threshold = brentq(lambda t: norm.pdf(t) * sigma - norm.sf(t), 0, 8)
+        self.low = (1 - share) / norm.cdf(self.threshold)
+        self.high = share / norm.sf(self.threshold)
+
+    def tilt(self, z):
+        return np.where(z >= self.threshold, self.high, self.low)
+
+    def place(self, ratio):
+        """From where on X is that."""
+        return np.select([ratio <= self.low, ratio <= self.high], [-np.inf, self.threshold], np.inf)
+
+    def above(self, z):
+        below = norm.cdf(self.threshold) - norm.cdf(np.minimum(z, self.threshold))
+        return self.low * below + self.high * norm.sf(np.maximum(z, self.threshold))
 
 
-RATIOS = {"gaussian": GaussianRatio, "linear": LinearRatio}
+RATIOS = {"gaussian": GaussianRatio, "linear": LinearRatio, "step": StepRatio}
 
 
 def call(ratio, strike):

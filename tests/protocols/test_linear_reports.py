@@ -1,4 +1,4 @@
-"""Linear reports are drawn by the law that is accounted, one by one or many at once.
+"""Linear and step reports are drawn by the law that is accounted, one by one or many at once.
 
 Proofs: docs/proofs/13_linear_reports.md. All is compared exactly: nothing is drawn.
 """
@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.report_ratios import LinearRatio
+from helpers.report_ratios import FAR, RATIOS
 
 from opacus_shuffle.protocols.linear_reports import report_along, summed_reports, tilted
 
+every_tilt = pytest.mark.parametrize("report", ["linear", "step"])
 
-@pytest.mark.parametrize("sigma", [0.2, 0.7, 3.0, 7.999, 8.0, 1e3])
-def test_parts_along_a_vector_have_the_tilted_law(sigma):
+
+@every_tilt
+@pytest.mark.parametrize("sigma", [0.2, 0.7, 1.2, 1.3, 3.0, 7.999, 8.0, 1e3])
+def test_parts_along_a_vector_have_the_tilted_law(report, sigma):
     """The chance of more than tilted(u) is u, so of a uniform u it has that law."""
-    ratio, uniforms = LinearRatio(sigma), torch.linspace(1e-9, 1, 1001, dtype=torch.float64)
-    parts = tilted(uniforms, sigma)
+    uniforms = torch.linspace(1e-9, 1, 1001, dtype=torch.float64)
+    uniforms[:3] = torch.tensor([1.0, 5.0, 1e3]) * 2.0**-53  # the smallest that there are
+    ratio, error = RATIOS[report](sigma), 1e-12 if sigma > 0.5 else 1e-9
+    parts = tilted(uniforms, sigma, report)
     assert (parts.diff() <= 0).all()
     beyond = ratio.above(parts.numpy())
-    # From 12 on there is less than 2⁻⁵³ of a normal number, where the search ends.
-    assert beyond == pytest.approx(uniforms.numpy(), abs=1e-12 if sigma > 0.5 else 1e-9)
-    ends = tilted(torch.tensor([0.0, 2.0**-53, 1.0], dtype=torch.float64), sigma)
+    # From 12 on there is less than 2⁻⁵³ of a normal number, where the search for linear ones ends;
+    # steps keep twelve digits of every chance.
+    assert beyond == pytest.approx(
+        uniforms.numpy(), rel=1e-12, abs=0 if report == "step" else error
+    )
+    ends = tilted(torch.tensor([0.0, 2.0**-53, 1.0], dtype=torch.float64), sigma, report)
     assert torch.isfinite(ends).all()
-    assert float(ends[-1]) >= max(ratio.threshold, -12) - 1e-9
+    lowest = ratio.threshold if float(ratio.tilt(-FAR)) == 0 else -12
+    assert float(ends[-1]) >= max(lowest, -12) - 1e-9
     assert tilted(torch.empty(0, dtype=torch.float64), sigma).shape == (0,)
 
 
@@ -72,9 +81,10 @@ def test_one_report_is_normal_across_its_vector_and_has_its_part_along():
     torch.testing.assert_close(together, report)
 
 
-def test_parts_have_the_mean_that_makes_the_sum_unbiased():
+@every_tilt
+def test_parts_have_the_mean_that_makes_the_sum_unbiased(report):
     """The mean of z is 1/σ: by the midpoint rule over u, whose tails cost less than 1e-3."""
     for sigma in (0.5, 2.0, 20.0):
         count = 20_000
         uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-        assert float(tilted(uniforms, sigma).mean()) == pytest.approx(1 / sigma, abs=1e-3)
+        assert float(tilted(uniforms, sigma, report).mean()) == pytest.approx(1 / sigma, abs=1e-3)

@@ -13,7 +13,13 @@ from typing import Any, ClassVar
 from opacus_shuffle.accountants.mechanism import Mechanism, described
 from opacus_shuffle.accountants.mechanisms.shuffle_gaussian import GaussianReports
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.analysis.report_shapes import LEAST_LINEAR_NOISE
+from opacus_shuffle.analysis.report_shapes import (
+    LEAST_TILTED_NOISE,
+    SHAPES,
+    pure_epsilon,
+    shape_of,
+)
+from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import one_of, sampling_rate
 from opacus_shuffle.protocols.calibration import honest_users
 
@@ -30,8 +36,10 @@ class SecretCheckIn(GaussianReports):
         num_users: n, all of whom report.
         sample_rate: q, the coins' rate: the expected share of the users who take part.
         report: ``"linear"``: who takes part draws its report's part along its vector with a density
-            that is tilted linearly; ``"gaussian"``: it adds N(0, σ²C²I). At one σ linear reports
-            cost less ε.
+            that is tilted linearly; ``"gaussian"``: it adds N(0, σ²C²I); ``"step"``: its part along
+            its vector is above a threshold more often than that of noise alone. Where
+            hundreds of users send noise alone, linear reports cost the least ε at one σ. Step
+            reports alone have a :meth:`pure_local_epsilon`.
         honest_fraction: The share of the users who follow the protocol and keep noise and coins
             secret.
 
@@ -42,11 +50,13 @@ class SecretCheckIn(GaussianReports):
     name: ClassVar[str] = "secret_checkin"
     sampling: ClassVar[Sampling] = "poisson"
     zeroed: ClassVar[str] = "one record's reports are noise alone"
-    least_noise: ClassVar[float] = LEAST_LINEAR_NOISE
+    least_noise: ClassVar[float] = LEAST_TILTED_NOISE
     num_users: int = described("n, all of whom report in every round", "N")
     sample_rate: float = described("q, with which a user's vector is in its report", "Q")
     report: str = described(
-        "linear or gaussian: the shape of the reports of who takes part", "SHAPE", default="linear"
+        "linear, gaussian or step: the shape of the reports of who takes part",
+        "SHAPE",
+        default="linear",
     )
     honest_fraction: float = described(
         "share of the users who keep their noise and coins secret", "SHARE", default=1.0
@@ -54,7 +64,7 @@ class SecretCheckIn(GaussianReports):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("report", self.report, ("linear", "gaussian"))
+        one_of("report", self.report, tuple(SHAPES))
         self._set(honest_fraction=sampling_rate("honest_fraction", self.honest_fraction))
         if self.sample_rate == 1:
             raise ValueError(
@@ -62,11 +72,11 @@ class SecretCheckIn(GaussianReports):
                 "sends noise alone, and no report hides another; pass less (in training: batches "
                 "smaller than the data set), or use shuffle_gauss"
             )
-        if self.report == "linear" and self.noise_multiplier < LEAST_LINEAR_NOISE:
+        if self.report != "gaussian" and self.noise_multiplier < LEAST_TILTED_NOISE:
             raise ValueError(
-                f"noise_multiplier of linear reports must be at least {LEAST_LINEAR_NOISE}, got "
-                f"{self.noise_multiplier}: next to every report of less noise tells its sender; "
-                "pass more, or report='gaussian'"
+                f"noise_multiplier of {self.report} reports must be at least {LEAST_TILTED_NOISE}, "
+                f"got {self.noise_multiplier}: next to every report of less noise tells its "
+                "sender; pass more, or report='gaussian'"
             )
 
     @classmethod
@@ -75,12 +85,24 @@ class SecretCheckIn(GaussianReports):
     ) -> Mechanism:
         """Returns the round that one step of training is; noise on the sum is that of all users.
 
-        Reports are Gaussian, as Opacus's noise is, unless it is said that they are linear.
+        Reports are Gaussian, as Opacus's noise is, unless another shape is asked for.
         """
         if emulated:
             noise_multiplier /= math.sqrt(num_users)
         fields.setdefault("report", "gaussian")
         return super().of_batch(noise_multiplier=noise_multiplier, num_users=num_users, **fields)
+
+    def pure_local_epsilon(self, *, adjacency: str = "zero_out") -> float:
+        """Returns one round's ε at δ = 0 against whoever sees who sends which report, rounded up.
+
+        So against the shuffler and the network. Rounds add up. It is infinite unless ``report`` is
+        ``"step"``: other reports' likelihood ratios have no bound.
+        """
+        return pure_epsilon(
+            shape_of(self.report, self.noise_multiplier),
+            self.sample_rate,
+            Adjacency(adjacency).distance,
+        )
 
     @property
     def honest_users(self) -> int:

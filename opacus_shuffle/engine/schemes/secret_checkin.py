@@ -12,9 +12,10 @@ from typing import ClassVar
 from torch.utils.data import DistributedSampler
 
 from opacus_shuffle.accountants.mechanisms import Mechanism, SecretCheckIn
+from opacus_shuffle.analysis.report_shapes import SHAPES
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.engine.clipping import Clipping
-from opacus_shuffle.engine.linear_reports import LinearReports
+from opacus_shuffle.engine.linear_reports import TiltedReports
 from opacus_shuffle.engine.noise import LocalGaussianNoise, Noise
 from opacus_shuffle.engine.sampling.samplers import SamplingPlan
 from opacus_shuffle.engine.schemes.base import Scheme
@@ -30,26 +31,26 @@ class ReportsOfEveryone(Scheme):
         """Refuses what does not go with reports of this shape."""
         super().check_request(request)
         modes = ("hooks", "functorch", "ew", "ghost")
-        if self.shape(request) == "gaussian":
+        if (shape := self.shape(request)) == "gaussian":
             one_of("grad_sample_mode", request.grad_sample_mode, modes)
             return
         if not request.local_noise:
             raise ValueError(
-                "report='linear' is drawn by each record's user: pass local_noise=True, or "
-                "report='gaussian', whose noise may be added once to the sum"
+                f"report={request.report!r} is drawn by each record's user: pass "
+                "local_noise=True, or report='gaussian', whose noise may be added once to the sum"
             )
-        one_of("clipping (with report='linear')", request.clipping, ("flat",))
-        what = "grad_sample_mode (with report='linear', which needs each record's gradient)"
+        one_of(f"clipping (with report={shape!r})", request.clipping, ("flat",))
+        what = f"grad_sample_mode (with report={shape!r}, which needs each record's gradient)"
         one_of(what, request.grad_sample_mode, modes[:3])
 
     def check_report(self, request: Request) -> None:
         """Refuses unknown shapes of reports."""
         if request.report is not None:
-            one_of("report", request.report, ("linear", "gaussian"))
+            one_of("report", request.report, tuple(SHAPES))
 
     @staticmethod
     def shape(request: Request) -> str:
-        """Returns the shape of reports: by default the one that costs less."""
+        """Returns the shape of reports: by default the one that asks for the least noise."""
         return request.report or ("linear" if request.local_noise else "gaussian")
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
@@ -80,8 +81,8 @@ class ReportsOfEveryone(Scheme):
         """Returns how the optimizer sums reports, and that all users' noise is on them."""
         asked = run.request
         users = len(asked.ranks.share(run.sampling.num_users))
-        if self.shape(asked) == "linear":
-            reports = LinearReports(users)
+        if (shape := self.shape(asked)) != "gaussian":
+            reports = TiltedReports(users, shape)
             return reports, reports
         if asked.local_noise:
             return clipping, LocalGaussianNoise(users)
