@@ -38,7 +38,7 @@ from scipy.special import logsumexp, ndtri_exp
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
 from opacus_shuffle.accountants.mechanisms import SecretCheckIn, ShuffledWeights, ShuffleGauss
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.report_shapes import LinearTilt
+from opacus_shuffle.analysis.report_shapes import shape_of
 from opacus_shuffle.analysis.secret_checkin import SecretRound
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
@@ -76,7 +76,7 @@ MOST_USERS = 10_000_000
 MOST_TRIALS = 10**9
 MOST_DRAWS = 10**12
 
-GAUSSIAN_REPORTS, LINEAR_REPORTS = 200_000_000, 20_000_000
+GAUSSIAN_REPORTS, TILTED_REPORTS = 200_000_000, 20_000_000
 """Reports drawn under each hypothesis where nothing else is asked for: about a minute of one core.
 
 A linear one takes ten times as long: its place is found by halving an interval 60 times.
@@ -207,7 +207,7 @@ def audit_secret_checkin(
 
     As :func:`audit_shuffle_gauss`, with each user's secret coin: user 1's and all others' are
     tossed anew in every round, and the densities in the likelihood ratio are those of a report
-    whose coin is not known. Linear reports are drawn as training draws them.
+    whose coin is not known. Linear and step reports are drawn as training draws them.
 
     Args:
         noise_multiplier: Local σ, one report's noise over the clipping norm.
@@ -215,7 +215,8 @@ def audit_secret_checkin(
             most 10⁷. (Those of anybody else hide nothing, and can be left out.)
         sample_rate: q in (0, 1), the coins' rate.
         delta: δ in (0, 1).
-        report: ``"linear"`` or ``"gaussian"``: how a user reports whose coin shows heads.
+        report: ``"linear"``, ``"step"`` or ``"gaussian"``: how a user reports whose coin shows
+            heads.
         others: Every other user's value, in [−1, 1] clipping norms: −1, opposite to user 1's, is
             the farthest that there is, and the worst that is known.
         steps: Rounds, with fresh coins, fresh noise and a fresh permutation each.
@@ -448,7 +449,7 @@ def audit_reports(
     neighbours = Adjacency(adjacency)
     absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -1.0
     if trials is None:
-        affordable = LINEAR_REPORTS if report == "linear" else GAUSSIAN_REPORTS
+        affordable = GAUSSIAN_REPORTS if report == "gaussian" else TILTED_REPORTS
         trials = min(1_000_000, max(FEWEST, affordable // (users * steps)))
     delta, trials, confidence = common(delta, trials, confidence, draws=users * steps)
     rng = numpy_generator(generator)
@@ -509,12 +510,12 @@ def draw_reports(kind: SecretRound, values: Vector, runs: int, rng: np.random.Ge
     Every report's coin is tossed anew: where it shows tails the report is N(0, 1).
     """
     reports = rng.standard_normal((runs, len(values)))
-    if kind.report == "linear":
+    if kind.report != "gaussian":
         # A shorter vector is reported as one at the clipping norm, more rarely.
         heads = rng.random(reports.shape) < kind.sample_rate * np.abs(values)
         uniforms = torch.from_numpy(rng.random(np.count_nonzero(heads)))
         signs = np.broadcast_to(np.sign(values), reports.shape)[heads]
-        reports[heads] = signs * tilted(uniforms, kind.noise_multiplier).numpy()
+        reports[heads] = signs * tilted(uniforms, kind.noise_multiplier, kind.report).numpy()
     else:
         shifts = values / kind.noise_multiplier
         # No coin is tossed where all take part.
@@ -524,8 +525,8 @@ def draw_reports(kind: SecretRound, values: Vector, runs: int, rng: np.random.Ge
 
 def log_density(kind: SecretRound, value: float, reports: Vector) -> Vector:
     """Returns the log density of each report if it is one of ``value``, over that of N(0, 1)."""
-    if kind.report == "linear":
-        excess = LinearTilt(kind.noise_multiplier).excess(np.sign(value) * reports)
+    if kind.report != "gaussian":
+        excess = shape_of(kind.report, kind.noise_multiplier).excess(np.sign(value) * reports)
         return np.log1p(kind.sample_rate * abs(value) * excess)
     shift = value / kind.noise_multiplier
     return log_sampled(shift * reports - shift**2 / 2, kind.sample_rate)

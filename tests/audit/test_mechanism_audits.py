@@ -229,7 +229,7 @@ def test_the_sum_tells_almost_all_that_unshuffled_dp_sgd_tells_and_the_formula_i
 
 # shuffle Gaussian, where all take part, and secret check-in
 
-SHAPES = [("gaussian", 1.0), ("gaussian", 0.6), ("linear", 0.6)]
+SHAPES = [("gaussian", 1.0), ("gaussian", 0.6), ("linear", 0.6), ("step", 0.6)]
 every_shape = pytest.mark.parametrize(("report", "rate"), SHAPES)
 
 
@@ -251,7 +251,7 @@ def of_reports(shape, present, absent, steps, *, others=0.0, sigma=1.0, users=5)
 def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(
     report, rate, v, a1, a0, sigma
 ):
-    sigma = max(sigma, 0.2) if report == "linear" else sigma
+    sigma = sigma if report == "gaussian" else max(sigma, 0.2)
     kind, ratio = round_of(report, rate, sigma, 4), RATIOS[report](sigma)
     reports = v / sigma + np.random.default_rng(1).standard_normal((20, 4))
 
@@ -270,7 +270,8 @@ def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(
 
 @pytest.mark.parametrize("rate", [1e-300, 0.5, 1 - 1e-16])
 @pytest.mark.parametrize(
-    ("report", "sigma"), [("gaussian", 1e-6), ("gaussian", 1e12), ("linear", 0.2), ("linear", 1e12)]
+    ("report", "sigma"),
+    [("gaussian", 1e-6), ("gaussian", 1e12), ("linear", 0.2), ("step", 0.2), ("linear", 1e12)],
 )
 def test_no_score_is_lost_with_extreme_noise_or_rates(report, sigma, rate):
     draw = of_reports((report, rate), 1.0, -1.0, steps=2, others=-1.0, sigma=sigma)
@@ -416,8 +417,14 @@ def test_among_two_hundred_users_the_truth_is_85_percent_of_the_certificate_or_m
     assert max(stick.mean() - 3 * stick.std() / math.sqrt(trials) for stick in sticks) > 1e-3
 
 
-@pytest.mark.parametrize("report", RATIOS)
-@pytest.mark.parametrize("fault", [{"sample_rate": 1.0}, {"noise_multiplier": 0.4}])
+@pytest.mark.parametrize(
+    ("report", "fault"),
+    [
+        *((report, {"sample_rate": 1.0}) for report in RATIOS),
+        # Whatever the noise, a step's test asks only on which side of the threshold a report is.
+        *((report, {"noise_multiplier": 0.4}) for report in ("gaussian", "linear")),
+    ],
+)
 def test_a_mechanism_that_tosses_no_coins_or_adds_less_noise_contradicts_its_claim(
     report, fault, monkeypatch
 ):
