@@ -34,8 +34,7 @@ def test_calibration_ends_on_the_safe_side_and_close(target, delta):
         *(
             pytest.param(mechanism, bound, target, marks=pytest.mark.zoo)
             for mechanism in SHUFFLED
-            for bound in ("certified", "pair")
-            for target in (0.1, 30.0)
+            for bound, target in (("certified", 0.1), ("pair", 30.0))
         ),
     ],
 )

@@ -35,7 +35,7 @@ DELTAS = (0.1, 0.03, 0.01, 1e-3, 1e-5)
 both_kinds = pytest.mark.parametrize("clones", KINDS)
 
 
-@pytest.mark.parametrize("adjacency", ["zero_out", pytest.param("replace", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("adjacency", ["zero_out", pytest.param("replace", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
 def test_few_clones_are_not_thrown_away(sampling, adjacency):
     """Rounds with less than half a clone on average counted as unshuffled.
@@ -110,7 +110,7 @@ def test_all_small_data_sets_are_certified(users, sigma, stays, adjacency):
         (2, 0.5, 2),
         *(
             pytest.param(users, rate, repetitions, marks=pytest.mark.zoo)
-            for users, rate, repetitions in itertools.product((2, 3), (1 / 3, 2 / 3), (1, 2))
+            for users, rate, repetitions in ((2, 1 / 3, 1), (3, 1 / 3, 2), (3, 2 / 3, 1))
         ),
     ],
 )

@@ -123,10 +123,7 @@ def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
     [
         # Without the clones' slack δ would be three times as large here, or more.
         (50, (1.0,), (1e-3,)),
-        *(
-            pytest.param(users, (0.8, 3.0), (1e-2, 1e-5), marks=pytest.mark.zoo)
-            for users in (50, 1000)
-        ),
+        pytest.param(1000, (0.8, 3.0), (1e-5,), marks=pytest.mark.zoo),
     ],
 )
 @pytest.mark.parametrize(

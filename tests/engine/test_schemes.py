@@ -57,7 +57,12 @@ CALIBRATED = [  # of all ways by all bounds, by default; the zoo's tests take th
     ("name", "way", "bound"),
     [
         pytest.param(
-            name, way, bound, marks=() if (name, way, bound) in CALIBRATED else pytest.mark.zoo
+            *(name, way, bound),
+            marks=()
+            if (name, way, bound) in CALIBRATED
+            else pytest.mark.zoo
+            if bound == "certified"
+            else pytest.mark.slow,
         )
         for name, way, bound in BUDGETS
     ],

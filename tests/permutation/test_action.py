@@ -26,12 +26,12 @@ from opacus import GradSampleModule
     "name", [*tiered(name for name in ZOO if name != "batch_norm"), "batch_norm"]
 )
 def test_named_axes_and_entries_that_count_as_movable_move_and_no_others(name):
-    """What one swap moves stays put in all 30 draws with chance 1e-9."""
+    """What one swap moves stays put in all 20 draws with chance 1e-6."""
     module, spec = entry(name)[0], spec_of(name)
     names = spec.axes_to_perm
     ever: Counter[tuple[str, int]] = Counter()
     moved = {key: torch.zeros(p.shape, dtype=torch.bool) for key, p in module.named_parameters()}
-    for seed in range(30):
+    for seed in range(20):
         for key, origin in entry_moves(spec, module, draw(spec, seed)).items():
             places = torch.arange(origin.numel()).view(origin.shape)
             moved[key] |= origin != places
