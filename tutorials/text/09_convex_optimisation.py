@@ -80,7 +80,7 @@ SMALL = {
 }
 rows = []
 for name, (_, _, method, counts) in table.ROWS.items():
-    counts = counts if FULL else SMALL.get(method, (64_000, 256_000, 1_024_000))
+    counts = counts if FULL else SMALL.get(method, (32_000, 128_000, 512_000))
     rows.append(table.measure(name, 6 if FULL else 2, counts))
 
 # %%
