@@ -23,7 +23,10 @@ from opacus_shuffle.analysis.random_allocation import (
     zero_out_epsilon,
 )
 
-SETTINGS = [(0.5, 1e-3), (1.0, 1e-5), (1.0, 0.05), (3.0, 1e-6), (3.0, 0.02)]
+SETTINGS = [
+    *((0.5, 1e-3), (1.0, 1e-5), (3.0, 0.02)),
+    *(pytest.param(*one, marks=pytest.mark.zoo) for one in [(1.0, 0.05), (3.0, 1e-6)]),
+]
 DIRECTIONS = ("moved against zero", "zero against moved")
 
 
@@ -212,7 +215,7 @@ def test_steps_are_cut_into_epochs_in_the_order_in_which_they_ran(rounds):
     assert [kind for kind, count in epochs_of(rounds) for _ in range(count)] == step_by_step(rounds)
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     sigma=st.floats(0.5, 5.0),
     batches=st.integers(2, 300),
