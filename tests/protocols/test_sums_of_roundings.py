@@ -75,20 +75,25 @@ def test_scales_that_single_precision_does_not_hold_are_worked_out_in_double(com
     assert set(counts.tolist()) == {10, 11}
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5000, 3), (70, 5000), (2, 300_000)])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5000, 3), (200, 3000), (2, 300_000)])
 def test_rows_of_whole_steps_are_summed_exactly_whatever_the_shape(shape, compiled):
-    rows = torch.randint(-60, 61, shape, generator=torch.Generator().manual_seed(2)).float()
-    for given_rows in (rows, rows.T.contiguous().T):
+    """Some of them a little less than whole, so that late bits of U decide for the step above."""
+    whole = torch.randint(-60, 61, shape, generator=torch.Generator().manual_seed(2))
+    steps = 2.0 ** torch.arange(shape[0], dtype=torch.float64).remainder(5)
+    rows = whole / steps[:, None]
+    below = rows.clone()
+    below[shape[0] // 3 :] -= 2.0**-40
+    for given_rows in (rows.float(), below, below.T.contiguous().T):
         counts = sum_of_roundings(
-            given_rows, torch.ones(shape[0]), granularity=120, source=stream(), compiled=compiled
+            given_rows, steps, granularity=120, source=stream(), compiled=compiled
         )
-        assert torch.equal(counts, rows.long().sum(0) + 60 * shape[0])
+        assert torch.equal(counts, whole.sum(0) + 60 * shape[0])
 
 
 @pytest.mark.parametrize("granularity", [1, 41, FINEST])
 def test_what_rounding_errors_put_beyond_the_grid_is_taken_back(granularity, compiled):
-    """Without that, ten columns of twenty thousand would count a step too many or too few."""
-    end = torch.full((1, 20_000), granularity / 2 + 2.0**-11, dtype=torch.float64)
+    """Without that, hundreds of columns would count a step too many or too few."""
+    end = torch.full((1, 400_000), granularity / 2 + 2.0**-11 + 2.0**-18, dtype=torch.float64)
     for rows, count in ((end, granularity), (-end, 0)):
         counts = sum_of_roundings(
             rows, torch.ones(1), granularity=granularity, source=stream(), compiled=compiled
@@ -126,14 +131,26 @@ def test_the_compiled_pass_has_the_mean_of_double_precision_exactly(place, dtype
         assert int(counts.sum()) == 41 * 32_768 + coarse + (later >= 1 - rest)
 
 
-def test_a_seed_repeats_a_sum_either_way(compiled):
-    rows = torch.linspace(-3, 3, 30_000).reshape(10, 3000)
+def test_a_seed_repeats_a_sum_of_entries_with_bits_of_their_own(compiled):
+    rows, steps = torch.full((2, 2**18), 0.5), torch.ones(2)
     first, again, other = (
-        sum_of_roundings(rows, torch.ones(10), granularity=8, source=source, compiled=compiled)
+        sum_of_roundings(rows, steps, granularity=8, source=source, compiled=compiled)
         for source in (stream(), stream(), stream(2))
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    assert len(first.reshape(64, -1).unique(dim=0)) == 64
+
+
+def test_sums_are_compiled_from_a_size_on(compiled, monkeypatch):
+    monkeypatch.setattr(vector_sum, "WORTH_COMPILING", 4 * WIDE if compiled else 4 * WIDE + 1)
+    rows, factors = torch.tensor(USERS)[:, None].repeat(1, WIDE), torch.ones(4)
+    counts = small_protocol(WIDE).encode_scaled([rows], factors, stream())
+    steps = factors * PLAN.granularity / 2
+    expected = sum_of_roundings(
+        rows, steps, granularity=PLAN.granularity, source=stream(), compiled=compiled
+    )
+    assert torch.equal(counts, expected)
 
 
 def test_without_numba_sums_are_those_of_numpy(monkeypatch):
