@@ -29,7 +29,7 @@ from opacus_shuffle.protocols.calibration import (
 )
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
-from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
+from opacus_shuffle.protocols.sums_of_roundings import FINEST, WORTH_COMPILING, sum_of_roundings
 
 _ENTRIES = 2**24
 """Numbers in double precision that are held at a time."""
@@ -269,9 +269,12 @@ class ShuffleVectorSum(GridSum):
             return self._encode(scaled, draws)[0]
         steps = factors.cpu() * (self.granularity / self._span)
         wide = [piece if piece.dtype == torch.float64 else piece.float() for piece in rows]
+        compiled = len(factors) * self.dimension >= WORTH_COMPILING
         return torch.cat(
             [
-                sum_of_roundings(piece, steps, granularity=self.granularity, source=draws)
+                sum_of_roundings(
+                    piece, steps, granularity=self.granularity, source=draws, compiled=compiled
+                )
                 for piece in _joined(wide)
             ]
         )

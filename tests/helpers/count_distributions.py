@@ -1,4 +1,4 @@
-"""The distribution of a coordinate's count, by hand, and a χ² test of counts."""
+"""The distribution of a coordinate's count, by hand, a χ² test of counts, and bits by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import math
 
 import numpy as np
+import torch
 from scipy.stats import chi2
 
 from helpers import binomial_enumeration
@@ -70,3 +71,17 @@ def assert_of_distribution(counts, first, distribution):
         seen, expected = seen[:-1], expected[:-1]
     statistic = float(((seen - expected) ** 2 / expected).sum())
     assert chi2.sf(statistic, len(seen) - 1) > UNLIKELY
+
+
+class AllBeginnings:
+    """Words whose sixteen bits of 65,536 entries are every number once; later ones all the same."""
+
+    def __init__(self, later):
+        self.later, self.asked = later, []
+
+    def words(self, count):
+        return np.arange(4 * count, dtype=np.uint16).view(np.uint64)
+
+    def uniforms(self, count):
+        self.asked.append(count)
+        return torch.full((count,), self.later, dtype=torch.float64)

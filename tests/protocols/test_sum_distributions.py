@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.count_distributions import (
     PLAN,
+    AllBeginnings,
     assert_of_distribution,
     count_distribution,
     small_protocol,
@@ -105,20 +106,6 @@ def test_a_seed_repeats_a_simulation_and_no_seed_does_not():
 
     assert torch.equal(*(simulate(torch.Generator().manual_seed(1)) for _ in range(2)))
     assert not torch.equal(simulate(None), simulate(None))
-
-
-class AllBeginnings:
-    """Words whose sixteen bits of 65,536 entries are every number once; later ones all the same."""
-
-    def __init__(self, later):
-        self.later, self.asked = later, []
-
-    def words(self, count):
-        return np.arange(4 * count, dtype=np.uint16).view(np.uint64)
-
-    def uniforms(self, count):
-        self.asked.append(count)
-        return torch.full((count,), self.later, dtype=torch.float64)
 
 
 @given(

@@ -1,31 +1,50 @@
-"""The quick sum of roundings decides as double precision does, with the exact distribution."""
+"""Both quick sums of roundings decide as double precision does, with the exact distribution."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 from helpers.count_distributions import (
     PLAN,
+    AllBeginnings,
     assert_of_distribution,
     count_distribution,
     small_protocol,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
+from opacus_shuffle.protocols import sums_of_roundings, vector_sum
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
 
 WIDE = 2000
 USERS = np.array([0.9, -0.55, 0.02, -1.0]) / math.sqrt(WIDE)
 
 
-@pytest.mark.parametrize("granularity", [40, 41, FINEST + 1])
+@pytest.fixture(params=["NumPy", "Numba"])
+def compiled(request):
+    """Whether sums are compiled."""
+    if request.param == "Numba":
+        pytest.importorskip("numba")
+    return request.param == "Numba"
+
+
+def stream(seed=1):
+    return stream_of(torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("granularity", [40, 41, FINEST, FINEST + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_scaled_pieces_have_the_exact_distribution(granularity, dtype):
+def test_scaled_pieces_have_the_exact_distribution(granularity, dtype, compiled, monkeypatch):
     """Of records in pieces of different widths, each with a factor of its own."""
+    monkeypatch.setattr(vector_sum, "WORTH_COMPILING", 4 * WIDE if compiled else 4 * WIDE + 1)
     plan = dataclasses.replace(PLAN, granularity=granularity)
     protocol = small_protocol(WIDE, plan=plan)
     factors = torch.tensor([0.25, 1.0, 2.0**-10, 0.9], dtype=torch.float64)
@@ -47,23 +66,104 @@ def test_scaled_pieces_have_the_exact_distribution(granularity, dtype):
     assert_of_distribution(torch.stack(counts).numpy(), *count_distribution(values, plan, 4))
 
 
-def test_scales_that_single_precision_does_not_hold_are_worked_out_in_double():
-    source = stream_of(torch.Generator().manual_seed(1))
-    rows = torch.tensor([[1e-38] * 4000, [1e38] * 4000])
-    found = sum_of_roundings(
-        rows, torch.tensor([2e37, -2e-38], dtype=torch.float64), granularity=8, source=source
+def test_scales_that_single_precision_does_not_hold_are_worked_out_in_double(compiled):
+    rows = torch.tensor([[1e-38] * 4000, [1e38] * 4000, [0.0] * 4000])
+    steps = torch.tensor([2e37, -2e-38, 1e300], dtype=torch.float64)
+    counts = sum_of_roundings(rows, steps, granularity=8, source=stream(), compiled=compiled)
+    # 4 + 0.2, 4 - 2 and 4: between 10 and 11, on average 10.2 within five standard errors
+    assert abs(float(counts.double().mean()) - 10.2) <= 5 * math.sqrt(0.16 / 4000) + 1e-6
+    assert set(counts.tolist()) == {10, 11}
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5000, 3), (200, 3000), (2, 300_000)])
+def test_rows_of_whole_steps_are_summed_exactly_whatever_the_shape(shape, compiled):
+    """Some of them a little less than whole, so that late bits of U decide for the step above."""
+    whole = torch.randint(-60, 61, shape, generator=torch.Generator().manual_seed(2))
+    steps = 2.0 ** torch.arange(shape[0], dtype=torch.float64).remainder(5)
+    rows = whole / steps[:, None]
+    below = rows.clone()
+    below[shape[0] // 3 :] -= 2.0**-40
+    for given_rows in (rows.float(), below, below.T.contiguous().T):
+        counts = sum_of_roundings(
+            given_rows, steps, granularity=120, source=stream(), compiled=compiled
+        )
+        assert torch.equal(counts, whole.sum(0) + 60 * shape[0])
+
+
+@pytest.mark.parametrize("granularity", [1, 41, FINEST])
+def test_what_rounding_errors_put_beyond_the_grid_is_taken_back(granularity, compiled):
+    """Without that, hundreds of columns would count a step too many or too few."""
+    end = torch.full((1, 400_000), granularity / 2 + 2.0**-11 + 2.0**-18, dtype=torch.float64)
+    for rows, count in ((end, granularity), (-end, 0)):
+        counts = sum_of_roundings(
+            rows, torch.ones(1), granularity=granularity, source=stream(), compiled=compiled
+        )
+        assert set(counts.tolist()) == {count}
+
+
+@given(
+    place=st.one_of(
+        st.floats(-20.5, 20.5),
+        st.floats(-(2.0**-16), 2.0**-16),
+        # Beside a whole number and beside a number of sixteen bits.
+        st.builds(lambda whole, off: whole + off * 2.0**-17, *2 * [st.integers(-20, 20)]),
+    ),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    step=st.sampled_from([1.0, 0.3, 1e-40]),
+)
+@settings(max_examples=60)
+def test_the_compiled_pass_has_the_mean_of_double_precision_exactly(place, dtype, step):
+    """The counts of all 65,536 beginnings of U add up to 65,536·(g/2 + x), but for U's later bits.
+
+    For ⌊(a + 0)/65,536⌋ + … + ⌊(a + 65,535)/65,536⌋ = a, a whole number.
+    """
+    pytest.importorskip("numba")
+    rows = torch.full((1, 65_536), place / step, dtype=torch.float64).clamp(-3e38, 3e38).to(dtype)
+    steps = torch.tensor([step], dtype=torch.float64)
+    exact = max(-20.5, min(20.5, float(rows[0, 0]) * step)) * 65_536
+    coarse = math.floor(exact)
+    rest = exact - coarse
+    for later in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
+        draws = AllBeginnings(later)
+        counts = sum_of_roundings(rows, steps, granularity=41, source=draws, compiled=True)
+        assert draws.asked == [1]
+        assert int(counts.max() - counts.min()) <= 1
+        assert int(counts.sum()) == 41 * 32_768 + coarse + (later >= 1 - rest)
+
+
+def test_a_seed_repeats_a_sum_of_entries_with_bits_of_their_own(compiled):
+    rows, steps = torch.full((2, 2**18), 0.5), torch.ones(2)
+    first, again, other = (
+        sum_of_roundings(rows, steps, granularity=8, source=source, compiled=compiled)
+        for source in (stream(), stream(), stream(2))
     )
-    # 4 + 0.2 and 4 - 2: between 6 and 7, on average 6.2 within five standard errors
-    assert abs(float(found.double().mean()) - 6.2) <= 5 * math.sqrt(0.16 / 4000) + 1e-6
-    assert set(found.tolist()) == {6, 7}
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert len(first.reshape(64, -1).unique(dim=0)) == 64
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5000, 3), (70, 5000), (2, 300_000)])
-def test_rows_of_whole_steps_are_summed_exactly_whatever_the_shape(shape):
-    rows = torch.randint(-60, 61, shape, generator=torch.Generator().manual_seed(2)).float()
-    source = stream_of(torch.Generator().manual_seed(1))
-    found = sum_of_roundings(rows, torch.ones(shape[0]), granularity=120, source=source)
-    assert torch.equal(found, rows.long().sum(0) + 60 * shape[0])
+def test_sums_are_compiled_from_a_size_on(compiled, monkeypatch):
+    monkeypatch.setattr(vector_sum, "WORTH_COMPILING", 4 * WIDE if compiled else 4 * WIDE + 1)
+    rows, factors = torch.tensor(USERS)[:, None].repeat(1, WIDE), torch.ones(4)
+    counts = small_protocol(WIDE).encode_scaled([rows], factors, stream())
+    steps = factors * PLAN.granularity / 2
+    expected = sum_of_roundings(
+        rows, steps, granularity=PLAN.granularity, source=stream(), compiled=compiled
+    )
+    assert torch.equal(counts, expected)
+
+
+def test_without_numba_sums_are_those_of_numpy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)  # what is None cannot be imported
+    spec = importlib.util.find_spec(sums_of_roundings.__name__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    rows = torch.linspace(-3, 3, 30_000).reshape(10, 3000)
+    asked, plain = (
+        fresh.sum_of_roundings(rows, torch.ones(10), granularity=8, source=stream(), compiled=way)
+        for way in (True, False)
+    )
+    assert torch.equal(asked, plain)
 
 
 @pytest.mark.parametrize("granularity", [40, 41])
