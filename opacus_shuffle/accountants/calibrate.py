@@ -30,8 +30,13 @@ CLOSE = 1e-4
 """Relative gap below the target that ends a search by a bound with rough values, which is slow."""
 _RATES = (1e-3, 0.999)
 """Rates of secret coins that are tried."""
-_ROUGH_STEP, _LARGEST_STEP = 1.02, 8.0
-"""The first factor off a rough value; factors are squared up to the largest, so few are tried."""
+_ROUGHLY, _NEARBY = 0.1, 1.02
+"""Relative gap that ends a search by rough values, and the factor over which their slope is taken.
+"""
+_LARGEST_STEP = math.log(8)
+"""The largest step of a search, in log x."""
+_LEAST_SLOPE = 0.5
+"""Of log ε over log x, with which a search goes no farther than it would for ε ~ 1/√x."""
 
 
 def noise_within(
@@ -91,7 +96,7 @@ def least_within(
 ) -> float | None:
     """Returns the least number x at which ``rounds(x)`` stay within a budget.
 
-    A larger x must cost no more. Where the bound has rough values, which take next to no time, the
+    A larger x must cost no more. Where the bound has rough values, which take little time, the
     search begins at the x that these say.
 
     Args:
@@ -102,8 +107,8 @@ def least_within(
         adjacency: Between which data sets.
         lowest: The least number to try.
         highest: The largest number to try.
-        tolerance: Relative, by which the number may be too large. Where the bound has rough values,
-            ε may be below the target by 1e-4 of it, or by this if it is more.
+        tolerance: Relative, by which ε may be below the target, or, where ε jumps, the number too
+            large. It is 1e-4 at least where the bound has rough values.
 
     Returns:
         A number whose ε was computed and found within the target, None if there is none up to the
@@ -118,13 +123,18 @@ def least_within(
     def spent(x: float) -> float:
         return ask(entry, rounds(x), delta=delta, adjacency=adjacency).epsilon
 
-    if entry.rough is None:
-        return search(spent, tolerance=tolerance)
-    guess = search(_rough_epsilon(entry, rounds, delta, adjacency), tolerance=CLOSE)
-    close = max(tolerance, CLOSE)
-    return search(
-        spent, tolerance=close / 10, close=close, start=guess or highest, factor=_ROUGH_STEP
-    )
+    start = slope = 1.0
+    for estimate in entry.rough:  # each begins where the one before it says, at last the bound
+        rough = functools.cache(_rough_epsilon(estimate, rounds, delta, adjacency))
+        guess = search(rough, tolerance=_ROUGHLY, start=start, slope=slope) or highest
+        # A straight line through two rough values says where the target is met.
+        here, beyond = (
+            log_excess(rough(x), target) for x in (guess, min(_NEARBY * guess, highest))
+        )
+        slope = max(_LEAST_SLOPE, (here - beyond) / math.log(_NEARBY))
+        start = guess * math.exp(min(here / slope, _LARGEST_STEP))
+    close = max(tolerance, CLOSE) if entry.rough else tolerance
+    return search(spent, tolerance=close, start=start, slope=slope)
 
 
 def least_noisy_rate(
@@ -154,8 +164,10 @@ def least_noisy_rate(
     target = positive("target_epsilon", target_epsilon)
 
     def noise_of_mean(rate: float) -> float:
-        rough = _rough_epsilon(entry, lambda sigma: rounds(sigma, rate), delta, adjacency)
-        sigma = _least(rough, target=target, lowest=lowest, highest=HIGHEST, tolerance=CLOSE)
+        rough = _rough_epsilon(entry.rough[0], lambda sigma: rounds(sigma, rate), delta, adjacency)
+        sigma = _least(
+            rough, target=target, lowest=lowest, highest=HIGHEST, tolerance=RELATIVE_TOLERANCE
+        )
         return rounds(sigma or HIGHEST, rate)[0][0].noise_of_mean
 
     best = minimize_scalar(noise_of_mean, bounds=_RATES, method="bounded", options={"xatol": 1e-3})
@@ -163,12 +175,14 @@ def least_noisy_rate(
 
 
 def _rough_epsilon(
-    entry: Bound, rounds: Callable[[float], Rounds], delta: float, adjacency: str
+    estimate: Callable[..., float],
+    rounds: Callable[[float], Rounds],
+    delta: float,
+    adjacency: str,
 ) -> Callable[[float], float]:
     """Returns a bound's rough ε as a function of the noise multiplier."""
-    assert entry.rough is not None
     rough = functools.partial(
-        entry.rough, delta=open_unit_interval("delta", delta), adjacency=Adjacency(adjacency)
+        estimate, delta=open_unit_interval("delta", delta), adjacency=Adjacency(adjacency)
     )
     return lambda sigma: rough(rounds(sigma))
 
@@ -181,8 +195,8 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float) 
         target_epsilon: ε to stay within, above 0.
 
     Returns:
-        A multiplier whose ε was computed and found within the target, too large by at most 1e-7 of
-        itself; 1e-3 if that is enough.
+        A multiplier whose ε was computed and found within the target: below it by at most 1e-7 of
+        it, or the multiplier is too large by at most 1e-7 of itself; 1e-3 if that is enough.
 
     Raises:
         ValueError: If no multiplier up to 1e9 meets the target (a bound by RDP has a floor, about
@@ -217,47 +231,56 @@ def _least(
     lowest: float,
     highest: float,
     tolerance: float,
-    close: float = 0.0,
     start: float = 1.0,
-    factor: float = _LARGEST_STEP,
+    slope: float = 1.0,
 ) -> float | None:
     """Returns the least x whose ε is within the target; None if there is none.
 
-    The search walks off ``start`` by a factor that is squared each time, until it has x between two
-    of its points. It ends at an x whose ε is below the target by ``close`` of it, or less.
+    The search is in y = log(x / ``lowest``), over which log ε is nearly straight. It begins at
+    ``start``, where log ε is taken to fall with the slope, and ends at an x whose ε is below the
+    target by a share ``tolerance``, or less, or which is by no more than that too large.
     """
 
+    def place(y: float) -> float:
+        return min(lowest * math.exp(y), highest)
+
     @functools.cache
-    def excess(x: float) -> float:
+    def excess(y: float) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OrderCapWarning)
-            value = epsilon(x)
+            value = epsilon(place(y))
         if math.isnan(value):
-            raise ValueError(f"epsilon is NaN at noise_multiplier={x:.6g}")
+            raise ValueError(f"epsilon is NaN at noise_multiplier={place(y):.6g}")
         difference = log_excess(value, target)
-        return 0.0 if -close <= difference <= 0 else difference
+        # What is close enough ends the search, so its middle is aimed at.
+        return 0.0 if -tolerance <= difference <= 0 else difference + tolerance / 2
 
-    start = min(max(start, lowest), highest)
+    end = math.log(highest / lowest)
+    first = min(max(math.log(start / lowest), 0.0), end)
     unsafe, safe = bracket(
         excess,
-        start,
-        towards_safe=_walk(start, highest, factor),
-        towards_unsafe=_walk(start, lowest, factor),
+        first,
+        towards_safe=_walk(excess, first, end, slope),
+        towards_unsafe=_walk(excess, first, 0.0, slope),
     )
-    if safe is None or unsafe is None:
-        return safe
-    return safe_root(
-        excess,
-        unsafe=unsafe,
-        safe=safe,
-        tolerance=tolerance * lowest / 4,
-        relative_tolerance=tolerance / 4,
-    )
+    if safe is not None and unsafe is not None:
+        safe = safe_root(
+            excess, unsafe=unsafe, safe=safe, tolerance=tolerance / 4, step=tolerance / 4
+        )
+    return None if safe is None else place(safe)
 
 
-def _walk(start: float, end: float, factor: float) -> Iterator[float]:
-    """Yields points from ``start`` to ``end``, each a factor off the last; the factor grows."""
-    while start != end:
-        start = min(start * factor, end) if start < end else max(start / factor, end)
-        factor = min(factor**2, _LARGEST_STEP)
+def _walk(
+    excess: Callable[[float], float], start: float, end: float, slope: float
+) -> Iterator[float]:
+    """Yields points from ``start`` to ``end``, none beyond one whose excess is 0.
+
+    The first is where a line of that slope meets 0, the others are farther and farther beyond.
+    """
+    farther = 1.0
+    while start != end and excess(start) != 0:
+        # At least 1e-9, which is a step even where the excess is but a rounding.
+        step = min(farther * max(abs(excess(start)) / slope, 1e-9), _LARGEST_STEP)
+        start = min(start + step, end) if start < end else max(start - step, end)
+        farther *= 2
         yield start

@@ -270,10 +270,13 @@ def plan(
                 **everyone,
             )
         rounds = functools.partial(_rounds, kind, steps, fields)
+        key = entry.trusted, "" if entry.baseline else kind.name
+        held = best.get(key)
+        if held and entry.baseline and held[2].noise_multiplier > held[2].least_noise:
+            continue  # the same server by another mechanism
         sigma = noise_within(entry, rounds, lowest=kind.least_noise, tolerance=TOLERANCE, **budget)
         ((one, count),) = rounds(sigma)
-        key = entry.trusted, "" if entry.baseline else kind.name
-        if key not in best or one.noise_of_mean < (1 - COARSE) * best[key][2].noise_of_mean:
+        if not held or one.noise_of_mean < (1 - COARSE) * held[2].noise_of_mean:
             best[key] = entry, rounds, one, count
     ways = sorted(best.values(), key=lambda way: (way[0].trusted == SERVER, way[0].place))
     server = ways[-1][2]
@@ -344,8 +347,9 @@ def _users_needed(
 
     def as_noisy(users: float) -> Rounds:
         """Returns the rounds of so many users whose mean gradient is as noisy as this."""
-        ((same, _),) = rounds(one.noise_multiplier, num_users=math.ceil(users))
-        sigma = max(one.noise_multiplier * noise / same.noise_of_mean, one.least_noise)
+        # The mean of local noise falls with the root of the users, that of a sum's with the users.
+        more = (math.ceil(users) / one.num_users) ** (0.5 if one.noise_is_local else 1)
+        sigma = max(one.noise_multiplier * noise / one.noise_of_mean * more, one.least_noise)
         return rounds(sigma, num_users=math.ceil(users))
 
     users = least_within(

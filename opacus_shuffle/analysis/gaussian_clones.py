@@ -50,7 +50,6 @@ Counts = npt.NDArray[np.int64]
 Clones = Literal["mended", "truncated"]
 KINDS: tuple[Clones, ...] = ("mended", "truncated")
 
-RESOLUTION = 0.04
 _LARGEST_STRETCH = 30.0
 """Truncated clones whose factor would be above e to this are of no use, and count as lost."""
 _SMALLEST_MARGIN, _FEWEST_CLONES = 0.5, 1e-3
@@ -59,17 +58,23 @@ _MOST_MARGINS, _SMALL_GAIN = 10, 3e-3
 """Another margin is tried until ε falls by less than this of itself."""
 MOST_USERS = 10**9
 """More users hide better, so a larger number is computed as this one (1.17)."""
-_GROUP_BITS = 7
-"""Pool sizes are rounded down to this many significant bits: by 0.6 % on average, 0.3 % in ε."""
-_FEW_KINDS, _FEWER_BITS, _COARSER = 4, 5, 0.06
-"""Histories with more kinds of rounds have coarser groups and grids.
+_FINE, _MANY_KINDS, _COARSE = (7, 0.04), (5, 0.06), (5, 0.1)
+"""To how many significant bits pool sizes are rounded down, and the resolution of grids.
 
-They are rounded up as ever, by about 1 % of ε more.
+Seven bits are 0.6 % on average, 0.3 % in ε. The others are rounded up as ever, by about 1 % of ε
+more: for histories of many kinds of rounds, and where a search for noise begins.
 """
+_FEW_KINDS = 4
+"""Histories with more kinds of rounds than that have many."""
 
 
 def compute_epsilon(
-    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended"
+    rounds: Rounds,
+    *,
+    delta: float,
+    adjacency: str = "zero_out",
+    clones: Clones = "mended",
+    coarse: bool = False,
 ) -> float:
     """Returns ε of adaptive rounds at δ, for every data set, rounded up.
 
@@ -79,6 +84,7 @@ def compute_epsilon(
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"`` (it becomes any
             other).
         clones: Which proof: ``"mended"`` or ``"truncated"``.
+        coarse: Rounded up by some percent more, in a tenth of the time.
 
     Returns:
         ε, never above the unshuffled reports', which it is at σ below 0.05, or with next to no
@@ -97,18 +103,19 @@ def compute_epsilon(
     one_of("clones", clones, KINDS)
     merged = merge(rounds)
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
-    return min(best, _with_clones(merged, delta, clones, distance)) if best else 0.0
+    return min(best, _with_clones(merged, delta, clones, distance, coarse)) if best else 0.0
 
 
 def smallest_epsilon(
-    rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", coarse: bool = False
 ) -> tuple[float, Clones | None]:
     """Returns the smaller ε of both proofs, and which proof gives it.
 
     The proof is None where neither gains anything from shuffling.
 
     The proof that promises less from afar is left out, half of the work, unless its promise is
-    below what the other one found.
+    below what the other one found. It is always left out of a ``coarse`` ε, which
+    :func:`compute_epsilon` describes.
     """
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=Adjacency(adjacency).distance)
     if all(_clones(kind, _SMALLEST_MARGIN) < _FEWEST_CLONES for kind, _ in rounds):
@@ -118,9 +125,10 @@ def smallest_epsilon(
         for clones in KINDS
     }
     first, second = sorted(KINDS, key=promised.__getitem__)
-    best, proof = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=first), first
-    if promised[second] <= 1.05 * best or best >= unshuffled:
-        other = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=second)
+    compute = functools.partial(compute_epsilon, rounds, delta=delta, adjacency=adjacency)
+    best, proof = compute(clones=first, coarse=coarse), first
+    if not coarse and (promised[second] <= 1.05 * best or best >= unshuffled):
+        other = compute(clones=second)
         if other < best:
             best, proof = other, second
     return best, proof if best < unshuffled else None
@@ -139,6 +147,7 @@ def rough_epsilon(
     )
 
 
+@functools.lru_cache(maxsize=512)
 def _gaussian_fixed_point(
     rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float
 ) -> float:
@@ -169,7 +178,9 @@ def _clones(kind: ShuffledRound, margin: float) -> float:
 
 
 @functools.lru_cache(maxsize=512)
-def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) -> float:
+def _with_clones(
+    rounds: Merged, delta: float, clones: Clones, distance: float, coarse: bool
+) -> float:
     """Returns ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use.
 
     Of two records that are ``distance`` = 2 apart the worst are opposite (9.3); at 1, one of them
@@ -187,7 +198,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     )
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=distance)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
-    few = len(rounds) <= _FEW_KINDS
+    precision = _COARSE if coarse else _FINE if len(rounds) <= _FEW_KINDS else _MANY_KINDS
 
     # The slack is multiplied by e^ε: the margin has to be made for an ε that is not below what
     # comes out, nor far above it.
@@ -198,7 +209,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
         if all(_clones(kind, margin) < _FEWEST_CLONES for kind, _ in rounds):
             break
         mixtures = [
-            (_mixture(kind, margin, clones, budget, tail, distance, few), count)
+            (_mixture(kind, margin, clones, budget, tail, distance, precision), count)
             for kind, count in rounds
         ]
         lost = sum(count * mixture.lost for mixture, count in mixtures)
@@ -209,7 +220,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
         close = abs(epsilon - guess) <= 0.02 or (1 - _SMALL_GAIN) * best <= epsilon < math.inf
         if epsilon < best:
             best, good = epsilon, guess
-        if close or guess >= unshuffled:
+        if close or guess >= unshuffled or (coarse and epsilon < math.inf):
             break
         too_low = guess if epsilon == math.inf else too_low
         if too_low < epsilon < math.inf:
@@ -297,7 +308,7 @@ def _mixture(
     budget: float,
     tail: float,
     distance: float,
-    few: bool,
+    precision: tuple[int, float],
 ) -> Mixture:
     """Returns the round's R as a mixture over pool sizes (1.7, 1.14).
 
@@ -308,7 +319,7 @@ def _mixture(
     if clones == "truncated":
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
-    bits, resolution = (_GROUP_BITS, RESOLUTION) if few else (_FEWER_BITS, _COARSER)
+    bits, resolution = precision
     if distance == 2:  # each size takes longer: no more of them than four per standard deviation
         bits = min(bits, math.ceil(math.log2(4 * math.sqrt(kind.others * probability) + 2)))
     parts, lost = [], 0.0
@@ -329,6 +340,7 @@ def _mixture(
                     factor=factor,
                     tail=tail,
                     negligible=budget,
+                    coarse=precision == _COARSE,
                 )
             else:
                 distribution = mean_distribution(
@@ -347,7 +359,7 @@ def _mixture(
 
 
 def _pools(
-    kind: ShuffledRound, probability: float, budget: float, bits: int = _GROUP_BITS
+    kind: ShuffledRound, probability: float, budget: float, bits: int
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
     """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]).
 

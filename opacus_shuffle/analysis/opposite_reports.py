@@ -75,6 +75,7 @@ def opposite_reports(
     report: str = "gaussian",
     tail: float = TAILS[0],
     negligible: float = 1e-12,
+    coarse: bool = False,
 ) -> RatioDistribution:
     """Returns a distribution of R whose hockey sticks are above those of the round.
 
@@ -88,6 +89,7 @@ def opposite_reports(
         report: The shape of X (:mod:`opacus_shuffle.analysis.report_shapes`).
         tail: Where the tails of one report end, in standard deviations.
         negligible: Probabilities that need not be computed well.
+        coarse: On grids of twice the step, in a quarter of the time.
 
     Formal Guarantees:
         Propositions 9.3 to 9.5: an upper bound, up to floating-point rounding of sums of positive
@@ -102,7 +104,7 @@ def opposite_reports(
     # A hockey stick falls as ε grows, so what holds at a smaller ε holds at a larger one, too.
     held = np.minimum(epsilons, _LARGEST_ON_SLOPES)
     thetas = np.tanh(held / 2)
-    resolution = _RESOLUTION if noise_multiplier >= 2 else _COARSER
+    resolution = (_RESOLUTION if noise_multiplier >= 2 else _COARSER) * (2 if coarse else 1)
     means = functools.partial(_mean, shape, users=num_users, tail=tail, resolution=resolution)
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
     multiples = _SLOPES if num_users >= _FEW_USERS else _MORE_SLOPES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_shuffle import compute_epsilon, compute_noise_multiplier
-from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.bounds.registry import find_bound
+from opacus_shuffle.accountants.calibrate import noise_within, smallest_noise
+from opacus_shuffle.accountants.mechanism import MECHANISMS
 from opacus_shuffle.analysis import gaussian
 
 SHUFFLED = ("shuffle_gauss", "shuffled_checkin", "subsampled_shuffle")
@@ -56,6 +59,7 @@ def test_the_noise_of_costly_bounds_is_within_the_budget_and_close_to_it(mechani
     ("epsilon", "target", "named"),
     [
         (lambda sigma: 0.5 + 1 / sigma, 0.1, "stays at"),
+        (lambda sigma: 1.0001 + 1e-9 / sigma, 1.0, "stays at"),  # next to the target, and flat
         (lambda sigma: math.nan, 1.0, "NaN"),
         *((lambda sigma: 1 / sigma, bad, "target_epsilon") for bad in (0, -1, math.nan, math.inf)),
     ],
@@ -73,3 +77,37 @@ def test_a_target_of_next_to_nothing_is_met():
     )
     spent = compute_epsilon("shuffle_gauss", noise_multiplier=sigma, delta=1e-5, **run)
     assert spent <= 1e-320
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "least"),
+    [
+        (lambda sigma: 2.0 if sigma < 5 else 0.5, 5.0),  # a jump
+        (lambda sigma: math.inf if sigma < 70 else 70 / sigma, 70.0),
+        (lambda sigma: 0.0, 1e-3),
+    ],
+)
+def test_calibration_finds_the_least_noise_where_epsilon_jumps(epsilon, least):
+    sigma = smallest_noise(epsilon, target_epsilon=1.0)
+    assert least <= sigma <= least * (1 + 1e-6)
+    assert epsilon(sigma) <= 1.0
+
+
+@pytest.mark.parametrize("mechanism", SHUFFLED)
+def test_a_costly_bound_is_asked_a_few_times_alone(mechanism):
+    """Its rough values, here wrong by a factor of 2 at most, say where to begin."""
+    kind = MECHANISMS[mechanism]
+    sample = {"sample_rate": 0.1} if mechanism != "shuffle_gauss" else {}
+    certified, asked = find_bound(kind, "certified"), []
+
+    def counted(rounds, **question):
+        asked.append(rounds)
+        return certified.function(rounds, **question)
+
+    noise_within(
+        dataclasses.replace(certified, function=counted),
+        lambda sigma: [(kind.build(noise_multiplier=sigma, num_users=900, **sample), 20)],
+        target_epsilon=1.0,
+        delta=1e-5,
+    )
+    assert len(asked) <= 5

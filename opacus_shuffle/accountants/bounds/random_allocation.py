@@ -73,7 +73,7 @@ def _rough(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
 @register_bound(
     RandomAllocation,
     "certified",
-    rough=_rough,
+    rough=(_rough,),
     meaning="each record falls into one batch of every epoch, by a secret draw of its own; "
     "whatever the others are",
     trusted=SERVER,

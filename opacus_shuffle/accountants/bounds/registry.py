@@ -96,8 +96,8 @@ class Bound:
         zero_out_only: It has no value for replacement.
         uses_orders: It takes Rényi orders.
         cites: Where its proof is written down, for statements.
-        rough: About its ε in next to no time, no bound, only where calibration starts to look for
-            one: called as ``function`` without ``orders``. None if there is no such thing.
+        rough: About its ε in little time, no bound, only where calibration starts to look for one:
+            functions called as ``function`` without ``orders``, the quickest first.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Bound:
     zero_out_only: bool = False
     uses_orders: bool = False
     cites: str = ""
-    rough: Callable[..., float] | None = None
+    rough: tuple[Callable[..., float], ...] = ()
 
     @property
     def place(self) -> int:

@@ -52,7 +52,7 @@ def _rough(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
 @register_bound(
     SecretCheckIn,
     "certified",
-    rough=_rough,
+    rough=(_rough,),
     meaning="the reports of all users are seen in random order; whatever the other records are, "
     "those of who does not take part hide the others",
     cites="docs/proofs, page 12",

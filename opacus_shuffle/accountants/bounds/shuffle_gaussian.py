@@ -91,6 +91,12 @@ def _rough_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> f
     )
 
 
+def _coarse_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+    return gaussian_clones.smallest_epsilon(
+        shuffled(rounds), delta=delta, adjacency=adjacency.value, coarse=True
+    )[0]
+
+
 def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     return shuffled_rounds.rough_pair_epsilon(shuffled(rounds), delta=delta)
 
@@ -98,7 +104,7 @@ def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
 @register_bound(
     FAMILY,
     "certified",
-    rough=_rough_certified,
+    rough=(_rough_certified, _coarse_certified),
     meaning="the reports are seen in random order; whatever the other records are (by Gaussian "
     "clones)",
     cites="docs/proofs, pages 1, 6, 9 and 10",
@@ -154,7 +160,7 @@ def _published(
     guarantee=Guarantee.PAIR,
     covers=f"{PAIR}; both directions",
     zero_out_only=True,
-    rough=_rough_pair,
+    rough=(_rough_pair,),
 )
 def _pair(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
