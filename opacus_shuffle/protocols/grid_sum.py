@@ -25,7 +25,7 @@ from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
 from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.statement import PrivacyStatement
-from opacus_shuffle.protocols.sums_of_roundings import round_at_random
+from opacus_shuffle.protocols.sums_of_roundings import FINEST, round_at_random, sum_of_roundings
 
 _CHUNK = 2**17
 """Numbers that are rounded at a time: what a processor's cache holds."""
@@ -288,8 +288,16 @@ class GridSum(ABC):
                 )
             rows += len(numbers)
             for part in torch.split(numbers, max(1, _CHUNK // self.dimension)):
-                total += round_at_random(self._place(self._checked(part)), draws).sum(0)
+                total += self._sum_rounded(self._checked(part), draws)
         return total, rows
+
+    def _sum_rounded(self, points: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
+        """Returns the sum of points rounded to the grid, in steps."""
+        if self.granularity > FINEST:
+            return round_at_random(self._place(points), draws).sum(0)
+        centred = points - (self._low + self._span / 2)
+        steps = torch.full((len(points),), self.granularity / self._span, dtype=torch.float64)
+        return sum_of_roundings(centred, steps, granularity=self.granularity, source=draws)
 
     def draw_noise(
         self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False
