@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-HEAVY = "print(sorted({'torch', 'opacus', 'matplotlib', 'scipy.stats'} & sys.modules.keys()))"
+HEAVY = (
+    "print(sorted({'torch', 'opacus', 'matplotlib', 'numba', 'scipy.stats'} & sys.modules.keys()))"
+)
 RUN = "--num-users 60000 --steps 3 --noise-multiplier 3 --delta 1e-5"
 WITHOUT_NUMBERS = [  # help and mistakes, of which a command's own need the mechanisms
     *("--version", "--help", "compar", "", "plan", "train --help", "compare --help"),

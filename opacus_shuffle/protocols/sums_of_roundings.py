@@ -187,7 +187,7 @@ def _compiled_pass() -> Callable[..., None] | None:
     elsewhere can be exchanged.
     """
     try:
-        import numba  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import numba
     except ImportError:
         return None
     return numba.njit(_round_and_add)

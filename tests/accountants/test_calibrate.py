@@ -46,7 +46,7 @@ def test_the_noise_of_costly_bounds_is_within_the_budget_and_close_to_it(mechani
     sample = {"sample_rate": 0.1} if mechanism != "shuffle_gauss" else {}
     run = {"num_users": 900, "steps": 20, "bound": bound, **sample}
     sigma = compute_noise_multiplier(mechanism, target_epsilon=target, target_delta=1e-5, **run)
-    # ε is within 1e-4 of the target, or the multiplier within 1e-5 of the smallest one.
+    # ε is within 1e-4 of the target, or the multiplier within 1e-4 of the smallest one.
     enough, less = (
         compute_epsilon(mechanism, noise_multiplier=sigma * share, delta=1e-5, **run)
         for share in (1, 1 - 2e-4)
