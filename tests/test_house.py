@@ -55,7 +55,7 @@ WEIGHTS = {
     "protocols": 680,
     "sco": 965,
 }
-TESTS_WEIGHT = 15_350
+TESTS_WEIGHT = 15_360
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is

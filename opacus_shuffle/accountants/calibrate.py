@@ -132,7 +132,8 @@ def least_within(
             log_excess(rough(x), target) for x in (guess, min(_NEARBY * guess, highest))
         )
         slope = max(_LEAST_SLOPE, (here - beyond) / math.log(_NEARBY))
-        start = guess * math.exp(min(here / slope, _LARGEST_STEP))
+        # No farther than a step of the search: at ε = 0 the line would say that nothing is needed.
+        start = guess * math.exp(min(max(here / slope, -_LARGEST_STEP), _LARGEST_STEP))
     close = max(tolerance, CLOSE) if entry.rough else tolerance
     return search(spent, tolerance=close, start=start, slope=slope)
 
