@@ -45,7 +45,7 @@ WEIGHTS = {
     "accountants": 1_740,
     "analysis": 1_695,
     "audit": 695,
-    "commands": 730,
+    "commands": 735,
     "core": 775,
     "engine": 3_105,
     "estimators": 140,

@@ -241,9 +241,10 @@ def _least(
     ``start``, where log ε is taken to fall with the slope, and ends at an x whose ε is below the
     target by a share ``tolerance``, or less, or which is by no more than that too large.
     """
+    end = math.log(highest / lowest)
 
     def place(y: float) -> float:
-        return min(lowest * math.exp(y), highest)
+        return highest if y == end else min(lowest * math.exp(y), highest)
 
     @functools.cache
     def excess(y: float) -> float:
@@ -256,7 +257,6 @@ def _least(
         # What is close enough ends the search, so its middle is aimed at.
         return 0.0 if -tolerance <= difference <= 0 else difference + tolerance / 2
 
-    end = math.log(highest / lowest)
     first = min(max(math.log(start / lowest), 0.0), end)
     unsafe, safe = bracket(
         excess,

@@ -347,9 +347,8 @@ def _users_needed(
 
     def as_noisy(users: float) -> Rounds:
         """Returns the rounds of so many users whose mean gradient is as noisy as this."""
-        # The mean of local noise falls with the root of the users, that of a sum's with the users.
-        more = (math.ceil(users) / one.num_users) ** (0.5 if one.noise_is_local else 1)
-        sigma = max(one.noise_multiplier * noise / one.noise_of_mean * more, one.least_noise)
+        ((same, _),) = rounds(one.noise_multiplier, num_users=math.ceil(users))
+        sigma = max(one.noise_multiplier * noise / same.noise_of_mean, one.least_noise)
         return rounds(sigma, num_users=math.ceil(users))
 
     users = least_within(
