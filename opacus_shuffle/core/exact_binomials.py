@@ -20,7 +20,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.randomness import SecretGenerator, room_for
 
 Words = npt.NDArray[np.uint64]
 
@@ -37,6 +37,8 @@ def exact_binomials(
     """Draws so many binomial numbers, each independent of the others."""
     variance = trials * probability * (1 - probability)
     parts = max(1, math.ceil(variance / _WIDEST**2))
+    if parts == 1:
+        return _draw(int(trials), float(probability), count, source)
     smaller, larger = divmod(int(trials), parts)
     totals = np.zeros(count, dtype=np.int64)
     # Parts of one size share a table, and are drawn together as far as memory allows.
@@ -55,9 +57,12 @@ def _draw(
     """Draws so many binomial numbers from one table."""
     first, high, low, guide = _table(trials, probability)
     drawn = np.empty(count, dtype=np.int64)
+    largest = min(count, _BLOCK)
+    room, looked_up = room_for(-(-largest // 4)), np.empty(largest, dtype=guide.dtype)
     for block in np.split(drawn, range(_BLOCK, count, _BLOCK)):
-        begins = source.words(-(-len(block) // 4)).view(np.uint16)[: len(block)]
-        passed = guide[begins]
+        begins = source.words(-(-len(block) // 4), room).view(np.uint16)[: len(block)]
+        # Sixteen bits are a place in the guide: it need not be looked at whether there is one.
+        passed = np.take(guide, begins, mode="wrap", out=looked_up[: len(block)])
         within = np.flatnonzero(passed == _STEP_WITHIN)
         upper, lower = source.words(2 * len(within)).reshape(2, len(within))
         upper = (begins[within].astype(np.uint64) << np.uint64(48)) | (upper >> np.uint64(16))

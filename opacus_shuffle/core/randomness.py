@@ -178,9 +178,15 @@ class SecretGenerator(torch.Generator):
             for start in range(0, count, len(_ZEROS)):
                 self._stream.update_into(_ZEROS[: count - start], room[start:])
 
-    def words(self, count: int) -> npt.NDArray[np.uint64]:
-        """Draws so many times 64 random bits."""
-        drawn = bytearray(8 * count + _BLOCK_BYTES)
+    def words(self, count: int, room: bytearray | None = None) -> npt.NDArray[np.uint64]:
+        """Draws so many times 64 random bits.
+
+        Args:
+            count: How many words.
+            room: What :func:`room_for` gave, for as many words at least, to be drawn into: they are
+                gone when it is drawn into again. Fresh memory costs more than the words.
+        """
+        drawn = room_for(count) if room is None else room
         self._draw_into(drawn, 8 * count)
         return np.frombuffer(drawn, np.uint64, count)
 
@@ -268,6 +274,11 @@ class SecretGenerator(torch.Generator):
     def __reduce__(self) -> tuple[Any, ...]:
         """Has copies and pickles become generators with a fresh key."""
         return functools.partial(SecretGenerator, secure=self.secure), (str(self.device),)
+
+
+def room_for(words: int) -> bytearray:
+    """Returns memory that so many words of 64 bits can be drawn into, one time after another."""
+    return bytearray(8 * words + _BLOCK_BYTES)
 
 
 def seeded_generator(device: torch.device | str, seed: int, use: str) -> SecretGenerator:

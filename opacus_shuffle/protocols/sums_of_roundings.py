@@ -6,9 +6,9 @@ entry. Single precision and ten bits of U decide all but two entries in a thousa
 number, double precision and all bits of U would say the same. The others are worked out so, from
 the ten bits that they have and 53 more. The distribution is that of rounding in double precision.
 
-A large sum is taken by a compiled pass where Numba (the extra ``fast``) is installed: in double
-precision from the start, by sixteen bits of U, which decide all but one entry in 65,536. The
-distribution is the same. A seed repeats a run either way, but not with the other way's counts.
+A large sum is taken by a compiled pass where Numba (the extra ``fast``) is installed, by eight bits
+of U, which decide all but one entry in 256. The distribution is the same. A seed repeats a run
+either way, but not with the other way's counts.
 
 >>> from opacus_shuffle.core.randomness import seeded_generator
 >>> source = seeded_generator("cpu", 1, "rounding")
@@ -19,7 +19,6 @@ tensor([269, 248, 224])
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.compiled import jitted
+from opacus_shuffle.core.randomness import SecretGenerator, room_for
 
 FINEST = 2**12
 """Grids with more steps than this do not fit into single precision."""
@@ -37,12 +37,12 @@ _UNITS = 2**_BITS
 _MAGIC = 3 * 2**22
 """Single precision has no fractions here: adding it rounds, and the last 22 bits are the number."""
 _STEPS_OF_MAGIC = int(np.float32(_MAGIC).view(np.int32)) >> _BITS
-_ENTRIES = 2**17
+_ENTRIES = 2**18
 """Entries that are worked on at a time: what a processor's cache holds."""
 _COLUMNS = 2**11
-_SIXTEEN_BITS = 2**16
-WORTH_COMPILING = 10**6
-"""Entries of a sum from which on it is compiled, which takes a process two seconds, once."""
+_EIGHT_BITS, _SIXTEEN_BITS = 2**8, 2**16
+_TWOS, _TOP_BITS = np.uint64(0x0202020202020202), np.uint64(0x8080808080808080)
+"""Of eight bytes."""
 
 
 def round_at_random(place: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
@@ -83,19 +83,26 @@ def sum_of_roundings(
         compiled: By the compiled pass, if Numba is installed.
     """
     values, scale = rows.numpy(), steps.to(torch.float64).numpy()
-    kernel = _compiled_pass() if compiled else None
+    kernel = jitted(_round_and_add) if compiled else None
     if kernel is not None:
         return torch.from_numpy(_sum_compiled(kernel, values, scale, granularity, source))
     scale = scale * _UNITS
-    if values.dtype == np.float32 and not np.all((scale == 0) | ((scale > 1e-30) & (scale < 1e30))):
-        values = values.astype(np.float64)  # such scales single precision does not hold
+    if values.dtype == np.float32 and not _are_single(scale):
+        values = values.astype(np.float64)
     total = np.zeros(values.shape[1], dtype=np.int64)
     # Memory for block after block, as asking for it each time costs more than the work.
     kinds = (np.float32, np.int32, np.int32, np.bool_)
     room = [np.empty(_ENTRIES + _LANES, dtype=kind) for kind in kinds]
+    words = room_for(_ENTRIES // 2)
     for some, columns in _blocks(*values.shape):
-        total[columns] += _sum_block(values[some, columns], scale[some], granularity, source, room)
+        block = values[some, columns]
+        total[columns] += _sum_block(block, scale[some], granularity, source, room, words)
     return torch.from_numpy(total)
+
+
+def _are_single(scale: npt.NDArray[np.float64]) -> bool:
+    """Tells whether single precision holds these scales with all of its bits."""
+    return bool(np.all((scale == 0) | ((scale > 1e-30) & (scale < 1e30))))
 
 
 def _blocks(count: int, width: int) -> Iterator[tuple[slice, slice]]:
@@ -113,6 +120,7 @@ def _sum_block(
     granularity: int,
     source: SecretGenerator,
     room: list[npt.NDArray[Any]],
+    words: bytearray,
 ) -> npt.NDArray[np.int32]:
     """Returns the counts of a block of rows that fits into the cache."""
     count, width = block.shape
@@ -129,7 +137,7 @@ def _sum_block(
     units += np.float32(_MAGIC + 1 + middle % _UNITS)
     third = -(-entries // _LANES)
     bits = room[2][: _LANES * third]
-    drawn = source.words(-(-third // 2)).view(np.uint32)[:third]
+    drawn = source.words(-(-third // 2), words).view(np.uint32)[:third]
     for lane in range(_LANES):
         part = bits[lane * third : (lane + 1) * third].view(np.uint32)
         np.right_shift(drawn, lane * _BITS, out=part)
@@ -155,73 +163,98 @@ def _sum_block(
 
 
 def _sum_compiled(
-    kernel: Callable[..., None],
+    kernel: Callable[..., int],
     values: npt.NDArray[np.floating],
     steps: npt.NDArray[np.float64],
     granularity: int,
     source: SecretGenerator,
 ) -> npt.NDArray[np.int64]:
-    """Returns the counts by the compiled pass, and adds what sixteen bits do not decide."""
-    scale, half = steps * _SIXTEEN_BITS, float(granularity * (_SIXTEEN_BITS // 2))
-    width = values.shape[1]
-    total, undecided = np.zeros(width, dtype=np.int64), [np.empty(0, dtype=np.int64)]
+    """Returns the counts by the compiled pass, and adds what eight bits do not decide."""
+    scale, half = steps * _EIGHT_BITS, granularity * (_EIGHT_BITS // 2)
+    quick = scale.astype(np.float32 if _are_single(scale) else np.float64)
+    total = np.zeros(values.shape[1], dtype=np.int64)
+    room = room_for(-(-_ENTRIES // 8))
+    column, rest = np.empty(_ENTRIES, dtype=np.int64), np.empty(_ENTRIES)
+    columns_left, rests_left = [column[:0]], [rest[:0]]
     for some, columns in _blocks(*values.shape):
-        block = values[some, columns]
-        words = source.words(-(-block.size // 4))
-        bits = words.view(np.uint16)[: block.size].reshape(block.shape)
-        kernel(values[some], scale[some], half, bits, total, columns.start)
-        row, column = np.divmod(np.flatnonzero(bits == _SIXTEEN_BITS - 1), block.shape[1])
-        undecided.append((some.start + row) * width + columns.start + column)
-    row, column = np.divmod(np.concatenate(undecided), width)
-    exact = np.clip(values[row, column].astype(np.float64) * scale[row], -half, half)
-    more = source.uniforms(len(row)).numpy() >= 1 - (exact - np.floor(exact))
-    np.add.at(total, column, more)
+        rows, block = values[some], values[some, columns]
+        words = source.words(-(-block.size // 8), room)
+        bits = words.view(np.uint8)[: block.size].reshape(block.shape)
+        counts = total[columns]
+        left = kernel(
+            rows, quick[some], scale[some], half, bits, columns.start, counts, column, rest
+        )
+        columns_left.append(column[:left] + columns.start)
+        rests_left.append(rest[:left].copy())
+    more = source.uniforms(sum(map(len, rests_left))).numpy() >= 1 - np.concatenate(rests_left)
+    np.add.at(total, np.concatenate(columns_left)[more], 1)
     return total
-
-
-@functools.cache
-def _compiled_pass() -> Callable[..., None] | None:
-    """Returns the pass, compiled once a process; None where there is no Numba that runs.
-
-    Nothing is kept on disk: a package need not be where one may write, and code that is kept
-    elsewhere can be exchanged.
-    """
-    try:
-        import numba
-    except ImportError:
-        return None
-    return numba.njit(_round_and_add)
 
 
 def _round_and_add(
     values: npt.NDArray[np.floating],
+    quick_scale: npt.NDArray[np.floating],
     scale: npt.NDArray[np.float64],
-    half: float,
-    bits: npt.NDArray[np.uint16],
-    total: npt.NDArray[np.int64],
+    half: int,
+    bits: npt.NDArray[np.uint8],
     left: int,
-) -> None:
-    """Adds ⌊g/2 + x + U⌋ of a block's entries to their columns' counts, by sixteen bits of U.
+    total: npt.NDArray[np.int64],
+    undecided: npt.NDArray[np.int64],
+    rests: npt.NDArray[np.float64],
+) -> int:
+    """Adds ⌊g/2 + x + U⌋ of a block's entries to their columns' counts, by eight bits of U.
+
+    A first loop, quick enough to wait for memory, works in the rows' own precision, which knows x
+    in units of 2⁻⁸ steps to less than half of one. It rounds x half a unit up and adds one more, so
+    that sums to which the error or the later bits of U may matter have the remainders 0 and 1. One
+    entry in 128 has; a second loop works it out in double precision.
 
     Args:
         values: Whole rows. In a part of them Numba would not know that entries are neighbours, and
             would take them one at a time.
-        scale: How many units of 2⁻¹⁶ steps a row's unit is.
-        half: g/2 in these units.
-        bits: Sixteen random bits for every entry of the block. Overwritten with the fraction of the
-            sum, in units; where that is the largest, 2¹⁶ − 1, later bits of U may add one step.
-        total: The counts of all columns.
+        quick_scale: How many units a row's unit is, in the precision of the first loop.
+        scale: The same in double precision.
+        half: g/2 in units.
+        bits: Eight random bits for every entry of the block.
         left: The block's first column.
+        total: The counts of the block's columns.
+        undecided: Where to write the columns, counted from ``left``, of entries to which later bits
+            of U may add one step.
+        rests: Where to write what part of a unit these have beyond whole units.
+
+    Returns:
+        How many entries that are.
     """
     # Whole numbers of 32 bits are what processors work on by eights; Numba's own have 64.
-    middle, sixteen = np.int32(half), np.int32(16)
+    eight, shift = np.int32(8), np.float32(half + 1.5)
+    width = bits.shape[1]
+    counts, found = np.zeros(width, np.int32), 0
+    # Eight remainders are looked at together; those beyond the last entry are never close.
+    remainders = np.full(width // 8 * 8 + 8, 255, np.uint8)
+    groups = remainders.view(np.uint64)
+    close = np.empty(len(groups), np.int64)
     for record in range(len(bits)):
-        remainders = bits[record]
-        row = values[record][left : left + len(remainders)]
-        counts = total[left : left + len(remainders)]
-        for entry in range(len(remainders)):
-            units = min(max(row[entry] * scale[record], -half), half)
-            later = np.int32(middle + np.int32(remainders[entry]))
-            place = np.int32(np.int32(np.floor(units)) + later)
-            counts[entry] += place >> sixteen
+        row, coin = values[record][left : left + width], bits[record]
+        for entry in range(width):
+            place = np.int32(np.int32(row[entry] * quick_scale[record] + shift) + coin[entry])
+            counts[entry] += place >> eight
             remainders[entry] = place
+        number = 0
+        for group in range(len(groups)):
+            # Written always, kept if a byte is below 2, so that subtracting 2 borrows: a branch would
+            # be mispredicted too often.
+            close[number] = group
+            number += ((groups[group] - _TWOS) & ~groups[group] & _TOP_BITS) != 0
+        for group in close[:number]:
+            for entry in range(8 * group, 8 * group + 8):
+                if remainders[entry] < 2:
+                    units = min(max(row[entry] * scale[record], -half), half)
+                    whole = np.floor(units)
+                    remainder = (int(whole) + half + coin[entry]) % 256
+                    # The first loop has counted those as one step more.
+                    counts[entry] -= remainder >= 254
+                    undecided[found], rests[found] = entry, units - whole
+                    found += remainder == 255
+    for entry in range(width):
+        total[entry] += counts[entry]
+    return found

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from opacus_shuffle.analysis import binomial_sums
+from opacus_shuffle.core.compiled import worth_compiling
 from opacus_shuffle.core.exact_binomials import exact_binomials
 from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.validation import integer, moderate, noise_level, positive, sampling_rate
@@ -29,7 +30,7 @@ from opacus_shuffle.protocols.calibration import (
 )
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
-from opacus_shuffle.protocols.sums_of_roundings import FINEST, WORTH_COMPILING, sum_of_roundings
+from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
 
 _ENTRIES = 2**24
 """Numbers in double precision that are held at a time."""
@@ -269,15 +270,14 @@ class ShuffleVectorSum(GridSum):
             return self._encode(scaled, draws)[0]
         steps = factors.cpu() * (self.granularity / self._span)
         wide = [piece if piece.dtype == torch.float64 else piece.float() for piece in rows]
-        compiled = len(factors) * self.dimension >= WORTH_COMPILING
-        return torch.cat(
-            [
-                sum_of_roundings(
-                    piece, steps, granularity=self.granularity, source=draws, compiled=compiled
-                )
-                for piece in _joined(wide)
-            ]
-        )
+        compiled = worth_compiling(len(factors) * self.dimension)
+        counts = [
+            sum_of_roundings(
+                piece, steps, granularity=self.granularity, source=draws, compiled=compiled
+            )
+            for piece in _joined(wide)
+        ]
+        return torch.cat(counts) if len(counts) > 1 else counts[0]
 
     def encode_zeros(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Returns what :meth:`encode` does, of so many vectors of zero.

@@ -28,7 +28,7 @@ class Words:
     def __init__(self, *laid):
         self.laid = iter(laid)
 
-    def words(self, size):
+    def words(self, size, room=None):
         return np.array(next(self.laid)[:size], dtype=np.uint64)
 
 

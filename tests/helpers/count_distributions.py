@@ -74,13 +74,16 @@ def assert_of_distribution(counts, first, distribution):
 
 
 class AllBeginnings:
-    """Words whose sixteen bits of 65,536 entries are every number once; later ones all the same."""
+    """Words whose first bits, of as many entries, are every number once; later ones all the same.
 
-    def __init__(self, later):
-        self.later, self.asked = later, []
+    ``kind``, an unsigned integer, has as many bits as decide for most entries.
+    """
 
-    def words(self, count):
-        return np.arange(4 * count, dtype=np.uint16).view(np.uint64)
+    def __init__(self, later, kind=np.uint16):
+        self.later, self.kind, self.asked = later, kind, []
+
+    def words(self, count, room=None):
+        return np.arange(8 * count // self.kind().nbytes).astype(self.kind).view(np.uint64)
 
     def uniforms(self, count):
         self.asked.append(count)
