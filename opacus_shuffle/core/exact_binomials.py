@@ -35,31 +35,37 @@ def exact_binomials(
     trials: int, probability: float, count: int, source: SecretGenerator
 ) -> npt.NDArray[np.int64]:
     """Draws so many binomial numbers, each independent of the others."""
-    variance = trials * probability * (1 - probability)
-    parts = max(1, math.ceil(variance / _WIDEST**2))
-    if parts == 1:
-        return _draw(int(trials), float(probability), count, source)
-    smaller, larger = divmod(int(trials), parts)
     totals = np.zeros(count, dtype=np.int64)
+    add_exact_binomials(trials, probability, totals, source)
+    return totals
+
+
+def add_exact_binomials(
+    trials: int, probability: float, totals: npt.NDArray[np.int64], source: SecretGenerator
+) -> None:
+    """Adds to each number a binomial one of its own."""
+    count, variance = len(totals), trials * probability * (1 - probability)
+    parts = max(1, math.ceil(variance / _WIDEST**2))
+    smaller, larger = divmod(int(trials), parts)
     # Parts of one size share a table, and are drawn together as far as memory allows.
     together = max(1, _BLOCK // max(1, count))
     for size, number in ((smaller + 1, larger), (smaller, parts - larger)):
         for begin in range(0, number, together):
             rows = min(together, number - begin)
-            drawn = _draw(size, float(probability), rows * count, source)
-            totals += drawn.reshape(rows, count).sum(0)
-    return totals
+            drawn = totals if rows == 1 else np.zeros(rows * count, dtype=np.int64)
+            _add_draws(size, float(probability), drawn, source)
+            if rows > 1:
+                totals += drawn.reshape(rows, count).sum(0)
 
 
-def _draw(
-    trials: int, probability: float, count: int, source: SecretGenerator
-) -> npt.NDArray[np.int64]:
-    """Draws so many binomial numbers from one table."""
+def _add_draws(
+    trials: int, probability: float, totals: npt.NDArray[np.int64], source: SecretGenerator
+) -> None:
+    """Adds to each number a binomial one from one table."""
     first, high, low, guide = _table(trials, probability)
-    drawn = np.empty(count, dtype=np.int64)
-    largest = min(count, _BLOCK)
+    largest = min(len(totals), _BLOCK)
     room, looked_up = room_for(-(-largest // 4)), np.empty(largest, dtype=guide.dtype)
-    for block in np.split(drawn, range(_BLOCK, count, _BLOCK)):
+    for block in np.split(totals, range(_BLOCK, len(totals), _BLOCK)):
         begins = source.words(-(-len(block) // 4), room).view(np.uint16)[: len(block)]
         # Sixteen bits are a place in the guide: it need not be looked at whether there is one.
         passed = np.take(guide, begins, mode="wrap", out=looked_up[: len(block)])
@@ -72,8 +78,8 @@ def _draw(
         for tied in np.flatnonzero(before < until):
             before[tied] += np.count_nonzero(low[before[tied] : until[tied]] <= lower[tied])
         passed[within] = before
-        np.add(passed, np.int64(first), out=block)
-    return drawn
+        block += passed
+    totals += first
 
 
 @functools.lru_cache(maxsize=8)

@@ -154,7 +154,7 @@ class ShuffledSum(Clipping, Noise):
                 "optimizer.zero_grad() after step()"
             )
         part = {"part": True} if optimizer.distributed else {}
-        noised = protocol.draw_noise(reports, generator, **part).add_(counts)
+        noised = protocol.draw_noise(reports, generator, onto=counts, **part)
         if absent := reports - optimizer.num_records:
             noised += protocol.encode_zeros(absent, generator)
         # Beside the estimate, the counts would tell the noise.

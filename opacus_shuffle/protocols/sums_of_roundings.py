@@ -241,8 +241,8 @@ def _round_and_add(
             remainders[entry] = place
         number = 0
         for group in range(len(groups)):
-            # Written always, kept if a byte is below 2, so that subtracting 2 borrows: a branch would
-            # be mispredicted too often.
+            # Written always, kept if a byte is below 2, so that subtracting 2 borrows: processors
+            # would mispredict a branch too often.
             close[number] = group
             number += ((groups[group] - _TWOS) & ~groups[group] & _TOP_BITS) != 0
         for group in close[:number]:
