@@ -27,7 +27,7 @@ Words = npt.NDArray[np.uint64]
 _PRECISION, _BITS = 192, 128
 _WIDEST = 20_000.0
 """Standard deviation of a table's numbers at most; it has some thirty times as many steps."""
-_BLOCK = 2**16
+_BLOCK = 2**17
 _STEP_WITHIN = -1
 
 
@@ -79,7 +79,7 @@ def _add_draws(
             before[tied] += np.count_nonzero(low[before[tied] : until[tied]] <= lower[tied])
         passed[within] = before
         block += passed
-    totals += first
+        block += first
 
 
 @functools.lru_cache(maxsize=8)
