@@ -180,8 +180,8 @@ def _norms_of_segments(rows: torch.Tensor) -> torch.Tensor:
     """Returns every row's norm, never too small, with single precision for segments of a row.
 
     A GPU adds up a segment's squares in an order of its own. In any order the sum of 1,024 of them
-    is right to 1,025·2⁻²⁴, and its root to half as much: by 2⁻¹⁴ the norm is raised. A segment whose
-    norm is beyond 1.8·10¹⁹, so that its squares overflow, counts as not finite.
+    is right to 1,025·2⁻²⁴, and its root to half as much: by 2⁻¹⁴ the norm is raised. A segment
+    whose norm is beyond 1.8·10¹⁹, so that its squares overflow, counts as not finite.
     """
     count, width = rows.shape
     whole = width - width % _SEGMENT
