@@ -132,7 +132,7 @@ class ShuffledSum(Clipping, Noise):
 
     def total_reports(self, optimizer: Any) -> int:
         """Returns how many users report on all processes."""
-        return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer))))
+        return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer), device="cpu")))
 
     def total(self, optimizer: Any, counts: torch.Tensor) -> torch.Tensor:
         """Adds up the counts of all processes."""
@@ -170,7 +170,7 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
         return _without_overflow(rows.T)
     if rows.is_cuda:
         return _norms_of_segments(rows)
-    squares = torch.zeros(len(rows), dtype=torch.float64)
+    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     for columns in torch.split(rows, max(1, _ENTRIES // max(len(rows), 1)), dim=1):
         squares += columns.double().square_().sum(1)
     return squares.sqrt()

@@ -294,7 +294,7 @@ class ShuffleVectorSum(GridSum):
         It is a single number where zero is on the grid.
         """
         if self.granularity % 2 == 0:
-            return torch.tensor(count * (self.granularity // 2))
+            return torch.tensor(count * (self.granularity // 2), device="cpu")
         coins = draw_binomials(count, 0.5, self.dimension, generator)
         return coins + count * (self.granularity // 2)
 
