@@ -29,7 +29,7 @@ _PRECISION, _BITS = 192, 128
 _WIDEST = 20_000.0
 """Standard deviation of a table's numbers at most; it has some thirty times as many steps."""
 _BLOCK = 2**16
-_BLOCK_ON_GPU = 2**24
+_BLOCK_ON_GPU = 2**23
 _STEP_WITHIN = -1
 
 

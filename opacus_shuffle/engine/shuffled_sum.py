@@ -156,6 +156,7 @@ class ShuffledSum(Clipping, Noise):
         noised = protocol.draw_noise(reports, generator, **part).add_(counts)
         # Beside the estimate, the counts would tell the noise.
         self.counts, self.released = None, True
+        del counts  # for its memory
         estimate = protocol.decode(self.total(optimizer, noised), self.total_reports(optimizer))
         if optimizer.rank:
             estimate.zero_()

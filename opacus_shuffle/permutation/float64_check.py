@@ -230,7 +230,9 @@ def _run(
     }
     slopes = _gradients(outputs, leaves, move)
     # Numbers that can be subtracted, which whole numbers and yes or no cannot always.
-    numbers = [output.detach() * torch.ones((), dtype=torch.float64, device="cpu") for output in outputs]
+    numbers = [
+        output.detach() * torch.ones((), dtype=torch.float64, device="cpu") for output in outputs
+    ]
     return numbers, slopes
 
 

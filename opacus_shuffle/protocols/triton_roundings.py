@@ -13,7 +13,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-_ROWS = 32
+_MOST_ROWS = 32
 _BLOCK = 512
 
 
@@ -43,7 +43,7 @@ def round_and_add(  # type: ignore
     limit = middle.to(tl.float64)
     zeros = tl.full([BLOCK], 0, tl.uint32)
     total = tl.full([BLOCK], 0, tl.int64)
-    for begin in range(0, tl.minimum(rows - first, ROWS), 4):
+    for begin in range(0, ROWS, 4):
         four = first + begin
         words = tl.philox(
             key,
@@ -76,7 +76,8 @@ def add_roundings(
 ) -> None:
     """Adds the counts of one tensor's rows to ``counts``; all lie on one device."""
     height, width = rows.shape
-    grid = (triton.cdiv(width, _BLOCK), triton.cdiv(height, _ROWS))
+    together = min(max(4, triton.next_power_of_2(height)), _MOST_ROWS)
+    grid = (triton.cdiv(width, _BLOCK), triton.cdiv(height, together))
     on_device = torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext()
     with on_device:
         round_and_add[grid](
@@ -88,6 +89,6 @@ def add_roundings(
             height,
             width,
             MIDDLE=granularity << 31,
-            ROWS=_ROWS,
+            ROWS=together,
             BLOCK=_BLOCK,
         )
