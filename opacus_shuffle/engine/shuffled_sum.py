@@ -37,6 +37,7 @@ from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.ranks import add_up
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
+_SEGMENT = 2**10
 _ENTRIES = 2**19
 """Numbers that are turned into double precision at a time."""
 
@@ -103,7 +104,7 @@ class ShuffledSum(Clipping, Noise):
         # An error would be an event that everyone sees and no ε speaks of: what is not finite is
         # reported as zero.
         if not (usable := torch.isfinite(norms)).all():
-            rows = [row.masked_fill(~usable[:, None].to(row.device), 0.0) for row in rows]
+            rows = [row.masked_fill(~usable[:, None], 0.0) for row in rows]
         # In double precision, no clipped norm exceeds the bound.
         bound = min(optimizer.max_grad_norm, protocol.max_norm)
         factors = (bound / (norms.masked_fill(~usable, 0.0) + 1e-6)).clamp(max=1.0)
@@ -135,7 +136,7 @@ class ShuffledSum(Clipping, Noise):
 
     def total_reports(self, optimizer: Any) -> int:
         """Returns how many users report on all processes."""
-        return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer))))
+        return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer), device="cpu")))
 
     def total(self, optimizer: Any, counts: torch.Tensor) -> torch.Tensor:
         """Adds up the counts of all processes."""
@@ -154,11 +155,12 @@ class ShuffledSum(Clipping, Noise):
                 "optimizer.zero_grad() after step()"
             )
         part = {"part": True} if optimizer.distributed else {}
-        noised = protocol.draw_noise(reports, generator, onto=counts, **part)
+        noised = protocol.draw_noise(reports, generator, **part).add_(counts)
         if absent := reports - optimizer.num_records:
             noised += protocol.encode_zeros(absent, generator)
         # Beside the estimate, the counts would tell the noise.
         self.counts, self.released = None, True
+        del counts  # for its memory
         estimate = protocol.decode(self.total(optimizer, noised), self.total_reports(optimizer))
         if optimizer.rank:
             estimate.zero_()
@@ -171,11 +173,13 @@ def _norms(rows: torch.Tensor, compiled: bool) -> torch.Tensor:
     """Returns every row's norm in double precision; not finite if the row is not."""
     kernel = jitted(_add_squares, reorders=True) if compiled else None
     if kernel is not None and rows.dtype == torch.float32 and rows.device.type == "cpu":
-        sums = torch.zeros(len(rows), dtype=torch.float64)
+        sums = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         kernel(rows.numpy(), sums.numpy())
         return sums.sqrt_()
     if rows.dtype == torch.float64 and rows.numel():
-        return _without_overflow(rows.T).cpu()
+        return _without_overflow(rows.T)
+    if rows.is_cuda:
+        return _norms_of_segments(rows)
     squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     together = min(rows.shape[1], max(1, _ENTRIES // max(len(rows), 1)))
     room = squares.new_empty(len(rows), together)
@@ -183,7 +187,7 @@ def _norms(rows: torch.Tensor, compiled: bool) -> torch.Tensor:
         # In memory that is kept, as asking for it each time costs more than the work.
         doubled = room[:, : columns.shape[1]].copy_(columns)
         squares += doubled.square_().sum(1)
-    return squares.sqrt_().cpu()
+    return squares.sqrt_()
 
 
 def _add_squares(rows: npt.NDArray[np.float32], sums: npt.NDArray[np.float64]) -> None:
@@ -198,6 +202,21 @@ def _add_squares(rows: npt.NDArray[np.float32], sums: npt.NDArray[np.float64]) -
         for entry in range(4 * quarter, len(row)):
             total += np.float64(row[entry]) * row[entry]
         sums[record] = total
+
+
+def _norms_of_segments(rows: torch.Tensor) -> torch.Tensor:
+    """Returns every row's norm, never too small, with single precision for segments of a row.
+
+    A GPU adds up a segment's squares in an order of its own. In any order the sum of 1,024 of them
+    is right to 1,025·2⁻²⁴, and its root to half as much: by 2⁻¹⁴ the norm is raised. A segment
+    whose norm is beyond 1.8·10¹⁹, so that its squares overflow, counts as not finite.
+    """
+    count, width = rows.shape
+    whole = width - width % _SEGMENT
+    parts = rows[:, :whole].reshape(count, -1, _SEGMENT), rows[:, None, whole:]
+    norms = [torch.linalg.vector_norm(part, dim=2, dtype=torch.float32) for part in parts]
+    squares = torch.cat(norms, dim=1).double().square_().sum(1)
+    return squares.sqrt_().mul_(1 + 2**-14)
 
 
 def _without_overflow(columns: torch.Tensor) -> torch.Tensor:

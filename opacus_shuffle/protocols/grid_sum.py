@@ -18,7 +18,7 @@ import torch
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
-from opacus_shuffle.core.exact_binomials import add_exact_binomials, exact_binomials
+from opacus_shuffle.core.exact_binomials import draw_binomials, exact_binomials
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
@@ -300,20 +300,14 @@ class GridSum(ABC):
         return sum_of_roundings(centred, steps, granularity=self.granularity, source=draws)
 
     def draw_noise(
-        self,
-        num_reports: int,
-        generator: torch.Generator | None = None,
-        *,
-        part: bool = False,
-        onto: torch.Tensor | None = None,
+        self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False
     ) -> torch.Tensor:
         """Draws the noise bits of so many users, added up: int64, shape (d,).
 
         Args:
             num_reports: How many users.
-            generator: On the CPU; by default secret.
+            generator: By default secret. The noise is drawn where it lives, on the CPU or on a GPU.
             part: They are some of a round's, whose number is looked at when all are added up.
-            onto: Counts, int64 on the CPU, which the noise is added to; by default zeros.
 
         Raises:
             ValueError: If so many reports are not covered, unless they are a part.
@@ -323,10 +317,8 @@ class GridSum(ABC):
             if part
             else self.check_reports(num_reports)
         )
-        trials, draws = reports * self.noise_bits, stream_of(generator)
-        noised = torch.zeros(self.dimension, dtype=torch.int64) if onto is None else onto
-        add_exact_binomials(trials, self.bit_probability, noised.numpy(), draws)
-        return noised
+        trials = reports * self.noise_bits
+        return draw_binomials(trials, self.bit_probability, self.dimension, generator)
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
         """Returns the analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).
