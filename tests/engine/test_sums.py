@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyAssumptionWarning
+from opacus_shuffle.core import compiled as compilation
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -92,18 +93,45 @@ def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(op
     assert run.accounted == run.updates == 10
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_every_record_is_clipped_to_the_norm_whatever_the_precision(dtype):
-    """Eight records of norm 1000 in one direction add up to 8·C, but for noise of 0.2·C in it."""
-    rows = torch.full((8, 400), 50.0).to(dtype)
+def test_every_record_is_clipped_to_the_norm_whatever_the_precision(dtype, compiled, monkeypatch):
+    """Eight records in one direction add up to 8·C, but for noise of 0.2·C in it.
+
+    The squares of one are beyond single precision, of another beyond double precision if it is
+    held in that. Of three more that are not finite there is nothing.
+    """
+    if compiled:
+        pytest.importorskip("numba")
+        monkeypatch.setattr(compilation, "WORTH_COMPILING", 0)
+    rows = torch.full((11, 403), 50.0)
+    rows[0], rows[1] = 1e30, 1.0  # a norm of twenty is clipped, too
+    rows[8:, -1] = torch.tensor([math.nan, math.inf, -math.inf])
+    rows = rows.to(dtype)
+    if dtype == torch.float64:
+        rows[2] = 1e300
     run = still(
-        rows, batch_size=8, sigma=None, aggregator=protocol_for(8, 400, epsilon=60.0), **SAMPLES
+        rows, batch_size=11, sigma=None, aggregator=protocol_for(11, 403, epsilon=60.0), **SAMPLES
     )
     run.network.to(dtype)
     ((_, released),) = sums(run)
     assert run.network.weight.grad.dtype == dtype
     noise = run.optimizer.aggregator.variance**0.5
-    assert float(released.sum()) / 20 == pytest.approx(8, abs=5 * noise + 0.05)
+    assert float(released.sum()) / 403**0.5 == pytest.approx(8, abs=5 * noise + 0.05)
+
+
+@pytest.mark.parametrize("column", range(6))
+def test_compiled_norms_leave_out_no_entry(column, monkeypatch):
+    """Two entries of 0.9 are clipped to 1/√2 each, eight times; one alone would not be clipped."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(compilation, "WORTH_COMPILING", 0)
+    rows, protocol = torch.zeros(8, 7), protocol_for(8, 7, epsilon=60.0)
+    rows[:, column : column + 2] = 0.9
+    ((_, released),) = sums(still(rows, batch_size=8, sigma=None, aggregator=protocol, **SAMPLES))
+    assert 5 * protocol.variance**0.5 < 8 * (0.9 - 0.5**0.5)
+    assert released[column : column + 2].tolist() == pytest.approx(
+        [8 * 0.5**0.5] * 2, abs=5 * protocol.variance**0.5
+    )
 
 
 def test_nothing_that_is_left_after_a_step_tells_the_noise():
