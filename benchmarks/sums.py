@@ -1,11 +1,14 @@
 """What a step with shuffled sums takes, as a ratio of stock Opacus's on the same gradients.
 
-Run ``python benchmarks/sums.py [--records 1 8 32]``. One layer of a million parameters, secret
+Run ``python benchmarks/sums.py [--records 1 8 32] [--parameters 1000000]``. One layer, secret
 check-in of 4000 users, one thread: Opacus's optimizer and ours take their ``pre_step`` (clip, sum,
-noise) by turns, in one process, ours with entries rounded by NumPy and by Numba (without the extra
-``fast``: twice by NumPy). Ratios are those of the medians of processor times.
+noise) by turns, in one process, ours by NumPy, by Numba (without the extra ``fast``: again by
+NumPy) and by Numba in secure mode. Ratios are those of the medians of processor times. Then the
+noise alone, beside ``torch.normal``, which Opacus takes.
 
->>> run(records=2, parameters=1000, users=40, repeats=1)[-1] > 0
+>>> all(ratio > 0 for ratio in run(records=2, parameters=1000, users=40, repeats=1))
+True
+>>> min(noise_alone(parameters=1000, users=40, repeats=1)) > 0
 True
 """
 
@@ -47,11 +50,11 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
             sgd,
             clipping=sums,
             noise=sums,
-            generator=SecretGenerator(),
+            generator=SecretGenerator(secure=kind == "secure"),
             **{**keywords, "noise_multiplier": sigma},
         )
 
-    compiled_from = 0 if kind == "compiled" else samples.numel() + 1
+    compiled_from = samples.numel() + 1 if kind == "sums" else 0
     inputs = torch.zeros(records, parameters, requires_grad=True)
 
     def step() -> float:
@@ -72,36 +75,63 @@ def run(
     """Times all of them by turns.
 
     Returns:
-        Milliseconds of Opacus's step, of one with sums by NumPy and of one by Numba, the last two
-        over the first, and the last over the second.
+        Milliseconds of Opacus's step, of one with sums by NumPy, of one by Numba and of one by
+        Numba in secure mode; the second and the third over the first, and the last over the third.
     """
     samples = torch.randn(records, parameters, generator=torch.Generator().manual_seed(0)) * (
         2 / parameters**0.5
     )
-    steppers = [stepper(kind, samples, users) for kind in ("opacus", "sums", "compiled")]
+    steppers = [stepper(kind, samples, users) for kind in ("opacus", "sums", "compiled", "secure")]
     for step in steppers:
         step()
     times = zip(*([step() for step in steppers] for _ in range(repeats)), strict=True)
-    stock, ours, compiled = (1e3 * median(kind) for kind in times)
-    return stock, ours, compiled, ours / stock, compiled / stock, compiled / ours
+    stock, ours, fast, secure = (1e3 * median(kind) for kind in times)
+    return stock, ours, fast, secure, ours / stock, fast / stock, secure / fast
+
+
+def noise_alone(
+    *, parameters: int = 10**6, users: int = 4000, repeats: int = 9
+) -> tuple[float, float]:
+    """Times a draw of all noise: milliseconds of Opacus's and of a sum's, by turns."""
+    protocol = ShuffleVectorSum.with_noise_multiplier(
+        users, parameters, 1.0, 1.1, delta=1e-5, zero_on_grid=True, rate=0.01
+    )
+    generator = SecretGenerator()
+
+    def seconds(draw: Callable[[], object]) -> float:
+        start = time.process_time()
+        draw()
+        return time.process_time() - start
+
+    times = [
+        (
+            seconds(lambda: torch.normal(0.0, 1.0, (parameters,))),
+            seconds(lambda: protocol.draw_noise(users, generator)),
+        )
+        for _ in range(repeats + 1)
+    ]
+    stock, ours = (1e3 * median(kind[1:]) for kind in zip(*times, strict=True))
+    return stock, ours
 
 
 def main() -> None:
     """Prints the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--parameters", type=int, default=10**6)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{'records':>7} {'Opacus':>10} {'NumPy':>10} {'compiled':>10} {'ratio':>7} "
-        f"{'compiled':>9} {'/ NumPy':>8}"
-    )
+    heads = ("records", "Opacus", "NumPy", "Numba", "secure", "NumPy", "Numba", "/ Numba")
+    print("".join(f"{head:>10}" for head in heads))
     for records in options.records:
-        stock, ours, compiled, *ratios = run(records=records)
+        figures = run(records=records, parameters=options.parameters)
         print(
-            f"{records:>7} {stock:>7.0f} ms {ours:>7.0f} ms {compiled:>7.0f} ms {ratios[0]:>6.1f}x "
-            f"{ratios[1]:>8.1f}x {ratios[2]:>8.2f}"
+            f"{records:>10}"
+            + "".join(f"{value:>7.0f} ms" for value in figures[:4])
+            + "".join(f"{ratio:>9.2f}x" for ratio in figures[4:])
         )
+    stock, ours = noise_alone(parameters=options.parameters)
+    print(f"noise alone: {stock:.1f} ms and {ours:.1f} ms, {ours / stock:.2f} times as much")
 
 
 if __name__ == "__main__":

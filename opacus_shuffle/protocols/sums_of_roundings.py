@@ -171,7 +171,7 @@ def _sum_compiled(
 ) -> npt.NDArray[np.int64]:
     """Returns the counts by the compiled pass, and adds what eight bits do not decide."""
     scale, half = steps * _EIGHT_BITS, granularity * (_EIGHT_BITS // 2)
-    quick = scale.astype(np.float32 if _are_single(scale) else np.float64)
+    quick = scale.astype(values.dtype if _are_single(scale) else np.float64)
     total = np.zeros(values.shape[1], dtype=np.int64)
     room = room_for(-(-_ENTRIES // 8))
     column, rest = np.empty(_ENTRIES, dtype=np.int64), np.empty(_ENTRIES)

@@ -106,29 +106,34 @@ def test_what_rounding_errors_put_beyond_the_grid_is_taken_back(granularity, com
         st.floats(-(2.0**-8), 2.0**-8),
         # Beside a whole number and beside a number of eight bits.
         st.builds(lambda whole, off: whole + off * 2.0**-9, *2 * [st.integers(-20, 20)]),
-        st.builds(lambda whole, off: whole + off * 2.0**-22, *2 * [st.integers(-20, 20)]),
+        st.builds(lambda whole, off: 99 * whole + off * 2.0**-22, *2 * [st.integers(-20, 20)]),
     ),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     step=st.sampled_from([1.0, 0.3, 1e-40]),
+    granularity=st.sampled_from([41, FINEST]),
 )
-@settings(max_examples=60)
-def test_the_compiled_pass_has_the_mean_of_double_precision_exactly(place, dtype, step):
+@settings(max_examples=100)
+def test_the_compiled_pass_has_the_mean_of_double_precision_exactly(
+    place, dtype, step, granularity
+):
     """The counts of all 256 beginnings of U add up to 256·(g/2 + x), but for U's later bits.
 
     For ⌊(a + 0)/256⌋ + … + ⌊(a + 255)/256⌋ = a, a whole number.
     """
     pytest.importorskip("numba")
+    end = granularity / 2
+    place = max(-end, min(end, place))
     rows = torch.full((1, 256), place / step, dtype=torch.float64).clamp(-3e38, 3e38).to(dtype)
     steps = torch.tensor([step], dtype=torch.float64)
-    exact = max(-20.5, min(20.5, float(rows[0, 0]) * step)) * 256
+    exact = max(-end, min(end, float(rows[0, 0]) * step)) * 256
     coarse = math.floor(exact)
     rest = exact - coarse
     for later in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
         draws = AllBeginnings(later, np.uint8)
-        counts = sum_of_roundings(rows, steps, granularity=41, source=draws, compiled=True)
+        counts = sum_of_roundings(rows, steps, granularity=granularity, source=draws, compiled=True)
         assert draws.asked == [1]
         assert int(counts.max() - counts.min()) <= 1
-        assert int(counts.sum()) == 41 * 128 + coarse + (later >= 1 - rest)
+        assert int(counts.sum()) == granularity * 128 + coarse + (later >= 1 - rest)
 
 
 def test_a_seed_repeats_a_sum_of_entries_with_bits_of_their_own(compiled):
