@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -50,18 +51,23 @@ def exact_binomials(
     trials: int, probability: float, count: int, source: SecretGenerator
 ) -> npt.NDArray[np.int64]:
     """Draws so many binomial numbers, each independent of the others."""
-    totals = np.zeros(count, dtype=np.int64)
+    totals: npt.NDArray[np.int64] = functools.reduce(
+        np.add, _drawn_parts(trials, probability, count, source)
+    )
+    return totals
+
+
+def _drawn_parts(
+    trials: int, probability: float, count: int, source: SecretGenerator
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Yields what adds up to binomial numbers: mostly they themselves."""
     # Parts of one size share a table, and are drawn together as far as memory allows.
     together = max(1, _BLOCK // max(1, count))
     for size, number in _parts(trials, probability):
         for begin in range(0, number, together):
             rows = min(together, number - begin)
-            # No second array where there are many numbers.
-            drawn = totals if rows == 1 else np.zeros(rows * count, dtype=np.int64)
-            _add_draws(size, float(probability), drawn, source)
-            if rows > 1:
-                totals += drawn.reshape(rows, count).sum(0)
-    return totals
+            drawn = _draw(size, float(probability), rows * count, source).reshape(rows, count)
+            yield drawn[0] if rows == 1 else drawn.sum(0)
 
 
 def binomials_on_gpu(
@@ -106,14 +112,14 @@ def _parts(trials: int, probability: float) -> tuple[tuple[int, int], tuple[int,
     return (smaller + 1, larger), (smaller, parts - larger)
 
 
-def _add_draws(
-    trials: int, probability: float, totals: npt.NDArray[np.int64], source: SecretGenerator
-) -> None:
-    """Adds to each number a binomial one from one table."""
+def _draw(
+    trials: int, probability: float, count: int, source: SecretGenerator
+) -> npt.NDArray[np.int64]:
+    """Draws so many binomial numbers from one table."""
     first, high, low, guide = _table(trials, probability)
-    largest = min(len(totals), _BLOCK)
+    drawn, largest = np.empty(count, dtype=np.int64), min(count, _BLOCK)
     room, looked_up = room_for(-(-largest // 4)), np.empty(largest, dtype=guide.dtype)
-    for block in np.split(totals, range(_BLOCK, len(totals), _BLOCK)):
+    for block in np.split(drawn, range(_BLOCK, count, _BLOCK)):
         begins = source.words(-(-len(block) // 4), room).view(np.uint16)[: len(block)]
         # Sixteen bits are a place in the guide: it need not be looked at whether there is one.
         passed = np.take(guide, begins, mode="wrap", out=looked_up[: len(block)])
@@ -121,13 +127,13 @@ def _add_draws(
         upper, lower = source.words(2 * len(within)).reshape(2, len(within))
         upper = (begins[within].astype(np.uint64) << np.uint64(48)) | (upper >> np.uint64(16))
         before = np.searchsorted(high, upper, side="left")
-        until = np.searchsorted(high, upper, side="right")
         # Where the upper halves are equal, the lower halves decide.
-        for tied in np.flatnonzero(before < until):
-            before[tied] += np.count_nonzero(low[before[tied] : until[tied]] <= lower[tied])
+        for tied in np.flatnonzero(high.take(before, mode="clip") == upper):
+            until = np.searchsorted(high, upper[tied], side="right")
+            before[tied] += np.count_nonzero(low[before[tied] : until] <= lower[tied])
         passed[within] = before
-        block += passed
-        block += first
+        np.add(passed, np.int64(first), out=block)
+    return drawn
 
 
 @functools.lru_cache(maxsize=8)
