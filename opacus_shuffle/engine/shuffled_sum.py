@@ -24,12 +24,13 @@ nothing but memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used
-from opacus_shuffle.engine.clipping import Clipping
+from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used, norms_of_records
+from opacus_shuffle.engine.clipping import MARGIN, Clipping, GhostClipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.ranks import add_up
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -73,22 +74,7 @@ class ShuffledSum(Clipping, Noise):
                 are missing or were used before.
         """
         protocol = self.protocol
-        if self.released:
-            raise ValueError(
-                "this batch has been released already: call optimizer.zero_grad() after "
-                "optimizer.step()"
-            )
-        if optimizer.noise_multiplier != self.noise_multiplier:
-            raise ValueError(
-                f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the "
-                f"protocol's is {self.noise_multiplier}: its noise is fixed, no schedule changes "
-                "it; leave noise_multiplier alone"
-            )
-        if not math.isclose(optimizer.max_grad_norm, protocol.max_norm, rel_tol=1e-6):
-            raise ValueError(
-                f"max_grad_norm is {optimizer.max_grad_norm}, the aggregator is made for "
-                f"max_norm={protocol.max_norm}: its noise cannot follow a norm that changes"
-            )
+        self.check_settings(optimizer)
         for parameter in optimizer.params:
             check_unused(parameter.grad_sample)
         rows = [
@@ -108,6 +94,31 @@ class ShuffledSum(Clipping, Noise):
         for parameter in optimizer.params:
             mark_as_used(parameter.grad_sample)
         return len(norms), float(optimizer.max_grad_norm)
+
+    def check_settings(self, optimizer: Any) -> None:
+        """Refuses a batch that the protocol's noise does not cover.
+
+        Raises:
+            ValueError: If the optimizer's noise or norm is no longer the protocol's, or the batch
+                before is still there.
+        """
+        protocol = self.protocol
+        if self.released:
+            raise ValueError(
+                "this batch has been released already: call optimizer.zero_grad() after "
+                "optimizer.step()"
+            )
+        if optimizer.noise_multiplier != self.noise_multiplier:
+            raise ValueError(
+                f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the "
+                f"protocol's is {self.noise_multiplier}: its noise is fixed, no schedule changes "
+                "it; leave noise_multiplier alone"
+            )
+        if not math.isclose(optimizer.max_grad_norm, protocol.max_norm, rel_tol=1e-6):
+            raise ValueError(
+                f"max_grad_norm is {optimizer.max_grad_norm}, the aggregator is made for "
+                f"max_norm={protocol.max_norm}: its noise cannot follow a norm that changes"
+            )
 
     def check_release(self, optimizer: Any) -> None:
         """Refuses sums of more or fewer records than the protocol covers.
@@ -161,6 +172,60 @@ class ShuffledSum(Clipping, Noise):
         sizes = [parameter.numel() for parameter in optimizer.params]
         for parameter, piece in zip(optimizer.params, torch.split(estimate, sizes), strict=True):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
+
+
+class StreamedSum(ShuffledSum, GhostClipping):
+    """The same with ghost clipping, which holds one layer's gradients of records at a time.
+
+    The criterion's first backward pass finds the norms, and in its second each parameter's
+    gradients of records become counts at once. Entries are rounded independently, so the order of
+    the layers does not matter.
+
+    No report is longer than the norm, whatever the first pass has found: an underestimate by
+    rounding, by terms that cancel, by an operation that is not deterministic. What it has found for
+    a parameter, nᵢ of Σnᵢ² = N², is what the record's gradient there may have at most. Its norm mᵢ
+    in the second pass is computed in double precision, and the gradient multiplied by
+    C/N·min(1, nᵢ/mᵢ), so that the report has Σ(C/N·min(mᵢ, nᵢ))² ≤ C². Norms in single precision
+    are raised by their rounding first, lest it shorten what needs no clipping.
+    """
+
+    def encoder(
+        self, optimizer: Any, module: Any
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Returns the function that makes counts of a parameter's gradients of records."""
+        norms: dict[torch.Tensor, Any] = {
+            parameter: norms_of_records(parameter) for parameter in module.trainable_parameters
+        }
+        found = torch.stack([norm.double().cpu() for norm in norms.values()]) / MARGIN
+        bound = min(module.max_grad_norm, self.protocol.max_norm)
+        # Of a norm that is not finite the factor is none, or zero.
+        factors = (bound / (_without_overflow(found) + 1e-6)).clamp(max=1.0)
+        allowed = dict(zip(norms, found, strict=True))
+
+        def encode(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+            rows = sample.reshape(len(sample), parameter.numel())
+            norms = torch.maximum(_norms(rows), allowed[parameter])
+            # Zero, too, where this is zero over zero, or a norm of either pass is not finite: an
+            # error would be an event that everyone sees and no ε speaks of.
+            scales = (factors * (allowed[parameter] / norms)).nan_to_num(nan=0.0)
+            if (left_out := scales == 0).any():
+                rows = rows.masked_fill(left_out[:, None].to(rows.device), 0.0)
+            return self.protocol.encode_scaled([rows], scales, optimizer.generator)
+
+        return encode
+
+    def clip(self, optimizer: Any) -> tuple[int, float]:
+        """Adds the counts that the criterion's backward pass has made to those of the batch.
+
+        Raises:
+            ValueError: If the optimizer's noise or norm is no longer the protocol's, or what the
+                pass has made is not there, or not of these parameters alone.
+        """
+        self.check_settings(optimizer)
+        (records, norm), pieces = self.take(optimizer)
+        counts = torch.cat(pieces) if records else torch.tensor(0)
+        self.counts = counts if self.counts is None else self.counts + counts
+        return records, norm
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:

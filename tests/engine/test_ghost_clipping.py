@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CROSS_ENTROPY = nn.CrossEntropyLoss(reduction="sum")
+NAMES = ("subsampled_shuffle", "rdp", "shuffled_sums")
 
 
 def private(
@@ -55,7 +56,7 @@ class PerRecord(Scalar):
         return self.function(functional.cross_entropy(logits, labels, reduction="none"))
 
 
-@pytest.mark.parametrize("name", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", ["column", "scalar", "fewer"])
 def test_losses_that_are_not_one_per_record_are_refused_before_any_backward_pass(name, shape):
     """Of shape [B, 1] they broadcast, and clip nothing."""
@@ -108,7 +109,7 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", OUTSIDE)
 def test_losses_whose_gradients_are_not_those_of_the_rows_are_refused(way, name):
     """Their factors would clip other records, or nothing."""

@@ -151,7 +151,7 @@ SUMS = [
     ({"noise_multiplier": 0.01}, "noise_multiplier of a shuffled sum must be at least"),
     ({"aggregator": "tight", "noise_multiplier": None}, "ShuffleVectorSum"),
     ({"aggregator": protocol()}, "noise_multiplier=1.0"),
-    ({"grad_sample_mode": "ghost"}, "grad_sample_mode"),
+    ({"grad_sample_mode": "no_op"}, "grad_sample_mode"),
     ({"clipping": "per_layer", "max_grad_norm": [1.0] * 4}, "clipping"),
     ({"clipping": "adaptive"}, "clipping"),
     (LOCAL, "local_noise"),

@@ -201,6 +201,7 @@ INFLUENCE = [
     *((name, "hooks", "flat") for name in [*OURS, "rdp"]),
     *(("shuffled_checkin", *mode) for mode in MODES[1:]),
     ("rdp", "ghost", "flat"),
+    ("shuffled_sums", "ghost", "flat"),
     ("prv", "no wrapper", "per_layer"),
 ]
 
@@ -238,6 +239,8 @@ def test_a_record_moves_a_release_by_its_clipped_gradient_over_a_public_number(
         ("subsampled_shuffle", "hooks", "flat", 3e38),  # whose norm overflows
         ("shuffled_sums", "hooks", "flat", math.nan),
         ("shuffled_sums", "functorch", "flat", math.inf),
+        ("shuffled_sums", "ghost", "flat", math.nan),
+        ("shuffled_sums", "ghost", "flat", 3e38),
         ("rdp", "no wrapper", "per_layer", math.nan),
     ],
 )
@@ -397,7 +400,12 @@ def test_a_sum_is_divided_by_no_number_that_follows_the_batch(name):
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("subsampled_shuffle", "ghost"), ("rdp", "functorch"), ("shuffled_sums", "hooks")],
+    [
+        ("subsampled_shuffle", "ghost"),
+        ("rdp", "functorch"),
+        ("shuffled_sums", "hooks"),
+        ("shuffled_sums", "ghost"),
+    ],
 )
 @pytest.mark.parametrize("what", ["frozen", "thawed", "all frozen", "taken out"])
 def test_parameters_that_were_frozen_or_thawed_since_are_not_stepped_on(name, mode, what):
