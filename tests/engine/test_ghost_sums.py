@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ USERS, BATCH = 21, 7
 
 class Noiseless(ShuffleVectorSum):
     """Adds up the users' rounded vectors alone; private it is not."""
+
+    def encode_scaled(self, pieces, factors, generator=None):
+        self.scales = [*getattr(self, "scales", []), factors]
+        return super().encode_scaled(pieces, factors, generator)
 
     def draw_noise(self, num_reports, generator=None, *, part=False):
         return torch.zeros(self.dimension, dtype=torch.int64)
@@ -45,14 +50,14 @@ class Products(nn.Module):
         return losses if self.reduction == "none" else losses.sum()
 
 
-def run_of(module, x, y, *, mode="ghost", epsilon=300.0, protocol=None, **options):
+def run_of(module, x, y, *, mode="ghost", batch=BATCH, epsilon=300.0, protocol=None, **options):
     """A run that learns nothing, by default on a grid that is finer than single precision."""
     dimension = sum(parameter.numel() for parameter in module.parameters())
-    users = BATCH if options.get("poisson_sampling") is False else len(x)
+    users = batch if options.get("poisson_sampling") is False else len(x)
     toy = {
         "module": module,
         "optimizer": torch.optim.SGD(module.parameters(), lr=0.0),
-        "data_loader": DataLoader(TensorDataset(x, y), batch_size=BATCH),
+        "data_loader": DataLoader(TensorDataset(x, y), batch_size=batch),
     }
     if protocol is None:
         protocol = Noiseless(users, dimension, 1.0, epsilon=epsilon, delta=1e-5)
@@ -169,6 +174,18 @@ def test_a_release_is_the_sum_of_the_clipped_gradients_of_the_records(name, opti
         assert float((expected.abs() > 4 * tolerance).double().mean()) > 0.1  # it can be told
 
 
+@pytest.mark.parametrize("network", ["layers", "text", "a recurrent layer"])
+def test_a_batch_of_no_records_is_a_round_in_which_all_report_zero(network):
+    make, shape, outputs = NETWORKS[network]
+    x = torch.randint(9, (USERS, 6)) if shape is None else torch.randn(USERS, *shape)
+    run = run_of(make(), x, torch.ones(USERS, outputs), batch=1)
+    protocol = run.optimizer.aggregator
+    empty = [released for records, released in releases(run) if not len(records[0])]
+    assert len(empty) > 3
+    assert run.accounted == run.updates == USERS
+    assert float(torch.stack(empty).abs().max()) <= USERS * protocol.grid_step
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("double", [False, True])
 def test_gradients_on_the_grid_are_counted_exactly(mode, double):
@@ -193,11 +210,14 @@ def test_gradients_on_the_grid_are_counted_exactly(mode, double):
     run = run_of(module, x, y, mode=mode, protocol=protocol, poisson_sampling=False)
     ((_, released),) = releases(run)
     torch.testing.assert_close(released.double(), raw.sum(0), rtol=0, atol=1e-6)
+    # Rounding of norms shortens none; of a gradient that is zero the factor may be so, too.
+    assert set(torch.cat(protocol.scales).tolist()) <= {0.0, 1.0}
 
 
-def test_no_report_is_longer_than_the_norm_whatever_the_first_pass_has_found():
-    """As with an operation that answers otherwise each time: here the second pass's gradients are
-    a thousand times the first's, which were clipped to their norm."""
+@pytest.mark.parametrize("growth", [1000.0, math.inf, math.nan])
+def test_no_report_is_longer_than_the_norm_whatever_the_first_pass_has_found(growth):
+    """As with an operation that answers otherwise each time: here the second pass's gradients of
+    the first layer are a thousand times the first's, or no numbers, and are left out then."""
     torch.manual_seed(3)
     x, y = torch.randn(1, 5).expand(BATCH, 5), torch.randn(1, 3).expand(BATCH, 3)
     run = run_of(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), x, y, poisson_sampling=False)
@@ -206,14 +226,17 @@ def test_no_report_is_longer_than_the_norm_whatever_the_first_pass_has_found():
 
     def grow(gradient):
         calls.append(1)
-        return gradient * (1000 if len(calls) == 2 else 1)
+        return gradient * (growth if len(calls) == 2 else 1)
 
-    run.network[0].register_forward_hook(lambda *call: call[2].register_hook(grow) and None)
+    run.network[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(grow) and None)
     ((_, released),) = releases(run)
     assert len(calls) == 2
     protocol = run.optimizer.aggregator
     rounded = BATCH * protocol.grid_step * protocol.dimension**0.5
-    assert 0.9 * BATCH < float(released.norm()) <= BATCH + rounded
+    first, second = (float(part.norm()) for part in released.split([5 * 4 + 4, 4 * 3 + 3]))
+    assert 0.5 * BATCH < second <= math.hypot(first, second) <= BATCH + rounded
+    assert (first > 0.1 * BATCH) == math.isfinite(growth)
+    assert first > 0.1 * BATCH or first <= rounded
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "autocast"])
@@ -264,7 +287,9 @@ def test_the_gradients_of_one_layer_alone_are_held_at_a_time(mode):
     gc.collect()  # other runs' gradients
     x, y = torch.randn(BATCH, sizes[0]), torch.randn(BATCH, sizes[-1])
     run = run_of(module, x, y, mode=mode, protocol=protocol, poisson_sampling=False)
-    run.step()
+    run.backward()
+    assert mode == "hooks" or all(parameter.grad is None for parameter in run.optimizer.params)
+    run.optimizer.step()
     assert max(protocol.alive) == BATCH * (max(weights) if mode == "ghost" else sum(weights))
     assert len(protocol.alive) == (8 if mode == "ghost" else 1)
 

@@ -218,9 +218,10 @@ def test_a_protocol_of_your_own_is_for_everyone_and_one_engine_has_one():
         Run("shuffled_sums", sigma=None, aggregator=other).load(file)
 
 
+@pytest.mark.parametrize("mode", ["functorch", "ghost"])
 @pytest.mark.parametrize("change", [{"max_grad_norm": 2.0}, {"noise_multiplier": 100.0}], ids=str)
-def test_a_norm_or_a_multiplier_that_changes_after_make_private_is_refused(change):
-    run = Run("shuffled_sums", "functorch", **SAMPLES).train()
+def test_a_norm_or_a_multiplier_that_changes_after_make_private_is_refused(change, mode):
+    run = Run("shuffled_sums", mode, **SAMPLES).train()
     vars(run.optimizer).update(change)
     with run.refused(r"max_norm|noise_multiplier", goes_on=False):
         run.step()
