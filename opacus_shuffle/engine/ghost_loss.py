@@ -6,7 +6,8 @@ hooks off, so that later batches are weighed with old norms; and where one recor
 finite, for zero times infinity is NaN. Here losses have the shape ``[B]`` or are refused, hooks
 come back on, norms are those of this pass, and a batch with a record that cannot be clipped is
 summed from the gradients of each record, layer by layer, without that one. So is a batch in half
-precision, whose second pass would round by more than the noise is made for.
+precision, whose second pass would round by more than the noise is made for, and one that is summed
+as bits, for which every record's gradient is rounded.
 """
 
 from __future__ import annotations

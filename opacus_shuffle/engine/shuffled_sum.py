@@ -4,7 +4,7 @@ Each record plays a user of a :class:`~opacus_shuffle.protocols.vector_sum.Shuff
 whole gradient, all trainable parameters in the optimizer's order, is clipped, rounded at random to
 the protocol's grid and added to whole-number counts. One draw of binomials per step, and the counts
 become ``.grad``. The counts of several physical batches add up, so splitting a batch changes
-nothing but memory.
+nothing but memory. With ghost clipping (:class:`StreamedSum`) they are made layer by layer.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
@@ -175,37 +175,39 @@ class ShuffledSum(Clipping, Noise):
 
 
 class StreamedSum(ShuffledSum, GhostClipping):
-    """The same with ghost clipping, which holds one layer's gradients of records at a time.
+    """Sums of bits with ghost clipping: one layer's gradients of records are held at a time.
 
     The criterion's first backward pass finds the norms, and in its second each parameter's
     gradients of records become counts at once. Entries are rounded independently, so the order of
-    the layers does not matter.
+    the layers does not matter. Where a parameter is used several times, the gradients of all uses
+    are added up before they are rounded, once.
 
-    No report is longer than the norm, whatever the first pass has found: an underestimate by
-    rounding, by terms that cancel, by an operation that is not deterministic. What it has found for
-    a parameter, nᵢ of Σnᵢ² = N², is what the record's gradient there may have at most. Its norm mᵢ
-    in the second pass is computed in double precision, and the gradient multiplied by
-    C/N·min(1, nᵢ/mᵢ), so that the report has Σ(C/N·min(mᵢ, nᵢ))² ≤ C². Norms in single precision
-    are raised by their rounding first, lest it shorten what needs no clipping.
+    No report is longer than the norm C, whatever the first pass has found: rounding, terms that
+    cancel and operations that are not deterministic may leave it too little. What it has found of a
+    record for parameter i, nᵢ with Σnᵢ² = N², is the most that the record's gradient there may
+    have. Its norm mᵢ in the second pass is computed in double precision, and the gradient
+    multiplied by f·min(1, nᵢ/mᵢ) with f = min(1, C/N), so that the report's squared norm is
+    f²·Σmin(mᵢ, nᵢ)² ≤ f²·N² ≤ C². All nᵢ are raised by the rounding of single precision first, lest
+    that shorten a gradient which needs no clipping.
     """
 
     def encoder(
         self, optimizer: Any, module: Any
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Returns the function that makes counts of a parameter's gradients of records."""
+        """Returns the function that makes a parameter's gradients of records into counts."""
         norms: dict[torch.Tensor, Any] = {
             parameter: norms_of_records(parameter) for parameter in module.trainable_parameters
         }
         found = torch.stack([norm.double().cpu() for norm in norms.values()]) / MARGIN
         bound = min(module.max_grad_norm, self.protocol.max_norm)
-        # Of a norm that is not finite the factor is none, or zero.
+        # A norm that is not finite gives a factor that is no number, or zero.
         factors = (bound / (_without_overflow(found) + 1e-6)).clamp(max=1.0)
         allowed = dict(zip(norms, found, strict=True))
 
         def encode(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
             rows = sample.reshape(len(sample), parameter.numel())
             norms = torch.maximum(_norms(rows), allowed[parameter])
-            # Zero, too, where this is zero over zero, or a norm of either pass is not finite: an
+            # Zero where there is no gradient, and where a norm of either pass is not finite: an
             # error would be an event that everyone sees and no ε speaks of.
             scales = (factors * (allowed[parameter] / norms)).nan_to_num(nan=0.0)
             if (left_out := scales == 0).any():
