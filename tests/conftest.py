@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.toy import make_toy
+from helpers import toy as small_runs
 from hypothesis import settings
 
 collect_ignore = [
@@ -28,6 +28,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one core each, and for the processes 
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Lets the small private runs take place on a GPU: ``pytest --device cuda``."""
+    parser.addoption("--device", default="cpu", help="of small private runs (default: cpu)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells the helpers that make small private runs where to make them."""
+    small_runs.DEVICE = torch.device(config.getoption("device"))
+
+
 def pytest_collection_finish() -> None:
     """Spares collections of garbage what all modules hold: then they take no half second."""
     gc.collect()
@@ -43,4 +53,4 @@ def reference() -> dict[str, Any]:
 @pytest.fixture
 def toy() -> dict[str, Any]:
     """A tiny network, its optimizer and a loader of 24 records, as keywords of make_private."""
-    return make_toy()
+    return small_runs.make_toy()

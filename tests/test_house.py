@@ -58,8 +58,9 @@ WEIGHTS = {
 TESTS_WEIGHT = 15_360
 
 KERNELS = (
-    f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
-)
+    f"{PACKAGE}.permutation.moving.triton_moves",
+    f"{PACKAGE}.protocols.triton_roundings",
+)  # about an extra: they are imported where Triton is
 EXTRAS = (
     f"{PACKAGE}.estimators",
     f"{PACKAGE}.federated.flower",
@@ -282,7 +283,7 @@ for name in sys.argv[1:]:
 
 
 def test_every_module_can_be_imported_without_the_extras_and_without_a_warning():
-    names = {name for name in sources() if name != KERNELS and not name.startswith(EXTRAS)}
+    names = {name for name in sources() if not name.startswith((*KERNELS, *EXTRAS))}
     command = [sys.executable, "-W", "error", "-c", BLOCKED, *names]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

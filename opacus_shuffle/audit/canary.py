@@ -147,7 +147,7 @@ class GradientCanary:
         total: torch.Tensor = self.parameter.summed_grad  # type: ignore[attr-defined]
         place = total.view(self.parameter.shape)[self.index]
         background = float(place) * self._batch_factor()
-        present = bool(torch.randint(2, (1,), generator=self._coins))
+        present = bool(torch.randint(2, (1,), generator=self._coins, device="cpu"))
         if present:
             place += self.size  # in place: Opacus marks the tensor itself as used
         self._add_noise()

@@ -19,8 +19,9 @@ from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 
 Words = npt.NDArray[np.uint64]
 
@@ -28,25 +29,78 @@ _PRECISION, _BITS = 192, 128
 _WIDEST = 20_000.0
 """Standard deviation of a table's numbers at most; it has some thirty times as many steps."""
 _BLOCK = 2**16
+_BLOCK_ON_GPU = 2**23
 _STEP_WITHIN = -1
+
+
+def draw_binomials(
+    trials: int, probability: float, count: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Draws binomial numbers where a caller's generator lives: int64, shape (count,).
+
+    Raises:
+        ValueError: If it is no generator.
+    """
+    if isinstance(generator, torch.Generator) and generator.device.type != "cpu":
+        return binomials_on_gpu(trials, probability, count, generator)
+    return torch.from_numpy(exact_binomials(trials, probability, count, stream_of(generator)))
 
 
 def exact_binomials(
     trials: int, probability: float, count: int, source: SecretGenerator
 ) -> npt.NDArray[np.int64]:
     """Draws so many binomial numbers, each independent of the others."""
-    variance = trials * probability * (1 - probability)
-    parts = max(1, math.ceil(variance / _WIDEST**2))
-    smaller, larger = divmod(int(trials), parts)
     totals = np.zeros(count, dtype=np.int64)
     # Parts of one size share a table, and are drawn together as far as memory allows.
     together = max(1, _BLOCK // max(1, count))
-    for size, number in ((smaller + 1, larger), (smaller, parts - larger)):
+    for size, number in _parts(trials, probability):
         for begin in range(0, number, together):
             rows = min(together, number - begin)
             drawn = _draw(size, float(probability), rows * count, source)
             totals += drawn.reshape(rows, count).sum(0)
     return totals
+
+
+def binomials_on_gpu(
+    trials: int, probability: float, count: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Draws such numbers on a generator's device, by its own random bits: int64, shape (count,).
+
+    63 of them are compared with the steps, and the other 65 where a step begins with the same ones,
+    which hardly ever happens.
+    """
+    totals = torch.zeros(count, dtype=torch.int64, device=generator.device)
+    for size, number in _parts(trials, probability):
+        first, high, low, _ = _table(size, float(probability))
+        begins = high >> np.uint64(1)
+        steps = torch.from_numpy(begins.view(np.int64)).to(generator.device)
+        for block in torch.split(totals, _BLOCK_ON_GPU) if len(steps) else ():
+            for _ in range(number):
+                bits = torch.empty_like(block).random_(generator=generator)
+                passed = torch.searchsorted(steps, bits, right=True)
+                tied = steps[(passed - 1).clamp_(min=0)] == bits
+                for place in tied.nonzero().flatten().tolist():
+                    equal = np.flatnonzero(begins == np.uint64(bits[place].item()))
+                    passed[place] -= _steps_above(high[equal] & np.uint64(1), low[equal], generator)
+                block += passed
+        totals += number * first
+    return totals
+
+
+def _steps_above(odd: Words, low: Words, generator: torch.Generator) -> int:
+    """Returns how many steps' last 65 bits are above 65 bits that are drawn."""
+    words = torch.randint(2**13, (5,), generator=generator, device=generator.device).tolist()
+    drawn = sum(word << (13 * place) for place, word in enumerate(words))
+    rests = ((int(bit) << 64) | int(rest) for bit, rest in zip(odd, low, strict=True))
+    return sum(rest > drawn for rest in rests)
+
+
+def _parts(trials: int, probability: float) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Splits trials into parts whose tables are short: two sizes, and how many parts have each."""
+    variance = trials * probability * (1 - probability)
+    parts = max(1, math.ceil(variance / _WIDEST**2))
+    smaller, larger = divmod(int(trials), parts)
+    return (smaller + 1, larger), (smaller, parts - larger)
 
 
 def _draw(

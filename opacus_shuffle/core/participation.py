@@ -45,10 +45,12 @@ def _as_opacus_tosses(count: int, rate: float, generator: torch.Generator) -> li
     """Compares 24 bits, which Opacus takes alone, and 29 more where these do not decide."""
     coarse = math.floor(rate * 2**24)
     fine = math.floor((rate * 2**24 - coarse) * 2**29) / 2**29
-    drawn = torch.rand(count, generator=generator, dtype=torch.float32)
+    drawn = torch.rand(count, generator=generator, dtype=torch.float32, device=generator.device)
     (shown,) = (drawn <= coarse / 2**24).nonzero(as_tuple=True)
     tied = drawn[shown] == coarse / 2**24
-    rest = torch.rand(int(tied.sum()), generator=generator, dtype=torch.float64)
+    rest = torch.rand(
+        int(tied.sum()), generator=generator, dtype=torch.float64, device=generator.device
+    )
     tied[tied.clone()] = rest >= fine
     return shown[~tied].tolist()
 

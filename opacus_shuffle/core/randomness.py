@@ -301,7 +301,10 @@ def stream_of(generator: torch.Generator | None) -> SecretGenerator:
     check_generator("generator", generator)
     if generator is None or isinstance(generator, SecretGenerator):
         return SecretGenerator() if generator is None else generator
-    key = torch.randint(0, 256, (KEY_BYTES,), generator=generator, dtype=torch.uint8)
+    # torch.set_default_device would have the numbers elsewhere than the generator.
+    key = torch.randint(
+        0, 256, (KEY_BYTES,), generator=generator, dtype=torch.uint8, device=generator.device
+    )
     return SecretGenerator(key=key.numpy().tobytes(), secret=False)
 
 

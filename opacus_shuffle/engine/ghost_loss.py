@@ -141,7 +141,7 @@ class GhostPasses:
             ValueError: The two sums differ.
         """
         parameters = self.module.trainable_parameters
-        drawn = torch.rand(len(losses), generator=torch.Generator().manual_seed(0))
+        drawn = torch.rand(len(losses), generator=torch.Generator().manual_seed(0), device="cpu")
         factors = 0.5 + 0.5 * drawn.to(losses.device, losses.dtype)
         self.module.disable_hooks()
         plain = torch.autograd.grad(

@@ -187,8 +187,8 @@ class PrivacyEngine(CheckpointMixin):
                 ``"fixed_size"``, or ``"random_allocation"``, one secret batch of each epoch for
                 every record.
             clipping: ``"flat"``, ``"per_layer"``; ``"adaptive"`` with Opacus's accountants only.
-            noise_generator: Where the parameters are; on the CPU with ``shuffled_sums``. By default
-                seeded by the system.
+            noise_generator: Where the parameters are; with ``shuffled_sums`` on the CPU, if you
+                like. By default seeded by the system.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
             wrap_model: As Opacus's.
             rand_on_empty: As Opacus's, with its own accountants alone.

@@ -30,11 +30,14 @@ from typing import Any
 import torch
 
 from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used, norms_of_records
-from opacus_shuffle.engine.clipping import MARGIN, Clipping, GhostClipping
+from opacus_shuffle.engine.clipping import Clipping, GhostClipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.ranks import add_up
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
+_SLACK = 1 + 2**-13
+"""Norms of the two passes of ghost clipping are the same to this factor, in single precision."""
+_SEGMENT = 2**10
 _ENTRIES = 2**17
 """Numbers that are turned into double precision at a time: what a processor's cache holds."""
 
@@ -85,7 +88,7 @@ class ShuffledSum(Clipping, Noise):
         # An error would be an event that everyone sees and no ε speaks of: what is not finite is
         # reported as zero.
         if not (usable := torch.isfinite(norms)).all():
-            rows = [row.masked_fill(~usable[:, None].to(row.device), 0.0) for row in rows]
+            rows = [row.masked_fill(~usable[:, None], 0.0) for row in rows]
         # In double precision, no clipped norm exceeds the bound.
         bound = min(optimizer.max_grad_norm, protocol.max_norm)
         factors = (bound / (norms.masked_fill(~usable, 0.0) + 1e-6)).clamp(max=1.0)
@@ -142,7 +145,7 @@ class ShuffledSum(Clipping, Noise):
 
     def total_reports(self, optimizer: Any) -> int:
         """Returns how many users report on all processes."""
-        return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer))))
+        return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer), device="cpu")))
 
     def total(self, optimizer: Any, counts: torch.Tensor) -> torch.Tensor:
         """Adds up the counts of all processes."""
@@ -166,6 +169,7 @@ class ShuffledSum(Clipping, Noise):
         noised = protocol.draw_noise(reports, generator, **part).add_(counts)
         # Beside the estimate, the counts would tell the noise.
         self.counts, self.released = None, True
+        del counts  # for its memory
         estimate = protocol.decode(self.total(optimizer, noised), self.total_reports(optimizer))
         if optimizer.rank:
             estimate.zero_()
@@ -185,10 +189,10 @@ class StreamedSum(ShuffledSum, GhostClipping):
     No report is longer than the norm C, whatever the first pass has found: rounding, terms that
     cancel and operations that are not deterministic may leave it too little. What it has found of a
     record for parameter i, nᵢ with Σnᵢ² = N², is the most that the record's gradient there may
-    have. Its norm mᵢ in the second pass is computed in double precision, and the gradient
-    multiplied by f·min(1, nᵢ/mᵢ) with f = min(1, C/N), so that the report's squared norm is
-    f²·Σmin(mᵢ, nᵢ)² ≤ f²·N² ≤ C². All nᵢ are raised by the rounding of single precision first, lest
-    that shorten a gradient which needs no clipping.
+    have. Its norm mᵢ in the second pass is computed in double precision (on a GPU never too small),
+    and the gradient multiplied by f·min(1, nᵢ/mᵢ) with f = min(1, C/N), so that the report's
+    squared norm is f²·Σmin(mᵢ, nᵢ)² ≤ f²·N² ≤ C². All nᵢ are raised a little first, lest rounding
+    shorten a gradient which needs no clipping.
     """
 
     def encoder(
@@ -198,7 +202,7 @@ class StreamedSum(ShuffledSum, GhostClipping):
         norms: dict[torch.Tensor, Any] = {
             parameter: norms_of_records(parameter) for parameter in module.trainable_parameters
         }
-        found = torch.stack([norm.double().cpu() for norm in norms.values()]) / MARGIN
+        found = torch.stack([norm.double() for norm in norms.values()]) * _SLACK
         bound = min(module.max_grad_norm, self.protocol.max_norm)
         # A norm that is not finite gives a factor that is no number, or zero.
         factors = (bound / (_without_overflow(found) + 1e-6)).clamp(max=1.0)
@@ -211,7 +215,7 @@ class StreamedSum(ShuffledSum, GhostClipping):
             # error would be an event that everyone sees and no ε speaks of.
             scales = (factors * (allowed[parameter] / norms)).nan_to_num(nan=0.0)
             if (left_out := scales == 0).any():
-                rows = rows.masked_fill(left_out[:, None].to(rows.device), 0.0)
+                rows = rows.masked_fill(left_out[:, None], 0.0)
             return self.protocol.encode_scaled([rows], scales, optimizer.generator)
 
         return encode
@@ -225,7 +229,7 @@ class StreamedSum(ShuffledSum, GhostClipping):
         """
         self.check_settings(optimizer)
         (records, norm), pieces = self.take(optimizer)
-        counts = torch.cat(pieces) if records else torch.tensor(0)
+        counts = torch.cat(pieces) if records else torch.tensor(0, device="cpu")
         self.counts = counts if self.counts is None else self.counts + counts
         return records, norm
 
@@ -233,11 +237,28 @@ class StreamedSum(ShuffledSum, GhostClipping):
 def _norms(rows: torch.Tensor) -> torch.Tensor:
     """Returns every row's norm in double precision; not finite if the row is not."""
     if rows.dtype == torch.float64 and rows.numel():
-        return _without_overflow(rows.T).cpu()
+        return _without_overflow(rows.T)
+    if rows.is_cuda:
+        return _norms_of_segments(rows)
     squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     for columns in torch.split(rows, max(1, _ENTRIES // max(len(rows), 1)), dim=1):
         squares += columns.double().square_().sum(1)
-    return squares.sqrt().cpu()
+    return squares.sqrt()
+
+
+def _norms_of_segments(rows: torch.Tensor) -> torch.Tensor:
+    """Returns every row's norm, never too small, with single precision for segments of a row.
+
+    A GPU adds up a segment's squares in an order of its own. In any order the sum of 1,024 of them
+    is right to 1,025·2⁻²⁴, and its root to half as much: by 2⁻¹⁴ the norm is raised. A segment
+    whose norm is beyond 1.8·10¹⁹, so that its squares overflow, counts as not finite.
+    """
+    count, width = rows.shape
+    whole = width - width % _SEGMENT
+    parts = rows[:, :whole].reshape(count, -1, _SEGMENT), rows[:, None, whole:]
+    norms = [torch.linalg.vector_norm(part, dim=2, dtype=torch.float32) for part in parts]
+    squares = torch.cat(norms, dim=1).double().square_().sum(1)
+    return squares.sqrt_().mul_(1 + 2**-14)
 
 
 def _without_overflow(columns: torch.Tensor) -> torch.Tensor:

@@ -464,7 +464,7 @@ def _loss(outputs: list[torch.Tensor], factors: torch.Tensor) -> tuple[torch.Ten
     draws, total = torch.Generator().manual_seed(0), torch.zeros(())
     # Losses of the batch that come with rows of records are of the same records.
     for output in by_record or trained:
-        weighted = output * torch.randn(output.shape, generator=draws).to(output)
+        weighted = output * torch.randn(output.shape, generator=draws, device="cpu").to(output)
         if by_record:
             weighted = weighted.movedim(0, -1) * factors.to(weighted)
         total = total.to(weighted) + weighted.sum()

@@ -58,7 +58,7 @@ def guess(module: nn.Module) -> Call:
     first: Any = next((layer for layer in layers if any(True for _ in layer.parameters())), None)
     draws = torch.Generator().manual_seed(0)
     if isinstance(first, nn.Embedding):
-        tokens = torch.randint(1, first.num_embeddings, (2, 8), generator=draws)
+        tokens = torch.randint(1, first.num_embeddings, (2, 8), generator=draws, device="cpu")
         # The token after the last is the first; padding is none.
         padding = -1 if first.padding_idx is None else first.padding_idx
         return _on_device_of(module, (((tokens + padding) % first.num_embeddings,), {}))
@@ -73,7 +73,7 @@ def guess(module: nn.Module) -> Call:
             f"sample_input must be given: the first layer of {type(module).__name__} tells no "
             "shape; pass a tensor, a tuple of arguments or a mapping of keyword arguments"
         )
-    numbers = torch.randn(shape, generator=draws).to(next(first.parameters()).dtype)
+    numbers = torch.randn(shape, generator=draws, device="cpu").to(next(first.parameters()).dtype)
     return _on_device_of(module, ((numbers,), {}))
 
 

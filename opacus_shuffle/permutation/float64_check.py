@@ -230,7 +230,9 @@ def _run(
     }
     slopes = _gradients(outputs, leaves, move)
     # Numbers that can be subtracted, which whole numbers and yes or no cannot always.
-    numbers = [output.detach() * torch.ones((), dtype=torch.float64) for output in outputs]
+    numbers = [
+        output.detach() * torch.ones((), dtype=torch.float64, device="cpu") for output in outputs
+    ]
     return numbers, slopes
 
 
@@ -287,7 +289,10 @@ def _gradients(
 
     for name, leaf in leaves.items():
         leaf.register_post_accumulate_grad_hook(functools.partial(note, name))  # type: ignore[no-untyped-call]
-    weights = [torch.linspace(1, 2, output.numel()).to(output).view_as(output) for output in tops]
+    weights = [
+        torch.linspace(1, 2, output.numel(), device=output.device).to(output).view_as(output)
+        for output in tops
+    ]
     try:
         torch.autograd.backward(tops, weights, inputs=list(leaves.values()))
     except RuntimeError:  # something in it has no derivative
@@ -301,7 +306,7 @@ def _sums_of_rows(gradient: torch.Tensor) -> torch.Tensor:
         return gradient
     rows = gradient.flatten(1)
     generator = torch.Generator().manual_seed(20_230_103)
-    weights = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)
+    weights = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64, device="cpu")
     return rows @ (weights / max(1, len(weights)) ** 0.5).to(rows)
 
 
@@ -323,13 +328,13 @@ def _perturbed_copy(network: nn.Module, *, buffers: bool) -> Tensors:
     """Copies parameters and buffers in double precision, away from values that hide mistakes."""
     generator = torch.Generator().manual_seed(20_230_102)
     # After 65,537 entries, a prime number, the noise repeats itself: drawing all takes long.
-    draws = torch.randn(65_537, generator=generator, dtype=torch.float64)
+    draws = torch.randn(65_537, generator=generator, dtype=torch.float64, device="cpu")
 
     def perturbed(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.detach().to(WIDER.get(tensor.dtype, tensor.dtype), copy=True)
         if copy.is_floating_point() and copy.layout == torch.strided:
             copy = copy.contiguous()
-            start = int(torch.randint(len(draws), (), generator=generator))
+            start = int(torch.randint(len(draws), (), generator=generator, device="cpu"))
             repeated = draws.roll(start).to(copy.device)
             spread = 0.2
             if copy.dim() > 1:

@@ -18,7 +18,7 @@ import torch
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
-from opacus_shuffle.core.exact_binomials import exact_binomials
+from opacus_shuffle.core.exact_binomials import draw_binomials, exact_binomials
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
@@ -313,7 +313,7 @@ class GridSum(ABC):
 
         Args:
             num_reports: How many users.
-            generator: On the CPU; by default secret.
+            generator: By default secret. The noise is drawn where it lives, on the CPU or on a GPU.
             part: They are some of a round's, whose number is looked at when all are added up.
 
         Raises:
@@ -324,10 +324,8 @@ class GridSum(ABC):
             if part
             else self.check_reports(num_reports)
         )
-        trials, draws = reports * self.noise_bits, stream_of(generator)
-        return torch.from_numpy(
-            exact_binomials(trials, self.bit_probability, self.dimension, draws)
-        )
+        trials = reports * self.noise_bits
+        return draw_binomials(trials, self.bit_probability, self.dimension, generator)
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
         """Returns the analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from opacus_shuffle.analysis import binomial_sums
-from opacus_shuffle.core.exact_binomials import exact_binomials
+from opacus_shuffle.core.exact_binomials import draw_binomials
 from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.validation import integer, moderate, noise_level, positive, sampling_rate
 from opacus_shuffle.protocols.calibration import (
@@ -30,6 +30,7 @@ from opacus_shuffle.protocols.calibration import (
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, WORTH_COMPILING, sum_of_roundings
+from opacus_shuffle.protocols.sums_on_gpu import sum_on_gpu
 
 _ENTRIES = 2**24
 """Numbers in double precision that are held at a time."""
@@ -249,12 +250,21 @@ class ShuffleVectorSum(GridSum):
                 entries are rounded independently, so pieces may be encoded one after the other.
             factors: What every user's pieces are multiplied by, shape (n,); then their norm is at
                 most ``max_norm``.
-            generator: On the CPU; by default secret.
+            generator: By default secret. Where it lives, the rows are rounded and counted: on the
+                CPU, or on a GPU.
         """
-        draws = stream_of(generator)
+        device = torch.device("cpu") if generator is None else generator.device
         rows = [
-            piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).cpu() for piece in pieces
+            piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).to(device)
+            for piece in pieces
         ]
+        factors = factors.to(device)
+        steps = factors * (self.granularity / self._span)
+        if generator is not None and device.type != "cpu":
+            return sum_on_gpu(
+                _joined(rows), steps, granularity=self.granularity, generator=generator
+            )
+        draws = stream_of(generator)
         if self.granularity > FINEST:
             parts = zip(
                 *(
@@ -268,7 +278,6 @@ class ShuffleVectorSum(GridSum):
                 for part in parts
             )
             return self._encode(scaled, draws, sum(piece.shape[1] for piece in rows))[0]
-        steps = factors.cpu() * (self.granularity / self._span)
         wide = [piece if piece.dtype == torch.float64 else piece.float() for piece in rows]
         compiled = len(factors) * self.dimension >= WORTH_COMPILING
         return torch.cat(
@@ -286,9 +295,9 @@ class ShuffleVectorSum(GridSum):
         It is a single number where zero is on the grid.
         """
         if self.granularity % 2 == 0:
-            return torch.tensor(count * (self.granularity // 2))
-        coins = exact_binomials(count, 0.5, self.dimension, stream_of(generator))
-        return torch.from_numpy(coins) + count * (self.granularity // 2)
+            return torch.tensor(count * (self.granularity // 2), device="cpu")
+        coins = draw_binomials(count, 0.5, self.dimension, generator)
+        return coins + count * (self.granularity // 2)
 
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         largest = float(norms.max()) if len(norms) else 0.0

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from helpers.private_runs import OURS, Run, same
+from helpers.toy import make_toy, run_epoch
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from scipy import stats
 from torch import nn
@@ -438,3 +439,24 @@ def test_a_gradient_that_was_left_on_a_frozen_parameter_is_not_released():
     run.step()
     assert not torch.equal(network[2].weight, before["2.weight"])
     assert torch.equal(network[0].weight, before["0.weight"])
+
+
+# ---- where tensors are made ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("name", OURS)
+def test_a_default_device_of_the_user_s_is_for_the_user_s_tensors_alone(name, mode):
+    """On the default device here nothing can be computed: whatever we made there would fail."""
+    if mode == "ghost" and name in ("shuffled_sums", "secret_checkin"):
+        pytest.skip("it needs each record's gradient")
+    toy, engine = make_toy(), PrivacyEngine(accountant=name)
+    torch.set_default_device("meta")
+    try:
+        model, optimizer, *criterion, loader = engine.make_private(
+            **toy, noise_multiplier=2.0, grad_sample_mode=mode, **OURS[name]
+        )
+        run_epoch(model, optimizer, loader, *criterion)
+    finally:
+        torch.set_default_device(None)
+    assert engine.accountant.history

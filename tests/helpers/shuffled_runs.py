@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from helpers import toy as small_runs
 from helpers.private_runs import Run
 from opacus_shuffle import PermutationSpec, WeightShuffling, find_permutations, prepare_model
 
@@ -147,7 +148,7 @@ def build(name: str) -> nn.Module:
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape, dtype=parameter.dtype)
-    return network
+    return network.to(small_runs.DEVICE)
 
 
 def records(name: str, count: int = RECORDS, dtype: torch.dtype = torch.float64) -> TensorDataset:
@@ -159,7 +160,7 @@ def records(name: str, count: int = RECORDS, dtype: torch.dtype = torch.float64)
         shape = {"conv": (1, 6, 6), "encoder": (4, 5)}.get(name, (5,))
         x = torch.randn((count, *shape), generator=generator, dtype=torch.float64).to(dtype)
     y = x if name == "gpt2" else torch.randint(3, (count,), generator=generator)
-    return TensorDataset(x, y)
+    return TensorDataset(x.to(small_runs.DEVICE), y.to(small_runs.DEVICE))
 
 
 def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+DEVICE = torch.device("cpu")
+"""Where small private runs take place, networks and data: pytest's option ``--device``."""
+
 ONE_NOISE = ("shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw")
 """The accountants whose rounds a noise multiplier describes."""
 
 
 def make_toy(*, records: int = 24, batch_size: int = 6, **loader: Any) -> dict[str, Any]:
-    module = nn.Sequential(nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 3))
-    data = TensorDataset(torch.randn(records, 5), torch.randint(0, 3, (records,)))
+    module = nn.Sequential(nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 3)).to(DEVICE)
+    x, y = torch.randn(records, 5), torch.randint(0, 3, (records,))
+    data = TensorDataset(x.to(DEVICE), y.to(DEVICE))
     return {
         "module": module,
         "optimizer": torch.optim.SGD(module.parameters(), lr=0.05),

@@ -125,7 +125,6 @@ class ElsewhereGenerator(torch.Generator):
     [
         lambda generator: HELD.randomize(X, generator),
         lambda generator: HELD.simulate(X.expand(50, 3), generator),
-        lambda generator: HELD.draw_noise(50, generator),
         lambda generator: HELD.shuffle(MINE, generator),
     ],
 )

@@ -48,7 +48,10 @@ class TicketedLoader(DataLoader):
                 "in_order must be True, for batches are accounted in the order in which they were "
                 "drawn; got False"
             )
-        batches: Any = super().__iter__()  # has the sampler begin to note what it draws
+        # PyTorch draws the workers' seed where torch.set_default_device says, which need not be
+        # where the loader's generator is.
+        with torch.device("cpu"):
+            batches: Any = super().__iter__()  # has the sampler begin to note what it draws
         return _with_tickets(self, batches, getattr(self.batch_sampler, "drawn", None))
 
 

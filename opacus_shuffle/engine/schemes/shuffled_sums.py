@@ -94,8 +94,10 @@ class VectorSums(EpochScheme):
         return plan_on_ranks(self.name, request, kind, secure_mode=self.engine.secure_mode)
 
     def noise_device(self, request: Request) -> torch.device:
-        """Returns the CPU, where binomials are drawn."""
-        return torch.device("cpu")
+        """Returns a GPU that the parameters are on, unless the user's generator is on the CPU."""
+        given, cpu = request.noise_generator, torch.device("cpu")
+        on_host = request.device.type != "cuda" or (given is not None and given.device == cpu)
+        return cpu if on_host else request.device
 
     @staticmethod
     def check_protocol(

@@ -1,0 +1,167 @@
+"""What sums of bits take on a GPU, as ratios of stock Opacus's times in the same run.
+
+Run ``python benchmarks/sums_on_gpu.py [--records 32]`` where there is a GPU. First the optimizers'
+``pre_step`` (clip, sum, noise) on the same gradients, by turns: a layer of ten million parameters,
+and BERT-base's 200 tensors; then whole steps of BERT-base on 64 tokens, with the peak of the GPU's
+memory. A figure is the median of the runs by the device's own clock.
+
+>>> stock, ours, ratio = compare([(40, 3), (3,)], records=4, users=40, device="cpu", repeats=1)
+>>> ratio == ours / stock
+True
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import opacus
+import torch
+from gather import MODELS, seconds
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opacus_shuffle
+from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.shuffled_sum import ShuffledSum
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+NOISE = 1.1
+
+
+class Parameters(nn.Module):
+    """Parameters of these shapes."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+
+
+def stepper(
+    kind: str, shapes: Sequence[tuple[int, ...]], samples: list[torch.Tensor], users: int
+) -> Callable[[], object]:
+    """Gives a function that clips, sums and noises these gradients once."""
+    records, device = len(samples[0]), samples[0].device
+    module = GradSampleModule(Parameters(shapes).to(device), strict=False)
+    keywords = {"noise_multiplier": NOISE, "max_grad_norm": 1.0, "expected_batch_size": records}
+    sgd = torch.optim.SGD(module.parameters(), lr=0.0)
+    if kind == "opacus":
+        optimizer = DPOptimizer(sgd, **keywords)
+    else:
+        entries = sum(sample[0].numel() for sample in samples)
+        protocol = ShuffleVectorSum.with_noise_multiplier(
+            users, entries, 1.0, NOISE, delta=1e-5, zero_on_grid=True, rate=records / users
+        )
+        sums = ShuffledSum(
+            protocol, noise_multiplier=protocol.noise_multiplier, everyone_reports=True
+        )
+        where = "cpu" if kind == "host" else device
+        keywords["noise_multiplier"] = protocol.noise_multiplier
+        optimizer = PrivateOptimizer(
+            sgd, clipping=sums, noise=sums, generator=SecretGenerator(where), **keywords
+        )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for parameter, sample in zip(optimizer.params, samples, strict=True):
+            parameter.grad_sample = sample.view(sample.shape)  # one that was not used before
+        optimizer.pre_step()
+
+    return step
+
+
+def compare(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    records: int,
+    device: str,
+    users: int = 4000,
+    repeats: int = 7,
+    kinds: tuple[str, ...] = ("opacus", "sums"),
+) -> list[float]:
+    """Times the optimizers by turns: milliseconds of each, and the later ones over the first."""
+    entries = sum(torch.Size(shape).numel() for shape in shapes)
+    samples = [
+        torch.randn((records, *shape), device=device) * (2 / entries**0.5) for shape in shapes
+    ]
+    steppers = [stepper(kind, shapes, samples, users) for kind in kinds]
+    for step in steppers:
+        step()
+    times = [[seconds(step, torch.device(device)) for step in steppers] for _ in range(repeats)]
+    medians = [1e3 * median(column) for column in zip(*times, strict=True)]
+    return medians + [value / medians[0] for value in medians[1:]]
+
+
+def bert_steps(kind: str, records: int, steps: int = 6) -> tuple[float, float]:
+    """Takes private steps of BERT-base: median milliseconds of a step, and peak gigabytes."""
+    import transformers
+
+    torch.manual_seed(0)
+    network = opacus_shuffle.prepare_model(
+        transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=2))
+    ).cuda()
+    tokens = torch.randint(5, 30_000, (20 * records, 64), device="cuda")
+    data = TensorDataset(tokens, torch.randint(2, (len(tokens),), device="cuda"))
+    engine: Any = opacus.PrivacyEngine()
+    if kind == "sums":
+        engine = opacus_shuffle.PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, loader = engine.make_private(
+        module=network,
+        optimizer=torch.optim.AdamW(network.parameters(), lr=1e-4),
+        data_loader=DataLoader(data, batch_size=records),
+        noise_multiplier=NOISE,
+        max_grad_norm=1.0,
+    )
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+
+    def step(tokens: torch.Tensor, labels: torch.Tensor) -> None:
+        model(input_ids=tokens, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(*next(batches))
+    torch.cuda.reset_peak_memory_stats()
+    taken = [
+        (seconds(lambda batch=batch: step(*batch), torch.device("cuda")), len(batch[0]))
+        for batch in itertools.islice(batches, steps)
+    ]
+    # Poisson batches differ in size: a step's time is told for so many records.
+    return (
+        1e3 * records * median(time / count for time, count in taken),
+        torch.cuda.max_memory_allocated() / 1e9,
+    )
+
+
+def main() -> None:
+    """Prints the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=int, default=32)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
+    bert = [shape for shape, _ in MODELS["bert"]]
+    layer = [(10_000, 1000)]
+    print(f"{'pre_step':<36}{'Opacus':>10}{'sums':>10}{'ratio':>8}")
+    for name, shapes in (("one layer of 10^7", layer), ("BERT-base, 200 tensors", bert)):
+        stock, ours, ratio = compare(shapes, records=options.records, device="cuda")
+        print(f"{name:<36}{stock:>7.2f} ms{ours:>7.2f} ms{ratio:>8.2f}", flush=True)
+    kinds = ("sums", "host")
+    ours, host, ratio = compare(layer, records=options.records, device="cuda", kinds=kinds)
+    print(f"one layer of 10^7, on the host: {host:.0f} ms, {ratio:.0f} times as much")
+    stock, ours = (bert_steps(kind, options.records) for kind in ("opacus", "sums"))
+    print(
+        f"whole steps of BERT-base: {stock[0]:.0f} ms and {stock[1]:.1f} GB, with sums "
+        f"{ours[0]:.0f} ms and {ours[1]:.1f} GB: {ours[0] / stock[0]:.2f} and "
+        f"{ours[1] / stock[1]:.2f} times as much"
+    )
+
+
+if __name__ == "__main__":
+    main()
