@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers.private_runs import Run
+from helpers.toy import here
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,7 +26,7 @@ def private(
     reduction="sum",
 ):
     """A run of ghost clipping on eight records in one batch, by default with losses summed."""
-    x, y = (torch.randn(8, 5), torch.randint(3, (8,))) if data is None else data
+    x, y = here((torch.randn(8, 5), torch.randint(3, (8,))) if data is None else data)
     toy = {"data_loader": DataLoader(TensorDataset(x, y), batch_size=8)}
     if module is not None:
         toy["module"] = module

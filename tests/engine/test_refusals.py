@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.private_runs import OURS, Run
 from helpers.shuffled_runs import build, in_record, records, spec_of
-from helpers.toy import make_toy
+from helpers.toy import here, make_toy
 from opacus.layers import DPMultiheadAttention
 from torch import nn
 from torch.utils.data import (
@@ -367,7 +367,7 @@ class Attending(nn.Module):
 
 def shared_memory():
     network = build("mlp")
-    memory = torch.randn(16 * 9 + 40, dtype=torch.float64)
+    memory = here(torch.randn(16 * 9 + 40, dtype=torch.float64))
     network[2].weight = nn.Parameter(memory[: 16 * 9].view(9, 16))
     network[4].weight = nn.Parameter(memory[100:127].view(3, 9))
     return network

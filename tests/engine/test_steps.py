@@ -60,7 +60,7 @@ def noise_of(run, epochs, *, physical=None, after=lambda: None):
 
 def assert_normal(values, deviation=1.0):
     """Mean, variance and distribution of normal draws, to five standard errors (once in 1e5)."""
-    values, count = values / deviation, len(values)
+    values, count = values.cpu() / deviation, len(values)
     assert abs(float(values.mean())) < 5 / math.sqrt(count)
     assert abs(float(values.square().mean()) - 1) < 5 * math.sqrt(2 / count)
     assert stats.kstest(values.numpy(), "norm").pvalue > 1e-5
@@ -274,7 +274,7 @@ def test_no_record_exceeds_the_norm_in_half_precision(mode, clipping, half):
     run, worst = Run("subsampled_shuffle", mode, records=16, batch_size=1, toy=toy, **asked), 0.0
     for x, y in run.loader:
         run.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half == "autocast"):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=half == "autocast"):
             loss = run.criterion(run.model((3 * x).to(dtype)), y)
         loss.backward()
         run.optimizer.step()

@@ -16,6 +16,7 @@ import opacus
 import pytest
 import torch
 from helpers.private_runs import Run
+from helpers.toy import here
 from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,7 +39,7 @@ def protocol_for(records=6, dimension=TOY, *, epsilon=1.0, **options):
 def still(rows, *, batch_size, norm=1.0, **options):
     """Learns nothing: every record's gradient is its row, and a released sum that of a batch's."""
     module = nn.Linear(rows.shape[1], 1, bias=False)
-    data = DataLoader(TensorDataset(rows), batch_size=batch_size)
+    data = DataLoader(TensorDataset(here(rows)), batch_size=batch_size)
     sgd = torch.optim.SGD(module.parameters(), lr=0.0)
     toy = {"module": module, "optimizer": sgd, "data_loader": data, "max_grad_norm": norm}
     return Run("shuffled_sums", toy=toy, loss_reduction="sum", **options)
