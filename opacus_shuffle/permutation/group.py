@@ -267,8 +267,8 @@ class PermutationGroup:
         moves = []
         for name, group in tensors.items():
             sizes, rows, columns = movements[name]
-            indices = [None if number is None else index[number] for number in (rows, columns)]
-            moves += [Move(tensor, *sizes, *indices) for tensor in group]
+            how = (*sizes, *(None if i is None else index[i] for i in (rows, columns)))
+            moves += [Move(tensor, *how) for tensor in group]
         gather_(moves)
 
     @cached_property
@@ -328,4 +328,9 @@ class PermutationGroup:
         return PermutationPlan(tuple(tables.get(number) for number in range(len(self.factors))))
 
     def _outer_shape(self, number: int) -> tuple[int, ...]:
-        return tuple(self.factors[outer].size for outer in self.factors[number].inside)
+        return self._outer_shapes[number]
+
+    @cached_property
+    def _outer_shapes(self) -> list[tuple[int, ...]]:
+        """Per factor the sizes of those that it lies inside of."""
+        return [tuple(self.factors[outer].size for outer in one.inside) for one in self.factors]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -53,27 +52,16 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     """
     one_of("executor", executor, EXECUTORS)
     by_device: defaultdict[torch.device, list[Move]] = defaultdict(list)
-    seen: set[tuple[torch.device, int]] = set()
-    for number, move in enumerate(moves):
-        tensor, rows, columns, _, row_index, column_index = move
-        if not tensor.numel():
-            continue
-        device = tensor.device
-        memory = (device, tensor.data_ptr())
-        if memory in seen:
+    for move in moves:
+        stays = move.row_index is None and move.column_index is None
+        if not stays and move.tensor.numel():
+            by_device[move.tensor.device].append(move)
+    for device, group in by_device.items():
+        if len({move.tensor.data_ptr() for move in group}) < len(group):
             raise ValueError(
-                f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it "
-                "would undo the first"
+                "moves: a tensor (or its memory) comes twice; a second move of it would undo the "
+                "first"
             )
-        seen.add(memory)
-        # What has fewer than two rows and columns to permute stays where it is.
-        if row_index is not None and rows < 2:
-            move = move._replace(row_index=None)
-        if column_index is not None and columns < 2:
-            move = move._replace(column_index=None)
-        if move.row_index is not None or move.column_index is not None:
-            by_device[device].append(move)
-    for device in by_device:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 f"moves lie on {device}, whose work a CUDA graph is capturing: every replay would "
@@ -81,9 +69,11 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
             )
     for device, group in by_device.items():
         execute = _executor(executor, device)
-        in_order = [_lies_in_order(move.tensor) for move in group]
-        execute(list(itertools.compress(group, in_order)))
-        others = [move for move, ready in zip(group, in_order, strict=True) if not ready]
+        in_order: list[Move] = []
+        others: list[Move] = []
+        for move in group:
+            (in_order if _lies_in_order(move.tensor) else others).append(move)
+        execute(in_order)
         for wave in waves(others, lambda move: move.tensor.nbytes):
             copies = [move.tensor.clone(memory_format=torch.contiguous_format) for move in wave]
             execute([move._replace(tensor=copy) for move, copy in zip(wave, copies, strict=True)])

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ STAGED_BYTES = 2**16
 STAGED_WORDS = 2**14
 """Words that a program permutes on chip at most."""
 
-_BLOCK_WORDS = 4096
+BLOCK_WORDS = 4096
 """Words of a program's block, unless a row is longer: 16 for each of 256 threads."""
 
 _BLOCKS = 4
@@ -134,7 +135,7 @@ def execute(moves: Sequence[Move]) -> None:
     Raises:
         ValueError: On a CPU without Triton's interpreter.
     """
-    on_cpu = any(move.tensor.device.type == "cpu" for move in moves)
+    on_cpu = bool(moves) and moves[0].tensor.device.type == "cpu"
     if on_cpu and isinstance(move_kernel, triton.JITFunction):
         raise ValueError(
             "executor 'triton' got tensors on the CPU: pass executor='torch', or set "
@@ -154,26 +155,24 @@ def _execute_words(moves: Sequence[Move], size: int) -> None:
     """Moves tensors whose entries have one size."""
     device = moves[0].tensor.device
     word = WORDS[size].itemsize
-    offsets = {id(None): -1}
-    laid: list[torch.Tensor] = []  # all indices, one after the other
-    length = 0
-    for move in moves:
-        for index in move[4:]:
-            if index is not None and id(index) not in offsets:
-                offsets[id(index)] = length
-                length += index.numel()
-                laid.append(index)
+    # All indices, one after the other; many tensors share one.
+    laid = {id(index): index for move in moves for index in move[4:] if index is not None}
+    ends = itertools.accumulate(map(torch.Tensor.numel, laid.values()), initial=0)
+    offsets = {id(None): -1, **dict(zip(laid, ends, strict=False))}
     targets = [move.tensor.data_ptr() for move in moves]
+    factor = size // word
     lines = tuple(
-        (offsets[id(row)], offsets[id(column)], rows, columns, inner * (size // word), place % 16)
-        for (_, rows, columns, inner, row, column), place in zip(moves, targets, strict=True)
+        [
+            (offsets[id(row)], offsets[id(column)], rows, columns, inner * factor, place % 16)
+            for (_, rows, columns, inner, row, column), place in zip(moves, targets, strict=True)
+        ]
     )
     plan = _plan(lines, word, staged_words(word, device), device)
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=device)
     places = np.array(targets)
     sources = np.where(plan.offsets < 0, places, scratch.data_ptr() + plan.offsets)
     addresses = _send(torch.from_numpy(np.stack([sources, places], axis=1)), device)
-    indices = _send(torch.cat(laid).to(torch.int32), device)
+    indices = _send(torch.cat(list(laid.values())).to(torch.int32), device)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for tiles, count, constants in plan.launches:
             if device.type == "cuda":  # or another stream could get their memory too early
@@ -199,14 +198,14 @@ def staged_words(word: int, device: torch.device) -> int:
 
 def constants_of(mode: str, width: int, word: int, *, aligned: bool) -> dict[str, Any]:
     """Returns what the kernel is compiled for: up to 16 words a thread, or 64 bytes of a copy."""
-    block = max(_BLOCK_WORDS, 2 ** (width - 1).bit_length()) if mode == "whole" else _BLOCK_WORDS
+    block = max(BLOCK_WORDS, 2 ** (width - 1).bit_length()) if mode == "whole" else BLOCK_WORDS
     if mode == "copy":
-        block = 4 * _BLOCK_WORDS // word
+        block = 4 * BLOCK_WORDS // word
     return {
         "BLOCK": block,
         "BLOCKS": _BLOCKS,
         "MODE": mode,
-        "LONG": block > _BLOCK_WORDS,  # a block holds one row
+        "LONG": block > BLOCK_WORDS,  # a block holds one row
         "ALIGNED": aligned,
         "num_warps": max(8, block // 512) if mode == "whole" else 8,
     }

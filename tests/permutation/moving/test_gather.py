@@ -113,7 +113,7 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="comes twice"):
         gather_([good, copy.copy(good)])
     with pytest.raises(ValueError, match="comes twice"):
-        gather_([good, Move(tensor.view(-1), 12, 1, 1, None, None)])
+        gather_([good, Move(tensor.view(-1), 12, 1, 1, torch.arange(12), None)])
 
 
 def test_a_cuda_graph_that_is_captured_is_refused_before_anything_moves(monkeypatch):

@@ -58,7 +58,9 @@ def compiled(monkeypatch):
     sys.modules.pop(MODULE)
 
 
-@pytest.mark.parametrize("words_on_chip", [pytest.param(2**14, marks=pytest.mark.zoo), 32])
+@pytest.mark.parametrize(
+    "words_on_chip", [128, *(pytest.param(n, marks=pytest.mark.zoo) for n in (32, 2**14))]
+)
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(d, marks=() if d in ONE_OF_EACH_SIZE else pytest.mark.zoo) for d in DTYPES],
@@ -68,6 +70,7 @@ def test_the_kernel_agrees_bit_for_bit_with_advanced_indexing(
 ):
     torch.manual_seed(0)
     monkeypatch.setattr(interpreted, "STAGED_WORDS", words_on_chip)
+    monkeypatch.setattr(interpreted, "BLOCK_WORDS", 64)  # which most of these have several of
     shapes = [
         (1, 1, 1),
         (1, 70, 1),
@@ -75,6 +78,7 @@ def test_the_kernel_agrees_bit_for_bit_with_advanced_indexing(
         (3, 5, 9),
         (9, 16, 1),
         (33, 17, 1),
+        (6, 70, 1),
         (2, 1500, 1),
         (0, 3, 1),
         (5, 3, 7),
