@@ -267,8 +267,9 @@ class PermutationGroup:
         moves = []
         for name, group in tensors.items():
             sizes, rows, columns = movements[name]
-            how = (*sizes, *(None if i is None else index[i] for i in (rows, columns)))
-            moves += [Move(tensor, *how) for tensor in group]
+            row_index = None if rows is None else index[rows]
+            column_index = None if columns is None else index[columns]
+            moves += [Move(tensor, *sizes, row_index, column_index) for tensor in group]
         gather_(moves)
 
     @cached_property
