@@ -83,6 +83,8 @@ def move_kernel(  # type: ignore
         width = tl.multiple_of(width, 16)
     lanes = tl.arange(0, BLOCK)
     if MODE == "whole":
+        # Rows of a block lie one after the other, so that narrow ones fill it too. In a long block
+        # there is one, whose number is then a scalar: one for each word would take registers.
         together = BLOCK // width
         down = 0
         if not LONG:
@@ -107,6 +109,7 @@ def move_kernel(  # type: ignore
             tl.debug_barrier()  # in place: nobody stores before everybody has loaded
             tl.store(target + row.to(tl.int64) * width + lanes, values, mask=live)
     else:
+        # The tensor is one run of words, of which a block may begin and end in the middle of rows.
         start = first.to(tl.int64) * BLOCK
         live = start + lanes < height.to(tl.int64) * width
         if MODE == "copy":  # from where it lies to where the launches after this one read it
