@@ -102,7 +102,9 @@ class PermutationGroup:
         """Returns the permutation that moves nothing."""
         return self._plan(
             {
-                number: torch.arange(factor.size).repeat(*self._outer_shape(number), 1)
+                number: torch.arange(factor.size, device="cpu").repeat(
+                    *self._outer_shape(number), 1
+                )
                 for number, factor in enumerate(self.factors)
                 if factor.free
             }
@@ -112,7 +114,7 @@ class PermutationGroup:
         """Returns the permutation that undoes ``plan``."""
         tables = {}
         for number, table in self.free_tables(plan):
-            new = torch.arange(table.shape[-1]).expand_as(table)
+            new = torch.arange(table.shape[-1], device="cpu").expand_as(table)
             tables[number] = torch.empty_like(table)
             tables[number][self.old_coordinates(number, plan)] = new
         return self._plan(tables)
@@ -160,7 +162,7 @@ class PermutationGroup:
             table = plan.tables[outer]
             carried = [inside.index(further) for further in self.factors[outer].inside]
             if table is None:
-                table, carried = torch.arange(sizes[place]), []
+                table, carried = torch.arange(sizes[place], device="cpu"), []
             coordinates.append(on_grid(table, [*carried, place], [*sizes, 1]))
         own = plan.tables[number]
         assert own is not None

@@ -107,7 +107,7 @@ class IndexPlan:
         shapes = [[*(factors[outer].size for outer in one.inside), one.size] for one in factors]
         counts = [math.prod(shape) * one.free for shape, one in zip(shapes, factors, strict=True)]
         places = [
-            torch.arange(1 + end - count, 1 + end).view(shape) if count else None
+            torch.arange(1 + end - count, 1 + end, device="cpu").view(shape) if count else None
             for shape, count, end in zip(shapes, counts, np.cumsum(counts).tolist(), strict=True)
         ]
         sums = [_sum_of_layout(layout, factors, places) for layout in layouts]
@@ -127,7 +127,11 @@ class IndexPlan:
                 None for fixed ones.
         """
         free = [table.reshape(-1) for table in tables if table is not None]
-        entries = torch.cat([torch.ones(1, dtype=torch.int64), *free]).numpy().astype(self._dtype)
+        entries = (
+            torch.cat([torch.ones(1, dtype=torch.int64, device="cpu"), *free])
+            .numpy()
+            .astype(self._dtype)
+        )
         # No place is out of range: "clip" spares NumPy a look at all of them first.
         old = entries.take(self._places, mode="clip")
         return torch.from_numpy(np.einsum("ij,ij->j", self._strides, old))
@@ -172,7 +176,9 @@ def _sum_of_block(
         for axis, (number, stride) in enumerate(term.grid):
             table = places[number]
             if table is None:
-                grid[0, 0] += stride * on_grid(torch.arange(sizes[axis]), [axis], sizes).numpy()
+                grid[0, 0] += (
+                    stride * on_grid(torch.arange(sizes[axis], device="cpu"), [axis], sizes).numpy()
+                )
                 continue
             carried = [nearest(numbers, outer, axis) for outer in factors[number].inside]
             grid[1 + axis, 0] = stride
