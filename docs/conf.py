@@ -51,6 +51,10 @@ nb_execution_mode = "off"  # the notebooks hold their outputs; tests run them
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
+# The copy button takes what is typed: no prompts, and no answers.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
 html_theme = "furo"
 html_title = f"opacus_shuffle {release}"
 templates_path = ["_templates"]

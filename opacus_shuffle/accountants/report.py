@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "published_optimised": {"color": "#CC79A7", "linestyle": ":"},
     "pair": {"color": "#D55E00", "marker": "o"},
     "secure_aggregation": {"color": "#666666", "linestyle": (0, (5, 2, 1, 2))},
-    "central": {"color": "#999999", "linestyle": ":"},
+    # A band that shows on both sides of a curve that lies on it, as the pair's often does.
+    "central": {"color": "#BBBBBB", "linewidth": 6.0, "zorder": 1.5},
 }
 """The lines of the picture, in Okabe and Ito's palette."""
 
@@ -349,7 +351,7 @@ class PrivacyReport:
                 import matplotlib.pyplot as plt
             except ImportError as error:
                 raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
-            ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
+            ax = plt.subplots(figsize=(7.0, 5.6), layout="constrained")[1]
         total = sum(count for _, count in self.rounds)
         curves: dict[str, dict[int, float]] = {entry.name: {} for entry in self.entries}
         for count in sorted({round(value) for value in np.geomspace(1, total, POINTS)}):
@@ -361,10 +363,9 @@ class PrivacyReport:
                 ax.plot(
                     list(points),
                     list(points.values()),
-                    markersize=4,
-                    linewidth=1.6,
                     label=f"{entry.name}: {entry.legend or entry.covers}",
-                    **STYLES.get(entry.name, {"color": "#444444"}),
+                    **{"markersize": 4, "linewidth": 1.6, "color": "#444444"}
+                    | STYLES.get(entry.name, {}),
                 )
         low, high = curves.get("pair", {}), curves.get("certified", {})
         if both := [count for count in low if count in high]:
@@ -379,10 +380,11 @@ class PrivacyReport:
             )
         scale = "log" if any(curves.values()) else "linear"  # where every epsilon is 0
         ax.set(xscale="log", yscale=scale, xlabel="rounds", ylabel=f"ε at δ = {self.delta:.3g}")
-        ax.set_title(f"{self.kind.name}, {self.adjacency} adjacency", fontsize=11)
+        title = f"{self.kind.name}, {self.adjacency} adjacency"
+        ax.set_title("\n".join([title, *textwrap.wrap(self._settings(), 80)]), fontsize=10)
         ax.grid(which="major", alpha=0.3)
         ax.legend(
-            fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False
+            fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False
         )
         return ax
 

@@ -66,7 +66,7 @@ class Kind:
         learning_rate: Of gradients clipped to 0.5, with momentum.
         sampled: Whether a round is a secret sample of the users, rather than all of them.
         local_noise: Whether each report carries noise of its own.
-        ghost: Whether ghost clipping will do.
+        ghost: Whether ghost clipping saves time.
     """
 
     trusted: str
@@ -359,8 +359,8 @@ def train_kind(
         "optimizer": sgd,
         "data_loader": DataLoader(train_set, batch_size=batch_size),
         "max_grad_norm": CLIPPING_NORM,
-        # Ghost clipping, which sums of bits and linear reports cannot have, takes no gradient per
-        # record.
+        # Ghost clipping takes no gradient per record. Sums of bits, which round each, save no time
+        # by it, and linear reports cannot have it.
         "grad_sample_mode": "ghost" if kind.ghost else "hooks",
         "local_noise": kind.local_noise,
     }

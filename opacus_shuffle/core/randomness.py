@@ -68,7 +68,8 @@ _LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 def _renew_all() -> None:
     """Reseeds every secret generator after a fork."""
     for secret in list(_LIVE):
-        # CUDA refuses here, as it refuses everything in a forked process.
+        # A forked process cannot use the CUDA that its parent has used: a generator there cannot
+        # even be seeded. Its own stream has a fresh key by then, and nothing can be drawn there.
         with contextlib.suppress(Exception):
             secret.renew()
 
@@ -90,6 +91,8 @@ class SecretGenerator(torch.Generator):
     that was drawn by the keys before it. As a ``torch.Generator`` it has a seed from its own
     stream: on a CPU what PyTorch draws by that (seeds of workers, say) hides nobody; on a GPU it is
     the 64-bit key of PyTorch's Philox generator, which draws the noise there and is no cipher.
+    Where a fork's parent has used CUDA, that seed stays as it was in the child, in which CUDA
+    refuses to draw anything; the stream of AES is another one there, too.
 
     Args:
         device: Where it lives.

@@ -23,7 +23,8 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -147,16 +148,31 @@ class GhostClipping(Clipping):
     """Takes over sums that the criterion's backward pass has clipped (ghost clipping)."""
 
     in_backward: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self.forget_pass()
+    clipped: tuple[int, float] | None = None
+    """Of how many records, and to which norm, the criterion has clipped what waits for a step."""
+    known: frozenset[int] = frozenset()
+    gradients: Sequence[tuple[torch.Tensor | None, int]] = ()
+    sums: Mapping[torch.Tensor, torch.Tensor] = types.MappingProxyType({})
 
     def forget_pass(self) -> None:
         """Forgets what the criterion has clipped, so that no step takes it."""
-        self.clipped: tuple[int, float] | None = None
-        self.known: frozenset[int] = frozenset()
-        self.gradients: list[tuple[torch.Tensor | None, int]] = []
-        self.precise: Mapping[torch.Tensor, torch.Tensor] = {}
+        self.clipped, self.known, self.gradients, self.sums = None, frozenset(), (), {}
+
+    def encoder(
+        self, optimizer: Any, module: Any
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """Returns what makes more of a parameter's gradients of records than their clipped sum.
+
+        Args:
+            optimizer: Whose step is to release it.
+            module: Opacus's wrapper or hooks, after the first pass, which has found the norms.
+
+        Returns:
+            A function of a parameter and its gradients of records, unclipped, which the second pass
+            calls with one parameter after another, and which returns what takes the place of their
+            sum; None if the sum is all that is wanted, which takes no gradients of records.
+        """
+        return None
 
     def note_pass(
         self, optimizer: Any, module: Any, records: int, sums: Mapping[torch.Tensor, torch.Tensor]
@@ -167,14 +183,12 @@ class GhostClipping(Clipping):
             optimizer: Whose step is to release it.
             module: Opacus's wrapper or hooks, which knows the norm and the parameters.
             records: How many records the batch had.
-            sums: Sums that are more precise than ``.grad`` of parameters in half precision.
+            sums: What takes the place of ``.grad``, for it is more precise, or in other units.
         """
         self.clipped = records, float(module.max_grad_norm)
         self.known = frozenset(map(id, module.trainable_parameters))
         self.gradients = [version_of(parameter.grad) for parameter in optimizer.params]
-        self.precise = {
-            parameter: total for parameter, total in sums.items() if parameter.dtype in HALF
-        }
+        self.sums = sums
 
     def record_counts(self, optimizer: Any) -> set[int]:
         """Returns how many records the criterion has clipped."""
@@ -184,10 +198,24 @@ class GhostClipping(Clipping):
         """Adds what the criterion has clipped to the sum of the logical batch.
 
         Raises:
+            ValueError: As :meth:`take`.
+        """
+        clipped, totals = self.take(optimizer)
+        for parameter, total in zip(optimizer.params, totals, strict=True):
+            add_to_sum(parameter, total.detach())
+        return clipped
+
+    def take(self, optimizer: Any) -> tuple[tuple[int, float], list[Any]]:
+        """Takes what the criterion has clipped; nothing is left of it.
+
+        Returns:
+            How many records there were, the norm, and the sums in the order of the parameters.
+
+        Raises:
             ValueError: If the gradient was not clipped, or changed since, or holds a parameter that
                 the criterion does not know.
         """
-        clipped, precise, parameters = self.clipped, self.precise, optimizer.params
+        clipped, sums, parameters = self.clipped, self.sums, optimizer.params
         if clipped is None:
             raise ValueError(
                 "this gradient was not clipped: call the criterion that make_private returned, "
@@ -210,9 +238,8 @@ class GhostClipping(Clipping):
                     "another loss, or in place), so they are no longer clipped; backpropagate the "
                     "criterion's loss alone, and leave .grad to the optimizer"
                 )
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            add_to_sum(parameter, precise.get(parameter, gradient).detach())
-        return clipped
+        pairs = zip(parameters, gradients, strict=True)
+        return clipped, [sums.get(parameter, gradient) for parameter, gradient in pairs]
 
 
 def clipping_for(clipping: str, grad_sample_mode: str, *, distributed: bool) -> Clipping:

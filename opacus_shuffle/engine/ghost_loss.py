@@ -6,13 +6,15 @@ hooks off, so that later batches are weighed with old norms; and where one recor
 finite, for zero times infinity is NaN. Here losses have the shape ``[B]`` or are refused, hooks
 come back on, norms are those of this pass, and a batch with a record that cannot be clipped is
 summed from the gradients of each record, layer by layer, without that one. So is a batch in half
-precision, whose second pass would round by more than the noise is made for.
+precision, whose second pass would round by more than the noise is made for, and one that is summed
+as bits, for which every record's gradient is rounded.
 """
 
 from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +69,7 @@ class GhostPasses:
         self.calls: list[tuple[nn.Module, list[torch.Tensor], int | None]] = []
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self.factors: torch.Tensor | None = None
+        self.encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.half = False
 
     def norms(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
@@ -102,7 +105,11 @@ class GhostPasses:
             expect_backward(layer)
 
     def sum(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
-        """Sums a layer's gradients in the second pass, without records whose factor is zero."""
+        """Sums a layer's gradients in the second pass, without records whose factor is zero.
+
+        Of a parameter that is used several times these are the gradients of all uses, added up, for
+        Opacus hands them over at the last one; then they are freed.
+        """
         assert self.factors is not None
         hook = GradSampleHooks.capture_backprops_hook
         hook(self.module, layer, inputs, self._precisely(layer, output), **keywords)
@@ -112,10 +119,15 @@ class GhostPasses:
                 sample = sample.float() if sample.dtype in HALF else sample
                 factors = self.factors.to(sample.device, sample.dtype)
                 left_out = (factors == 0).view(-1, *[1] * (sample.dim() - 1))
-                kept = sample.masked_fill(left_out, 0.0)
+                # In place: Opacus has added them up in memory of their own.
+                sample.masked_fill_(left_out, 0.0)
                 if type(layer) is nn.Embedding and layer.padding_idx is not None:
-                    kept[:, layer.padding_idx] = 0.0  # as PyTorch does; Opacus counts padding
-                self.sums[parameter] = torch.einsum("i,i...", factors, kept)
+                    sample[:, layer.padding_idx] = 0.0  # as PyTorch does; Opacus counts padding
+                self.sums[parameter] = (
+                    torch.einsum("i,i...", factors, sample)
+                    if self.encode is None
+                    else self.encode(parameter, sample)
+                )
                 parameter.grad_sample = None
 
     def compare(self, losses: torch.Tensor, reduced: Any) -> None:
@@ -271,9 +283,11 @@ class GhostLoss(DPTensorFastGradientClipping):
                 )
             factors = module.get_clipping_coef()
             usable = _finite(module.per_sample_gradient_norms, losses.detach())
-            if usable is None and not passes.half:
-                if len(losses) and not passes.compared:
-                    passes.compare(losses, reduced)
+            encode = optimizer.clipping.encoder(optimizer, module)
+            exact = usable is None and not passes.half
+            if exact and len(losses) and not passes.compared:
+                passes.compare(losses, reduced)
+            if exact and encode is None:
                 passes.end()  # lest it keep memory that the second pass could use
                 clipped = torch.sum(factors.to(losses.device) * losses)
                 module.disable_hooks()
@@ -281,9 +295,12 @@ class GhostLoss(DPTensorFastGradientClipping):
             else:
                 factors = HALF_MARGIN * factors.float() if passes.half else factors
                 passes.replay(factors if usable is None else factors.masked_fill(~usable, 0.0))
-                reduced.backward()
-                for parameter, total in passes.sums.items():
-                    parameter.grad = total.to(parameter.dtype)
+                passes.encode = encode
+                if len(losses):  # without records the layers have nothing to show
+                    reduced.backward()
+                for parameter in parameters:  # PyTorch has put the raw sum there
+                    total = None if encode is not None else passes.sums.get(parameter)
+                    parameter.grad = None if total is None else total.to(parameter.dtype)
             optimizer.clipping.note_pass(optimizer, module, len(factors), passes.sums)
             done = True
         finally:

@@ -4,7 +4,7 @@ Each record plays a user of a :class:`~opacus_shuffle.protocols.vector_sum.Shuff
 whole gradient, all trainable parameters in the optimizer's order, is clipped, rounded at random to
 the protocol's grid and added to whole-number counts. One draw of binomials per step, and the counts
 become ``.grad``. The counts of several physical batches add up, so splitting a batch changes
-nothing but memory.
+nothing but memory. With ghost clipping (:class:`StreamedSum`) they are made layer by layer.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
@@ -24,6 +24,7 @@ nothing but memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,14 @@ import numpy.typing as npt
 import torch
 
 from opacus_shuffle.core.compiled import jitted, worth_compiling
-from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used
-from opacus_shuffle.engine.clipping import Clipping
+from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used, norms_of_records
+from opacus_shuffle.engine.clipping import Clipping, GhostClipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.ranks import add_up
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
+_SLACK = 1 + 2**-13
+"""Norms of the two passes of ghost clipping are the same to this factor, in single precision."""
 _SEGMENT = 2**10
 _ENTRIES = 2**19
 """Numbers that are turned into double precision at a time."""
@@ -77,6 +80,36 @@ class ShuffledSum(Clipping, Noise):
                 are missing or were used before.
         """
         protocol = self.protocol
+        self.check_settings(optimizer)
+        for parameter in optimizer.params:
+            check_unused(parameter.grad_sample)
+        rows = [
+            sample.detach().reshape(len(sample), math.prod(sample.shape[1:]))
+            for sample in optimizer.grad_samples
+        ]
+        compiled = worth_compiling(len(rows[0]) * protocol.dimension)
+        norms = _without_overflow(torch.stack([_norms(row, compiled) for row in rows]))
+        # An error would be an event that everyone sees and no ε speaks of: what is not finite is
+        # reported as zero.
+        if not (usable := torch.isfinite(norms)).all():
+            rows = [row.masked_fill(~usable[:, None], 0.0) for row in rows]
+        # In double precision, no clipped norm exceeds the bound.
+        bound = min(optimizer.max_grad_norm, protocol.max_norm)
+        factors = (bound / (norms.masked_fill(~usable, 0.0) + 1e-6)).clamp(max=1.0)
+        counts = protocol.encode_scaled(rows, factors, optimizer.generator)
+        self.counts = counts if self.counts is None else self.counts + counts
+        for parameter in optimizer.params:
+            mark_as_used(parameter.grad_sample)
+        return len(norms), float(optimizer.max_grad_norm)
+
+    def check_settings(self, optimizer: Any) -> None:
+        """Refuses a batch that the protocol's noise does not cover.
+
+        Raises:
+            ValueError: If the optimizer's noise or norm is no longer the protocol's, or the batch
+                before is still there.
+        """
+        protocol = self.protocol
         if self.released:
             raise ValueError(
                 "this batch has been released already: call optimizer.zero_grad() after "
@@ -93,26 +126,6 @@ class ShuffledSum(Clipping, Noise):
                 f"max_grad_norm is {optimizer.max_grad_norm}, the aggregator is made for "
                 f"max_norm={protocol.max_norm}: its noise cannot follow a norm that changes"
             )
-        for parameter in optimizer.params:
-            check_unused(parameter.grad_sample)
-        rows = [
-            sample.detach().reshape(len(sample), math.prod(sample.shape[1:]))
-            for sample in optimizer.grad_samples
-        ]
-        compiled = worth_compiling(sum(row.numel() for row in rows))
-        norms = _without_overflow(torch.stack([_norms(row, compiled) for row in rows]))
-        # An error would be an event that everyone sees and no ε speaks of: what is not finite is
-        # reported as zero.
-        if not (usable := torch.isfinite(norms)).all():
-            rows = [row.masked_fill(~usable[:, None], 0.0) for row in rows]
-        # In double precision, no clipped norm exceeds the bound.
-        bound = min(optimizer.max_grad_norm, protocol.max_norm)
-        factors = (bound / (norms.masked_fill(~usable, 0.0) + 1e-6)).clamp(max=1.0)
-        counts = protocol.encode_scaled(rows, factors, optimizer.generator)
-        self.counts = counts if self.counts is None else self.counts + counts
-        for parameter in optimizer.params:
-            mark_as_used(parameter.grad_sample)
-        return len(norms), float(optimizer.max_grad_norm)
 
     def check_release(self, optimizer: Any) -> None:
         """Refuses sums of more or fewer records than the protocol covers.
@@ -167,6 +180,63 @@ class ShuffledSum(Clipping, Noise):
         sizes = [parameter.numel() for parameter in optimizer.params]
         for parameter, piece in zip(optimizer.params, torch.split(estimate, sizes), strict=True):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
+
+
+class StreamedSum(ShuffledSum, GhostClipping):
+    """Sums of bits with ghost clipping: one layer's gradients of records are held at a time.
+
+    The criterion's first backward pass finds the norms, and in its second each parameter's
+    gradients of records become counts at once. Entries are rounded independently, so the order of
+    the layers does not matter. Where a parameter is used several times, the gradients of all uses
+    are added up before they are rounded, once.
+
+    No report is longer than the norm C, whatever the first pass has found: rounding, terms that
+    cancel and operations that are not deterministic may leave it too little. What it has found of a
+    record for parameter i, nᵢ with Σnᵢ² = N², is the most that the record's gradient there may
+    have. Its norm mᵢ in the second pass is computed in double precision (on a GPU never too small),
+    and the gradient multiplied by f·min(1, nᵢ/mᵢ) with f = min(1, C/N), so that the report's
+    squared norm is f²·Σmin(mᵢ, nᵢ)² ≤ f²·N² ≤ C². All nᵢ are raised a little first, lest rounding
+    shorten a gradient which needs no clipping.
+    """
+
+    def encoder(
+        self, optimizer: Any, module: Any
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Returns the function that makes a parameter's gradients of records into counts."""
+        norms: dict[torch.Tensor, Any] = {
+            parameter: norms_of_records(parameter) for parameter in module.trainable_parameters
+        }
+        found = torch.stack([norm.double() for norm in norms.values()]) * _SLACK
+        bound = min(module.max_grad_norm, self.protocol.max_norm)
+        # A norm that is not finite gives a factor that is no number, or zero.
+        factors = (bound / (_without_overflow(found) + 1e-6)).clamp(max=1.0)
+        allowed = dict(zip(norms, found, strict=True))
+
+        def encode(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+            rows = sample.reshape(len(sample), parameter.numel())
+            compiled = worth_compiling(len(rows) * self.protocol.dimension)
+            norms = torch.maximum(_norms(rows, compiled), allowed[parameter])
+            # Zero where there is no gradient, and where a norm of either pass is not finite: an
+            # error would be an event that everyone sees and no ε speaks of.
+            scales = (factors * (allowed[parameter] / norms)).nan_to_num(nan=0.0)
+            if (left_out := scales == 0).any():
+                rows = rows.masked_fill(left_out[:, None], 0.0)
+            return self.protocol.encode_scaled([rows], scales, optimizer.generator)
+
+        return encode
+
+    def clip(self, optimizer: Any) -> tuple[int, float]:
+        """Adds the counts that the criterion's backward pass has made to those of the batch.
+
+        Raises:
+            ValueError: If the optimizer's noise or norm is no longer the protocol's, or what the
+                pass has made is not there, or not of these parameters alone.
+        """
+        self.check_settings(optimizer)
+        (records, norm), pieces = self.take(optimizer)
+        counts = torch.cat(pieces) if records else torch.tensor(0, device="cpu")
+        self.counts = counts if self.counts is None else self.counts + counts
+        return records, norm
 
 
 def _norms(rows: torch.Tensor, compiled: bool) -> torch.Tensor:

@@ -26,11 +26,14 @@ from opacus_shuffle.permutation.moving.layout import (
     Block,
     Blocks,
     Factor,
-    index_vector,
+    IndexPlan,
     on_grid,
     plan_movement,
 )
 from opacus_shuffle.permutation.moving.torch_moves import Move
+
+_Movement = tuple[tuple[int, int, int], int | None, int | None]
+"""A tensor's sizes for one pass, and the numbers of the index vectors of its rows and columns."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +102,9 @@ class PermutationGroup:
         """Returns the permutation that moves nothing."""
         return self._plan(
             {
-                number: torch.arange(factor.size).repeat(*self._outer_shape(number), 1)
+                number: torch.arange(factor.size, device="cpu").repeat(
+                    *self._outer_shape(number), 1
+                )
                 for number, factor in enumerate(self.factors)
                 if factor.free
             }
@@ -109,7 +114,7 @@ class PermutationGroup:
         """Returns the permutation that undoes ``plan``."""
         tables = {}
         for number, table in self.free_tables(plan):
-            new = torch.arange(table.shape[-1]).expand_as(table)
+            new = torch.arange(table.shape[-1], device="cpu").expand_as(table)
             tables[number] = torch.empty_like(table)
             tables[number][self.old_coordinates(number, plan)] = new
         return self._plan(tables)
@@ -157,7 +162,7 @@ class PermutationGroup:
             table = plan.tables[outer]
             carried = [inside.index(further) for further in self.factors[outer].inside]
             if table is None:
-                table, carried = torch.arange(sizes[place]), []
+                table, carried = torch.arange(sizes[place], device="cpu"), []
             coordinates.append(on_grid(table, [*carried, place], [*sizes, 1]))
         own = plan.tables[number]
         assert own is not None
@@ -191,13 +196,16 @@ class PermutationGroup:
             ValueError: If the network does not fit.
         """
         instance_of("module", module, (nn.Module,))
-        present: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        present |= module.named_buffers(remove_duplicate=False)
+        present = {
+            f"{prefix}.{key}" if prefix else key: tensor
+            for prefix, part in module.named_modules(remove_duplicate=False)
+            for key, tensor in (*part._parameters.items(), *part._buffers.items())
+        }
         if any(name not in present for name in self.blocks):
             present = {plain_name(name): tensor for name, tensor in present.items()}
         for name, shape in self.shapes.items():
             tensor = present.get(name)
-            if tensor is None or tuple(tensor.shape) != shape:
+            if tensor is None or tensor.shape != shape:
                 have = "does not exist" if tensor is None else f"has shape {tuple(tensor.shape)}"
                 raise ValueError(
                     f"module does not fit the PermutationSpec: {name} should have shape {shape}, "
@@ -221,27 +229,31 @@ class PermutationGroup:
         """
         followers = {}
         for name, tensor in tensors.items():
-            followers[name] = [tensor]
-            if tensor.grad is not None:
-                if tensor.grad.layout != torch.strided:
+            shape, gradient = tensor.shape, tensor.grad
+            group = followers[name] = [tensor]
+            if gradient is not None:
+                if gradient.layout != torch.strided:
                     raise ValueError(
                         f"the gradient of {name} is sparse, which cannot follow a permutation: use "
                         "dense gradients"
                     )
-                followers[name].append(tensor.grad)
+                group.append(gradient)
             state = {} if optimizer is None else optimizer.state.get(tensor, {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    form = f"of shape {tuple(value.shape)}"
-                    fits = value.dim() == 0 or value.shape == tensor.shape
-                    followers[name] += [value] if value.dim() else []
+                    fits = not value.dim() or value.shape == shape
+                    group += [value] if value.dim() else []
                 else:
-                    form = f"as a {type(value).__name__}"
                     fits = not isinstance(value, list | tuple | dict)
                 if not fits:
+                    form = (
+                        f"of shape {tuple(value.shape)}"
+                        if isinstance(value, torch.Tensor)
+                        else f"as a {type(value).__name__}"
+                    )
                     raise ValueError(
                         f"optimizer {type(optimizer).__name__} keeps {key!r} {form} for {name} of "
-                        f"shape {tuple(tensor.shape)}, "
+                        f"shape {tuple(shape)}, "
                         "which cannot follow a permutation: use one with state of the same shape, "
                         "such as SGD, Adam, AdamW or "
                         "RMSprop"
@@ -251,29 +263,21 @@ class PermutationGroup:
     def move(self, tensors: Mapping[str, Iterable[torch.Tensor]], plan: PermutationPlan) -> None:
         """Moves tensors of the shapes of the named ones, all in as few launches as possible."""
         self.check_plan(plan)
-        named = [(name, tensor) for name, group in tensors.items() for tensor in group]
-        wanted = {layout for name in tensors for layout in self._movements[name][1:] if layout}
-        indices = {layout: index_vector(layout, self.factors, plan.tables) for layout in wanted}
-        on_device: dict[torch.device, dict[Blocks, torch.Tensor]] = {torch.device("cpu"): indices}
-        for device in {tensor.device for _, tensor in named} - on_device.keys():
-            # One copy for all of them, out of pinned memory, so that the host does not wait.
-            together = torch.cat([torch.empty(0, dtype=torch.int64), *indices.values()]).to(
-                torch.int32
-            )
-            together = together.pin_memory() if device.type == "cuda" else together
-            moved = together.to(device, non_blocking=True)
-            parts = torch.split(moved, list(map(len, indices.values())))
-            on_device[device] = dict(zip(indices, parts, strict=True))
+        index_plan, movements = self._movements
+        # Executors send what they need of it to a device, all at once.
+        index = torch.split(index_plan.index(plan.tables), index_plan.sizes)
         moves = []
-        for name, tensor in named:
-            sizes, rows, columns = self._movements[name]
-            here = on_device[tensor.device]
-            moves.append(Move(tensor, *sizes, here.get(rows), here.get(columns)))
+        for name, group in tensors.items():
+            sizes, rows, columns = movements[name]
+            row_index = None if rows is None else index[rows]
+            column_index = None if columns is None else index[columns]
+            moves += [Move(tensor, *sizes, row_index, column_index) for tensor in group]
         gather_(moves)
 
     @cached_property
-    def _movements(self) -> dict[str, tuple[tuple[int, int, int], Blocks, Blocks]]:
-        """Per tensor its sizes for one pass, and how its rows and columns are laid out."""
+    def _movements(self) -> tuple[IndexPlan, dict[str, _Movement]]:
+        """How to make all index vectors, and how each tensor moves by them."""
+        numbers: dict[Blocks, int] = {}  # tensors that are laid out alike share one
         movements = {}
         for name, blocks in self.blocks.items():
             sizes, *layouts = plan_movement(self.shapes[name], blocks)
@@ -284,8 +288,12 @@ class PermutationGroup:
                 )
                 for layout in layouts
             )
-            movements[name] = (sizes, rows, columns)
-        return movements
+            movements[name] = (
+                sizes,
+                numbers.setdefault(rows, len(numbers)) if rows else None,
+                numbers.setdefault(columns, len(numbers)) if columns else None,
+            )
+        return IndexPlan(list(numbers), self.factors), movements
 
     @cached_property
     def perm_to_axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
@@ -323,4 +331,9 @@ class PermutationGroup:
         return PermutationPlan(tuple(tables.get(number) for number in range(len(self.factors))))
 
     def _outer_shape(self, number: int) -> tuple[int, ...]:
-        return tuple(self.factors[outer].size for outer in self.factors[number].inside)
+        return self._outer_shapes[number]
+
+    @cached_property
+    def _outer_shapes(self) -> list[tuple[int, ...]]:
+        """Per factor the sizes of those that it lies inside of."""
+        return [tuple(self.factors[outer].size for outer in one.inside) for one in self.factors]

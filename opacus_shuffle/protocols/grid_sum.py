@@ -266,15 +266,24 @@ class GridSum(ABC):
         """
         return self._encode(points, stream_of(generator))[0]
 
-    def _encode(self, points: Any, draws: SecretGenerator) -> tuple[torch.Tensor, int]:
-        """Returns the sum of the rounded points, and how many there are."""
+    def _encode(
+        self, points: Any, draws: SecretGenerator, width: int | None = None
+    ) -> tuple[torch.Tensor, int]:
+        """Returns the sum of the rounded points, and how many there are.
+
+        Args:
+            points: As :meth:`encode`.
+            draws: Of the random rounding.
+            width: How many columns the points have, if they are only some of the coordinates.
+        """
+        width = self.dimension if width is None else width
         blocks = [points] if isinstance(points, torch.Tensor | np.ndarray) else points
         if isinstance(blocks, str | bytes) or not isinstance(blocks, Iterable):
             raise ValueError(
                 f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got "
                 f"{points!r}"
             )
-        total, rows = torch.zeros(self.dimension, dtype=torch.int64), 0
+        total, rows = torch.zeros(width, dtype=torch.int64), 0
         for block in blocks:
             if not isinstance(block, torch.Tensor | np.ndarray):
                 raise ValueError(
@@ -282,12 +291,10 @@ class GridSum(ABC):
                     f"{type(block).__name__} in it"
                 )
             numbers = real_numbers("X", block)
-            if numbers.ndim != 2 or numbers.shape[1] != self.dimension:
-                raise ValueError(
-                    f"X must have shape (n, {self.dimension}), got {tuple(numbers.shape)}"
-                )
+            if numbers.ndim != 2 or numbers.shape[1] != width:
+                raise ValueError(f"X must have shape (n, {width}), got {tuple(numbers.shape)}")
             rows += len(numbers)
-            for part in torch.split(numbers, max(1, _CHUNK // self.dimension)):
+            for part in torch.split(numbers, max(1, _CHUNK // max(1, width))):
                 total += self._sum_rounded(self._checked(part), draws)
         return total, rows
 

@@ -247,7 +247,8 @@ class ShuffleVectorSum(GridSum):
         No copy of them is made.
 
         Args:
-            pieces: Shapes (n, ...), of ``dimension`` entries a user together, finite.
+            pieces: Shapes (n, ...), finite, of ``dimension`` entries a user together, or fewer:
+                entries are rounded independently, so pieces may be encoded one after the other.
             factors: What every user's pieces are multiplied by, shape (n,); then their norm is at
                 most ``max_norm``.
             generator: By default secret. Where it lives, the rows are rounded and counted: on the
@@ -277,7 +278,7 @@ class ShuffleVectorSum(GridSum):
                 torch.cat([piece.double() for piece in part[:-1]], dim=1) * part[-1][:, None]
                 for part in parts
             )
-            return self._encode(scaled, draws)[0]
+            return self._encode(scaled, draws, sum(piece.shape[1] for piece in rows))[0]
         wide = [piece if piece.dtype == torch.float64 else piece.float() for piece in rows]
         compiled = worth_compiling(len(factors) * self.dimension)
         counts = [

@@ -15,6 +15,7 @@ from helpers.accountants import (
     every_accountant,
     every_shuffler_of_reports,
 )
+from helpers.pictures import check_layout
 
 from opacus_shuffle import Guarantee, PrivacyReport
 from opacus_shuffle.accountants.bounds.registry import entries_of
@@ -184,6 +185,8 @@ def test_the_picture_has_a_line_per_bound_that_ends_at_its_epsilon(monkeypatch):
         epsilons = line.get_ydata().tolist()
         assert epsilons == sorted(epsilons)
         assert epsilons[-1] == epsilons_of(report)[line.get_label().split(":")[0]]
+    assert "sampling rate" in ax.get_title()
+    check_layout(ax.figure)
     matplotlib.pyplot.close("all")
 
 

@@ -19,6 +19,7 @@ from helpers.changed_files import ACCOUNT, ROUNDS, WEIGHTS, Touching, signed
 from helpers.federation import GAUSSIAN
 from helpers.private_runs import MODES, Run, private, same
 from helpers.shuffled_runs import SeededRun, distance, spec_of
+from helpers.toy import here
 from opacus.schedulers import LambdaNoise, StepGradClip, StepNoise
 from torch import nn
 from torch.optim import lr_scheduler
@@ -245,7 +246,7 @@ SPOILT = {
 @functools.cache
 def units(width=40):
     """Permutations of the complete run's network."""
-    return find_permutations(complete("rdp", width=width)[0].network, torch.zeros(2, 5))
+    return find_permutations(complete("rdp", width=width)[0].network, here(torch.zeros(2, 5)))
 
 
 @pytest.mark.parametrize("damage", SPOILT)

@@ -23,7 +23,7 @@ def dumped(thing):
 
 
 def begin(tensor):
-    return tensor.detach().reshape(-1)[:6].numpy().tobytes()
+    return tensor.detach().reshape(-1)[:6].cpu().numpy().tobytes()
 
 
 def leaked(network, x, data):
@@ -92,7 +92,7 @@ def test_a_copy_of_an_engine_takes_the_account_along_and_no_data(name, shared):
     run = Run(name, shuffle_weights="paper").train()
     copied = copy.copy(run.engine) if shared else pickle.loads(pickle.dumps(run.engine))
     records = run.toy["data_loader"].dataset.tensors[0]
-    assert not any(record.numpy().tobytes() in dumped(run.engine) for record in records)
+    assert not any(record.cpu().numpy().tobytes() in dumped(run.engine) for record in records)
     assert copied.get_epsilon(1e-5) == run.engine.get_epsilon(1e-5) > 0
     run.train()
     assert run.engine.dataset is not None is copied.dataset

@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 from helpers.private_runs import Run
+from helpers.toy import here
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CROSS_ENTROPY = nn.CrossEntropyLoss(reduction="sum")
+NAMES = ("subsampled_shuffle", "rdp", "shuffled_sums")
 
 
 def private(
@@ -24,7 +26,7 @@ def private(
     reduction="sum",
 ):
     """A run of ghost clipping on eight records in one batch, by default with losses summed."""
-    x, y = (torch.randn(8, 5), torch.randint(3, (8,))) if data is None else data
+    x, y = here((torch.randn(8, 5), torch.randint(3, (8,))) if data is None else data)
     toy = {"data_loader": DataLoader(TensorDataset(x, y), batch_size=8)}
     if module is not None:
         toy["module"] = module
@@ -55,7 +57,7 @@ class PerRecord(Scalar):
         return self.function(functional.cross_entropy(logits, labels, reduction="none"))
 
 
-@pytest.mark.parametrize("name", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", ["column", "scalar", "fewer"])
 def test_losses_that_are_not_one_per_record_are_refused_before_any_backward_pass(name, shape):
     """Of shape [B, 1] they broadcast, and clip nothing."""
@@ -108,7 +110,7 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", OUTSIDE)
 def test_losses_whose_gradients_are_not_those_of_the_rows_are_refused(way, name):
     """Their factors would clip other records, or nothing."""

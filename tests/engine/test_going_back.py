@@ -16,6 +16,7 @@ import warnings
 import opacus
 import pytest
 import torch
+from helpers import toy as small_runs
 from helpers.private_runs import Run, private, same
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine
@@ -27,6 +28,9 @@ pytestmark = [
 ]
 DELTA = 1e-5
 STEPS = 4  # of an epoch
+trains_in_a_fork = pytest.mark.skipif(
+    small_runs.DEVICE.type != "cpu", reason="a forked process cannot use its parent's GPU"
+)
 OPACUS_OWN = pytest.mark.parametrize(
     "name", ["gdp", *(pytest.param(n, marks=pytest.mark.zoo) for n in ("rdp", "prv"))]
 )
@@ -242,6 +246,7 @@ def status(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@trains_in_a_fork
 @both
 def test_a_run_that_is_killed_while_it_trains_and_saves_loses_no_accounting(name, tmp_path):
     path, contained = tmp_path / "run.pt", 0
@@ -282,6 +287,7 @@ def test_a_checkpoint_is_not_kept_if_training_went_on_while_it_was_written(name,
     assert counting(name, None).load(path).accounted == 8
 
 
+@trains_in_a_fork
 def test_a_fork_inside_of_an_epoch_leaves_its_draws_to_the_parent():
     """By random allocation all batches of an epoch are drawn at its beginning."""
     run = Run("random_allocation")
@@ -298,6 +304,7 @@ def test_a_fork_inside_of_an_epoch_leaves_its_draws_to_the_parent():
     assert run.accounted == 4
 
 
+@trains_in_a_fork
 def test_a_fork_inside_of_a_batch_leaves_the_rest_of_it_to_the_parent():
     """Else both would release the same records, under noises of their own."""
     run = Run("subsampled_shuffle")
@@ -314,6 +321,7 @@ def test_a_fork_inside_of_a_batch_leaves_the_rest_of_it_to_the_parent():
     assert run.accounted == 1
 
 
+@trains_in_a_fork
 @both
 def test_forked_processes_that_train_on_have_parted_draw_their_own_noise_and_own_batches(
     name, tmp_path

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from helpers.private_runs import Run
-from helpers.toy import make_toy
+from helpers.toy import here, make_toy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -38,7 +38,7 @@ def test_evaluation_mode_while_training_is_named_also_of_one_layer(mode):
 @pytest.mark.parametrize("frozen", [True, False])
 def test_embeddings_that_a_forward_pass_rescales_are_refused(accountant, frozen):
     """The rows that change would be the tokens of the batch."""
-    network = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
+    network = here(nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3)))
     network[0].requires_grad_(not frozen)
     data = TensorDataset(torch.randint(0, 9, (24, 3)), torch.randint(0, 3, (24,)))
     before = network[0].weight.detach().clone()
@@ -73,7 +73,7 @@ def test_a_first_batch_without_records_has_the_form_of_the_others(accountant):
     model, optimizer, loader = private(accountant, data_loader=DataLoader(rows, batch_size=1))
     empty = loader.collate_fn([])
     assert {name: tuple(part.shape) for name, part in empty.items()} == {"x": (0, 5), "y": (0,)}
-    for batch in loader:
+    for batch in map(here, loader):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
         optimizer.step()
@@ -265,7 +265,7 @@ def test_gradients_of_inputs_in_evaluation_mode_name_the_remedy(used, mode):
     if used:
         run.backward()
     run.model.eval()
-    x = torch.randn(3, 5, requires_grad=True)
+    x = here(torch.randn(3, 5)).requires_grad_(True)
     with pytest.raises(ValueError, match=r"Linear ran in evaluation mode.*model.disable_hooks\(\)"):
         run.model(x).sum().backward()
     run.model.disable_hooks()

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from helpers.private_runs import MODES, Run, same
-from helpers.toy import make_toy
+from helpers.toy import here, make_toy
 from torch import nn
 
 from opacus_shuffle import PrivacyEngine
@@ -84,7 +84,7 @@ def left_alone(run):
 
 
 def adapted(run):
-    run.network[0] = Adapted(run.network[0])
+    run.network[0] = here(Adapted(run.network[0]))
     run.backward()
     sgd([*run.network[0].down.parameters(), *run.network[0].up.parameters()]).step()
 
@@ -101,7 +101,7 @@ def after_a_release(work):
 
 
 def another_gradient(run):
-    run.network[0].weight.grad = torch.ones(40, 5)
+    run.network[0].weight.grad = torch.ones_like(run.network[0].weight)
 
 
 def a_layer_taken_out(run):
@@ -111,7 +111,7 @@ def a_layer_taken_out(run):
 
 
 def a_new_layer(run):
-    run.network[2] = nn.Linear(40, 3)
+    run.network[2] = here(nn.Linear(40, 3))
     run.seen = run.weights()
     run.backward()
     sgd(run.network[2].parameters()).step()
@@ -244,7 +244,7 @@ def test_a_run_that_has_ended_leaves_no_gradient_behind_and_lets_its_network_go(
     for kind in ("grad", "grad_sample", "summed_grad"):
         assert all(getattr(parameter, kind, None) is None for parameter in run.network.parameters())
     before, optimizer = run.weights(), sgd(run.network.parameters())
-    run.network(torch.randn(3, 5)).sum().backward()
+    run.network(here(torch.randn(3, 5))).sum().backward()
     optimizer.step()
     assert not same(before, run.weights())
 
@@ -405,7 +405,7 @@ def test_accumulated_gradients_name_their_cause_and_the_remedy(way, cause, mode)
 @every_mode
 def test_a_network_in_front_of_a_private_one_is_told_of_for_its_raw_gradients(mode):
     """An encoder with an optimizer of its own would be moved by what nobody has clipped."""
-    run, encoder = Run(mode=mode), nn.Linear(5, 5)
+    run, encoder = Run(mode=mode), here(nn.Linear(5, 5))
     x, y = run.batch()
     with pytest.warns(UserWarning, match=r"another network has made.*as an encoder has, put it"):
         run.backward((encoder(x), y))
@@ -418,14 +418,14 @@ def test_a_network_in_front_of_a_private_one_is_told_of_for_its_raw_gradients(mo
 
 @pytest.mark.parametrize("mode", ["hooks", "ew"])
 def test_each_remedy_trains(mode):
-    run, generator = private(mode), nn.Linear(2, 5)
+    run, generator = private(mode), here(nn.Linear(2, 5))
     second = sgd(generator.parameters())
     for hooked in (True, mode == "ew"):
         run.step()
         run.optimizer.zero_grad()
         if not hooked:
             run.model.disable_hooks()
-        run.model(generator(torch.randn(4, 2))).sum().backward()  # a generator's
+        run.model(generator(here(torch.randn(4, 2)))).sum().backward()  # a generator's
         second.step()
         if not hooked:
             run.model.enable_hooks()

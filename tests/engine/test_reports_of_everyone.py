@@ -12,7 +12,7 @@ import opacus
 import pytest
 import torch
 from helpers.private_runs import Run, same
-from helpers.toy import make_toy
+from helpers.toy import here, make_toy
 from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,13 +40,13 @@ class OneNumberMore(nn.Module):
 
 def released(x, *, batch_size, steps, norm=1.0, split=None, network=None, sigma=2.0, **options):
     """The sums that steps release, as rows, and the engine; each record's gradient is its x."""
-    model = nn.Linear(x.shape[1], 1, bias=False) if network is None else network
+    model = here(nn.Linear(x.shape[1], 1, bias=False) if network is None else network)
     engine = options.pop("engine", None) or PrivacyEngine(accountant=NAME)
     mode = options.pop("grad_sample_mode", "hooks")
     private, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x), batch_size=batch_size),
+        data_loader=DataLoader(TensorDataset(here(x)), batch_size=batch_size),
         noise_multiplier=sigma,
         max_grad_norm=norm,
         loss_reduction="sum",
@@ -70,7 +70,7 @@ def released(x, *, batch_size, steps, norm=1.0, split=None, network=None, sigma=
                     sizes.append(size)
                     size = 0
                 optimizer.zero_grad()
-    return torch.stack(rows).double(), sizes, engine
+    return torch.stack(rows).double().cpu(), sizes, engine
 
 
 def is_normal(numbers, mean, deviation):

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from helpers.private_runs import Run
-from helpers.toy import make_toy
+from helpers.toy import here, make_toy
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_epsilon
 from opacus_shuffle.engine.schemes import Scheme
@@ -174,6 +174,6 @@ def test_an_error_at_the_very_end_of_make_private_leaves_nothing_behind(
         engine.make_private(**toy, noise_multiplier=1.0, shuffle_weights=shuffle_weights)
     monkeypatch.undo()
     assert (engine.shuffler, engine.dataset, engine.accountant.planned) == (None, None, None)
-    toy["module"](torch.randn(4, 5)).sum().backward()
+    toy["module"](here(torch.randn(4, 5))).sum().backward()
     toy["optimizer"].step()  # plain again, and nothing is moved after it
     assert Run(engine=engine, toy=toy, **LOCAL).train().accounted == 4

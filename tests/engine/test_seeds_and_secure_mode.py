@@ -10,7 +10,7 @@ import opacus
 import pytest
 import torch
 from helpers.private_runs import OURS, Run, same
-from helpers.toy import make_toy
+from helpers.toy import generator_here, here, make_toy
 from torch.utils.data import DataLoader, Dataset
 
 from opacus_shuffle import PrivacyEngine, WeightShuffling, find_permutations
@@ -25,7 +25,7 @@ NOT_PRIVATE = "not private: whoever knows"
 @functools.cache
 def spec():
     """What the small network moves: found once for all tests."""
-    return find_permutations(make_toy()["module"], torch.zeros(2, 5))
+    return find_permutations(make_toy()["module"], here(torch.zeros(2, 5)))
 
 
 def seeded(name, seed, **options):
@@ -52,13 +52,18 @@ def test_noise_participation_and_permutations_are_drawn_from_the_cipher(name, se
     assert run.optimizer.generator.secure is secure
     assert secure or len(set(map(id, drawing))) == 2
 
-    def refuse(*_, **__):
-        raise AssertionError("PyTorch's own generator was asked")
+    def only_on_a_gpu(function):
+        def draw(*shape, generator=None, **options):
+            assert generator is run.optimizer.generator, "PyTorch's own generator was asked"
+            assert generator.device.type != "cpu", "the generator was asked, not its cipher"
+            return function(*shape, generator=generator, **options)
+
+        return draw
 
     before = run.weights()
     with monkeypatch.context() as patch:
         for function in ("normal", "rand", "randn", "randperm", "randint", "bernoulli"):
-            patch.setattr(torch, function, refuse)
+            patch.setattr(torch, function, only_on_a_gpu(getattr(torch, function)))
         run.train()
     assert run.accounted == 4
     assert not any(torch.equal(value, before[key]) for key, value in run.weights().items())
@@ -190,7 +195,7 @@ def test_a_seed_says_once_that_the_run_is_not_private_and_a_checkpoint_does_not_
     ("which", "options"),
     [
         ("the generator of data_loader", {"loader": {"generator": torch.Generator()}}),
-        ("noise_generator", {"noise_generator": torch.Generator()}),
+        ("noise_generator", {"noise_generator": generator_here()}),
     ],
 )
 def test_a_generator_that_the_user_passes_is_named_once(which, options):
@@ -200,7 +205,7 @@ def test_a_generator_that_the_user_passes_is_named_once(which, options):
 
 
 AFTERWARDS = {
-    "another generator": lambda run: setattr(run.optimizer, "generator", torch.Generator()),
+    "another generator": lambda run: setattr(run.optimizer, "generator", generator_here()),
     "PyTorch's own": lambda run: setattr(run.optimizer, "generator", None),
     "a seed": lambda run: run.optimizer.generator.manual_seed(0),
     "a state": lambda run: run.optimizer.generator.set_state(torch.Generator().get_state()),
@@ -248,7 +253,7 @@ def test_a_secure_stream_that_was_seeded_before_the_run_is_named(name):
 
 @pytest.mark.parametrize("afterwards", [True, False])
 def test_pytorch_s_own_noise_is_said_to_be_it_and_what_takes_its_place_is_named(afterwards):
-    own = torch.Generator().manual_seed(0)
+    own = generator_here()
     run = Run("rdp", **({} if afterwards else {"noise_generator": own}))
     if afterwards:
         assert report(run.train()).to_dict()["pytorch_noise"] is True

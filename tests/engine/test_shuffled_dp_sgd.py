@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.private_runs import Run, same
 from helpers.shuffled_runs import SeededRun, build, in_record, spec_of
+from helpers.toy import generator_here
 from opacus.schedulers import ExponentialNoise
 from scipy.stats import chi2
 from torch import nn
@@ -80,8 +81,8 @@ def test_the_noise_of_what_stays_is_made_for_records_that_no_clipping_of_sums_ho
 def test_where_nothing_is_shuffled_or_it_asks_for_no_less_noise_it_is_plain_dp_sgd(flags):
     def seeded():
         torch.manual_seed(0)
-        own, noise = (torch.Generator().manual_seed(seed) for seed in (3, 4))
-        return {"loader": {"generator": own}, "noise_generator": noise}
+        own = torch.Generator().manual_seed(3)
+        return {"loader": {"generator": own}, "noise_generator": generator_here(4)}
 
     said = "falls back to plain DP-SGD" if flags else "shuffled_fw without shuffle_weights is plain"
     with pytest.warns(UserWarning, match=said):

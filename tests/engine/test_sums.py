@@ -16,6 +16,7 @@ import opacus
 import pytest
 import torch
 from helpers.private_runs import Run
+from helpers.toy import here
 from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,7 +40,7 @@ def protocol_for(records=6, dimension=TOY, *, epsilon=1.0, **options):
 def still(rows, *, batch_size, norm=1.0, **options):
     """Learns nothing: every record's gradient is its row, and a released sum that of a batch's."""
     module = nn.Linear(rows.shape[1], 1, bias=False)
-    data = DataLoader(TensorDataset(rows), batch_size=batch_size)
+    data = DataLoader(TensorDataset(here(rows)), batch_size=batch_size)
     sgd = torch.optim.SGD(module.parameters(), lr=0.0)
     toy = {"module": module, "optimizer": sgd, "data_loader": data, "max_grad_norm": norm}
     return Run("shuffled_sums", toy=toy, loss_reduction="sum", **options)
@@ -246,9 +247,10 @@ def test_a_protocol_of_your_own_is_for_everyone_and_one_engine_has_one():
         Run("shuffled_sums", sigma=None, aggregator=other).load(file)
 
 
+@pytest.mark.parametrize("mode", ["functorch", "ghost"])
 @pytest.mark.parametrize("change", [{"max_grad_norm": 2.0}, {"noise_multiplier": 100.0}], ids=str)
-def test_a_norm_or_a_multiplier_that_changes_after_make_private_is_refused(change):
-    run = Run("shuffled_sums", "functorch", **SAMPLES).train()
+def test_a_norm_or_a_multiplier_that_changes_after_make_private_is_refused(change, mode):
+    run = Run("shuffled_sums", mode, **SAMPLES).train()
     vars(run.optimizer).update(change)
     with run.refused(r"max_norm|noise_multiplier", goes_on=False):
         run.step()

@@ -26,6 +26,7 @@ from helpers.shuffled_runs import (
     spec_of,
     weights,
 )
+from helpers.toy import here
 from opacus import GradSampleModule
 from opacus.grad_sample.utils import wrap_model
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
@@ -356,7 +357,7 @@ def test_a_network_that_has_got_new_parameters_is_refused_by_their_names():
     )
     assert model.permutations is spec_of("mlp")
     assert model.loss_reduction == "sum"
-    network.add_module("probe", nn.Linear(3, 3).double())
+    network.add_module("probe", here(nn.Linear(3, 3).double()))
     network(records("mlp")[:5][0]).sum().backward()
     with pytest.raises(
         ValueError, match=r"new parameters.*probe\.weight, probe\.bias.*make_private"

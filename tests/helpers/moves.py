@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from opacus_shuffle.permutation.moving.gather import WORDS, Move, gather_
+from opacus_shuffle.permutation.moving.gather import Move, gather_
+from opacus_shuffle.permutation.moving.torch_moves import WORDS
 
 DTYPES = [
     *(

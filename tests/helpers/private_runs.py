@@ -17,7 +17,7 @@ import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
-from helpers.toy import make_toy
+from helpers.toy import here, make_toy
 from opacus_shuffle import PrivacyEngine
 
 OURS = {
@@ -66,7 +66,7 @@ class Run:
         **options: Any,
     ) -> None:
         self.toy = make_toy(records=records, batch_size=batch_size, **(loader or {})) | (toy or {})
-        self.network = self.toy["module"]
+        self.network = here(self.toy["module"])
         if optimizer is not None:
             self.toy["optimizer"] = optimizer(self.network.parameters())
         elif "module" in (toy or {}) and "optimizer" not in (toy or {}):
@@ -113,7 +113,7 @@ class Run:
 
     def backward(self, batch: Any = None) -> None:
         """Gradients of a batch, by default of the next one."""
-        x, y = self.batch() if batch is None else batch
+        x, y = here(self.batch() if batch is None else batch)
         self.criterion(self.model(x), y).backward()
 
     def step(self, batch: Any = None) -> None:

@@ -148,7 +148,7 @@ def build(name: str) -> nn.Module:
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape, dtype=parameter.dtype)
-    return network.to(small_runs.DEVICE)
+    return small_runs.here(network)
 
 
 def records(name: str, count: int = RECORDS, dtype: torch.dtype = torch.float64) -> TensorDataset:
@@ -160,7 +160,7 @@ def records(name: str, count: int = RECORDS, dtype: torch.dtype = torch.float64)
         shape = {"conv": (1, 6, 6), "encoder": (4, 5)}.get(name, (5,))
         x = torch.randn((count, *shape), generator=generator, dtype=torch.float64).to(dtype)
     y = x if name == "gpt2" else torch.randint(3, (count,), generator=generator)
-    return TensorDataset(x.to(small_runs.DEVICE), y.to(small_runs.DEVICE))
+    return TensorDataset(*small_runs.here((x, y)))
 
 
 def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ class SeededRun(Run):
             options["shuffle_weights"] = shuffle
             if own_generator:
                 options["shuffle_generator"] = torch.Generator().manual_seed(SHUFFLE_SEED)
-        options.setdefault("noise_generator", torch.Generator().manual_seed(4))
+        options.setdefault("noise_generator", small_runs.generator_here(4))
         super().__init__(accountant, sigma=sigma, toy=toy, **in_record(**options))
 
     @property
@@ -249,7 +249,7 @@ class SeededRun(Run):
 
     def backward(self, batch: Any = None) -> None:
         """Gradients of a batch, by default of the next one."""
-        x, y = self.batch() if batch is None else batch
+        x, y = small_runs.here(self.batch() if batch is None else batch)
         self.criterion(logits(self.model, x), y).backward()
 
     def fit(

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # SG Figure 1b: shuffled check-in, accuracy against $\varepsilon$
+# # SG Figure 1b: shuffled check-in, accuracy against ε
 #
 # **The whole run of the paper's Figure 1b costs a proved $\varepsilon$ of 0.11 for every data set; the printed formula says 9.6, for one
 # pair of data sets.**
@@ -33,7 +33,7 @@ FULL = False
 DELTA = 1 / 60_000
 
 # %% [markdown]
-# ## $\varepsilon$ of the whole run
+# ## ε of the whole run
 
 # %%
 run = opacus_shuffle.ShuffledCheckIn(

@@ -49,7 +49,7 @@ for sigma, distance in ((0.8633, 2.0), (0.4316, 1.0)):
     assert abs(local - 12) < 0.01
 
 # %% [markdown]
-# ## $\varepsilon$ of the whole run
+# ## ε of the whole run
 
 # %%
 printed = {0.8633: "0.578", 0.4316: "5.005"}

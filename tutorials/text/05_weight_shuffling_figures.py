@@ -224,7 +224,7 @@ assert theorem["distance"]["F-W"] > 5 * theorem["error"]
 # variance are carried by terms larger than can be expected. That is the step at which the estimate loses its footing.
 
 # %% [markdown]
-# ## Figures 3 and 4: $\sigma$ over $\varepsilon$ and over $d$
+# ## Figures 3 and 4: σ over ε and over d
 #
 # Two things are not printed: the batch size of training (1,000 here, that of the paper's audit), and the batch clip $c'$. So $\sigma$ is
 # drawn for several $c'/c$.

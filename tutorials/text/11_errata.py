@@ -124,7 +124,7 @@ print(", ".join(f"{name} {value:.3f}" for name, value in values.items()))
 assert values["pair"] <= values["certified"] < values["published"] / 50
 
 # %% [markdown]
-# ## SG, Figure 1a: which $\sigma$ is "(12, 1e-5)"-local?
+# ## SG, Figure 1a: which σ is "(12, 1e-5)"-local?
 #
 # The text says that $\sigma = 0.86$ corresponds to $\varepsilon_0 = 12$ at $\delta_0 = 10^{-5}$. The exact curve of the Gaussian
 # mechanism says: that is so at sensitivity 2, for replacement. The pair of Theorem 1 moves by 1, and there it is half of that, which is

@@ -118,7 +118,7 @@ axes.legend()
 assert np.all(np.array(rows["certified"]) < rows["poisson"])
 
 # %% [markdown]
-# ## What it trains at the same $\varepsilon$
+# ## What it trains at the same ε
 #
 # The same linear model on these images, with the noise that $\varepsilon = 1$ asks for.
 

@@ -86,7 +86,7 @@ assert (
 )  # guessing, and five standard errors
 
 # %% [markdown]
-# ## The table of $\varepsilon$
+# ## The table of ε
 #
 # No $\varepsilon$ without its meaning: each row says who is trusted, which data sets it covers, and whether it is proved. `certified` covers
 # **every** data set, and is what `get_epsilon` answers. `statement()` is the sentence to quote.

@@ -30,7 +30,7 @@ from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.sampling.samplers import INDEPENDENT, SamplingPlan
 from opacus_shuffle.engine.schemes.base import plan_on_ranks
 from opacus_shuffle.engine.schemes.random_allocation import EpochScheme
-from opacus_shuffle.engine.shuffled_sum import ShuffledSum
+from opacus_shuffle.engine.shuffled_sum import ShuffledSum, StreamedSum
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -61,7 +61,7 @@ class VectorSums(EpochScheme):
         super().check_request(request)
         one_of("clipping (with shuffled_sums)", request.clipping, ("flat",))
         what = "grad_sample_mode (with shuffled_sums, which needs each record's gradient)"
-        one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew"))
+        one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))
 
     def check_aggregator(self, request: Request) -> None:
         """Refuses an aggregator that is no protocol, or comes with a noise multiplier."""
@@ -166,7 +166,8 @@ class VectorSums(EpochScheme):
         assert run.aggregator is not None
         everyone = run.sampling.kind in INDEPENDENT
         sigma = float(run.noise_multiplier)
-        sums = ShuffledSum(run.aggregator, noise_multiplier=sigma, everyone_reports=everyone)
+        kind = StreamedSum if clipping.in_backward else ShuffledSum
+        sums = kind(run.aggregator, noise_multiplier=sigma, everyone_reports=everyone)
         return sums, sums
 
     def covers_drop_outs(self, run: Run) -> bool:

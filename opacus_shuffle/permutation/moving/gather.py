@@ -18,7 +18,6 @@ How words move is :mod:`~opacus_shuffle.permutation.moving.torch_moves`, and on 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 from collections import defaultdict
@@ -30,9 +29,6 @@ from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.permutation.moving.torch_moves import Move, execute_with_torch, waves
 
 EXECUTORS = ("auto", "torch", "triton")
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""The integers that entries of so many bytes are seen as; 16 bytes are two integers of 8."""
 
 _find_package = functools.cache(importlib.util.find_spec)
 
@@ -51,33 +47,36 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
             ``"auto"``: triton on a GPU where it is installed, else torch.
 
     Raises:
-        ValueError: For an unknown executor, a tensor that comes twice, or triton on a CPU without
-            its interpreter.
+        ValueError: For an unknown executor, a tensor that comes twice, triton on a CPU without its
+            interpreter, or while a CUDA graph is captured.
     """
     one_of("executor", executor, EXECUTORS)
     by_device: defaultdict[torch.device, list[Move]] = defaultdict(list)
-    seen: set[tuple[torch.device, int]] = set()
-    for number, move in enumerate(moves):
-        memory = (move.tensor.device, move.tensor.data_ptr())
-        if memory in seen and move.tensor.numel():
-            raise ValueError(
-                f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it "
-                "would undo the first"
-            )
-        seen.add(memory)
-        # What has fewer than two rows and columns to permute stays where it is.
-        rows = move.row_index if move.rows > 1 else None
-        columns = move.column_index if move.columns > 1 else None
-        if move.tensor.numel() and (rows is not None or columns is not None):
-            move = dataclasses.replace(move, row_index=rows, column_index=columns)
+    for move in moves:
+        stays = move.row_index is None and move.column_index is None
+        if not stays and move.tensor.numel():
             by_device[move.tensor.device].append(move)
     for device, group in by_device.items():
+        if len({move.tensor.data_ptr() for move in group}) < len(group):
+            raise ValueError(
+                "moves: a tensor (or its memory) comes twice; a second move of it would undo the "
+                "first"
+            )
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"moves lie on {device}, whose work a CUDA graph is capturing: every replay would "
+                "move by the same permutation; shuffle outside of the graph"
+            )
+    for device, group in by_device.items():
         execute = _executor(executor, device)
-        execute([_as_words(move, move.tensor) for move in group if _lies_in_order(move.tensor)])
-        others = [move for move in group if not _lies_in_order(move.tensor)]
+        in_order: list[Move] = []
+        others: list[Move] = []
+        for move in group:
+            (in_order if _lies_in_order(move.tensor) else others).append(move)
+        execute(in_order)
         for wave in waves(others, lambda move: move.tensor.nbytes):
             copies = [move.tensor.clone(memory_format=torch.contiguous_format) for move in wave]
-            execute([_as_words(move, copy) for move, copy in zip(wave, copies, strict=True)])
+            execute([move._replace(tensor=copy) for move, copy in zip(wave, copies, strict=True)])
             for move, copy in zip(wave, copies, strict=True):
                 move.tensor.copy_(copy)
 
@@ -87,15 +86,8 @@ def _lies_in_order(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _as_words(move: Move, tensor: torch.Tensor) -> Move:
-    """Returns the move of a contiguous tensor as a vector of integers of its entries' size."""
-    words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
-    inner = move.inner * (words.numel() // tensor.numel())
-    return dataclasses.replace(move, tensor=words, inner=inner)
-
-
 def _executor(name: str, device: torch.device) -> Callable[[Sequence[Move]], None]:
-    """Returns the function that moves vectors of words on a device."""
+    """Returns the function that moves contiguous tensors on a device."""
     if name == "auto":
         name = "triton" if device.type == "cuda" and _find_package("triton") else "torch"
     if name == "triton":

@@ -8,7 +8,7 @@ to end are three terms of the same two factors.
 >>> heads = Block(0, 1, 8, (Term(0, ((0, 4), (1, 1))),))
 >>> factors = (Factor("heads", 2), Factor("width", 4, inside=(0,)))
 >>> tables = [torch.tensor([1, 0]), torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])]
->>> index_vector((heads,), factors, tables).tolist()
+>>> IndexPlan([(heads,)], factors).index(tables).tolist()
 [4, 5, 6, 7, 3, 2, 1, 0]
 """
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -87,43 +87,103 @@ def plan_movement(
     return (before, last.size, inner), tuple(rows), (last,)
 
 
-def index_vector(
-    blocks: Blocks, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]
-) -> torch.Tensor:
-    """Returns the old position for every new one of neighbouring axes: int64, (size,).
+class IndexPlan:
+    """How to make the index vectors of several layouts from a permutation's tables, in one pass.
+
+    An old position is a sum: a number of its own, and for each factor a stride times the old
+    coordinate that a table gives. Which entries of which tables that takes depends on the layouts
+    alone: it is looked up here once, and a permutation then costs a few operations on vectors.
 
     Args:
-        blocks: The axes.
+        layouts: Each is neighbouring axes seen as one.
         factors: All factors of the specification.
-        tables: Per factor its permutation, ``(*sizes of inside, size)``: new coordinate to old;
-            None for fixed ones.
+
+    Attributes:
+        sizes: Entries of each layout.
     """
-    index = torch.zeros(1, dtype=torch.int64)
-    for block in blocks:
-        own = torch.arange(block) if isinstance(block, int) else _of_block(block, factors, tables)
-        index = (index[:, None] * len(own) + own).reshape(-1)
-    return index
+
+    def __init__(self, layouts: Sequence[Blocks], factors: Sequence[Factor]) -> None:
+        # Of all tables, one after the other, behind a 1 that the plain numbers are multiples of.
+        shapes = [[*(factors[outer].size for outer in one.inside), one.size] for one in factors]
+        counts = [math.prod(shape) * one.free for shape, one in zip(shapes, factors, strict=True)]
+        places = [
+            torch.arange(1 + end - count, 1 + end, device="cpu").view(shape) if count else None
+            for shape, count, end in zip(shapes, counts, np.cumsum(counts).tolist(), strict=True)
+        ]
+        sums = [_sum_of_layout(layout, factors, places) for layout in layouts]
+        self.sizes = [one.shape[-1] for one in sums]
+        terms = max(map(len, sums), default=0)
+        padded = [np.pad(one, ((0, terms - len(one)), (0, 0), (0, 0))) for one in sums]
+        together = np.concatenate([np.empty((terms, 2, 0), np.int64), *padded], axis=2)
+        # Half as much to send to a device, but for axes that are too long.
+        self._dtype = np.int32 if max(self.sizes, default=0) < 2**31 else np.int64
+        self._strides, self._places = together[:, 0].astype(self._dtype), together[:, 1].copy()
+
+    def index(self, tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Returns the old position for every new one, of all layouts one after the other.
+
+        Args:
+            tables: Per factor its permutation, ``(*sizes of inside, size)``: new coordinate to old;
+                None for fixed ones.
+        """
+        free = [table.reshape(-1) for table in tables if table is not None]
+        entries = (
+            torch.cat([torch.ones(1, dtype=torch.int64, device="cpu"), *free])
+            .numpy()
+            .astype(self._dtype)
+        )
+        # No place is out of range: "clip" spares NumPy a look at all of them first.
+        old = entries.take(self._places, mode="clip")
+        return torch.from_numpy(np.einsum("ij,ij->j", self._strides, old))
 
 
-def _of_block(
-    block: Block, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]
-) -> torch.Tensor:
-    index = np.arange(block.size, dtype=np.int64)
+def _sum_of_layout(
+    layout: Blocks, factors: Sequence[Factor], places: Sequence[torch.Tensor | None]
+) -> npt.NDArray[np.int64]:
+    """Returns the terms of every entry's old position: shape (terms, 2, size).
+
+    A term is a stride and the place of what it multiplies; the first one's is a plain number's.
+    """
+    terms = np.zeros((1, 2, 1), np.int64)
+    for block in layout:
+        if isinstance(block, int):
+            own = np.zeros((1, 2, block), np.int64)
+            own[0, 0] = np.arange(block)
+        else:
+            own = _sum_of_block(block, factors, places)
+        outer = terms * np.array([[own.shape[-1]], [1]])  # strides, but not places
+        outer, own = outer.repeat(own.shape[-1], axis=2), np.tile(own, terms.shape[-1])
+        terms = np.concatenate([outer[:1] + own[:1], outer[1:], own[1:]])
+    return terms
+
+
+def _sum_of_block(
+    block: Block, factors: Sequence[Factor], places: Sequence[torch.Tensor | None]
+) -> npt.NDArray[np.int64]:
+    longest = max((len(term.grid) for term in block.terms), default=0)
+    sums = np.zeros((1 + longest, 2, block.size), np.int64)
+    sums[0, 0] = np.arange(block.size)
     for term in block.terms:
         numbers = [number for number, _ in term.grid]
         sizes = [factors[number].size for number in numbers]
-        old: Any = term.offset
+        # The term's grid in each of the rows of numbers above.
+        steps = [stride * sums.itemsize for _, stride in term.grid]
+        grid = np.ndarray(
+            (*sums.shape[:2], *sizes), sums.dtype, sums, term.offset * sums.itemsize,
+            (*sums.strides[:2], *steps),
+        )  # fmt: skip
+        grid[0, 0] = term.offset
         for axis, (number, stride) in enumerate(term.grid):
-            table, carried = tables[number], [axis]
+            table = places[number]
             if table is None:
-                table = torch.arange(sizes[axis])
-            else:
-                carried = [nearest(numbers, outer, axis) for outer in factors[number].inside]
-                carried.append(axis)
-            old = old + stride * on_grid(table, carried, sizes).numpy()
-        strides = [stride * index.itemsize for _, stride in term.grid]
-        np.ndarray(sizes, index.dtype, index, term.offset * index.itemsize, strides)[...] = old
-    return torch.from_numpy(index)
+                grid[0, 0] += (
+                    stride * on_grid(torch.arange(sizes[axis], device="cpu"), [axis], sizes).numpy()
+                )
+                continue
+            carried = [nearest(numbers, outer, axis) for outer in factors[number].inside]
+            grid[1 + axis, 0] = stride
+            grid[1 + axis, 1] = on_grid(table, [*carried, axis], sizes).numpy()
+    return sums
 
 
 def on_grid(table: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Moves vectors of words with PyTorch's own operations, in blocks that a cache holds.
+"""Moves contiguous tensors with PyTorch's own operations, in blocks that a cache holds.
 
 * A small matrix that moves both ways is gathered into a scratch by rows, and back by columns.
 * Rows move within blocks of columns: as many columns as the scratch holds of all rows go into it in
@@ -15,10 +15,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -34,11 +33,13 @@ NARROW_BYTES = 2**12
 CACHE_BYTES = 2**20
 """Buffer per CPU thread for columns: half of today's second-level caches."""
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""The integers that entries of so many bytes are seen as; 16 bytes are two integers of 8."""
+
 Item = TypeVar("Item")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Move:
+class Move(NamedTuple):
     """One tensor seen as (rows, columns, inner), and where each row and column comes from.
 
     Attributes:
@@ -46,8 +47,9 @@ class Move:
         rows: Its rows, in C order of its shape.
         columns: Columns of a row.
         inner: Entries of a column that move together, such as the k·k of a convolution's kernel.
-        row_index: Shape (rows,), int64 or int32, a permutation on the tensor's device: new row i is
-            old row ``row_index[i]``. ``None``: rows stay.
+        row_index: Shape (rows,), int64 or int32, a permutation: new row i is old row
+            ``row_index[i]``. ``None``: rows stay. All indices of a call lie on the tensors' device,
+            or all on the CPU.
         column_index: The same for columns, shape (columns,).
     """
 
@@ -76,37 +78,44 @@ def waves(
 
 
 def execute_with_torch(moves: Sequence[Move]) -> None:
-    """Moves vectors of words by ``index_select`` and ``gather`` on blocks that fit the cache."""
+    """Moves contiguous tensors by ``index_select`` and ``gather`` on blocks that fit the cache."""
     scratch = _Scratch()
     word_index = functools.cache(_word_index)  # many tensors share an index
-    for move in moves:
-        rows, columns = move.row_index, move.column_index
-        height, width, inner = move.rows, move.columns * move.inner, move.inner
+    for tensor, height, count, inner, rows, columns in moves:
+        words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
+        inner *= len(words) // tensor.numel()
+        width = count * inner
         if height == 1:  # a vector, or one row of blocks: its columns are rows
-            height, width, inner, rows, columns = move.columns, inner, 1, columns, None
-        matrix = move.tensor.view(height, width)
+            height, width, inner, rows, columns = count, inner, 1, columns, None
+        matrix = words.view(height, width)
         on_cpu = matrix.device.type == "cpu"
         limit = SCRATCH_BYTES if on_cpu else WAVE_BYTES
         narrow = not on_cpu or matrix[0].nbytes <= NARROW_BYTES
         if rows is not None and columns is not None and narrow and matrix.nbytes <= limit:
-            moved = torch.index_select(matrix, 0, word_index(rows, 1), out=scratch.like(matrix))
-            torch.gather(moved, 1, word_index(columns, inner).expand(height, -1), out=matrix)
+            moved = torch.index_select(
+                matrix, 0, word_index(rows, 1, words.device), out=scratch.like(matrix)
+            )
+            torch.gather(
+                moved, 1, word_index(columns, inner, words.device).expand(height, -1), out=matrix
+            )
             continue
         if rows is not None:
             for part in torch.split(matrix, max(1, limit // matrix[:, 0].nbytes), dim=1):
-                moved = torch.index_select(part, 0, word_index(rows, 1), out=scratch.like(part))
+                moved = torch.index_select(
+                    part, 0, word_index(rows, 1, words.device), out=scratch.like(part)
+                )
                 part.copy_(moved)
         if columns is not None:
             limit = CACHE_BYTES * torch.get_num_threads() if on_cpu else WAVE_BYTES
             for part in torch.split(matrix, max(1, limit // matrix[0].nbytes)):
-                index = word_index(columns, inner).expand(len(part), -1)
+                index = word_index(columns, inner, words.device).expand(len(part), -1)
                 torch.gather(scratch.like(part).copy_(part), 1, index, out=part)
 
 
-def _word_index(index: torch.Tensor, inner: int) -> torch.Tensor:
+def _word_index(index: torch.Tensor, inner: int, device: torch.device) -> torch.Tensor:
     """Returns the int64 index of every word, where each entry stands for ``inner`` of them."""
     words = index.long()[:, None] * inner + torch.arange(inner, device=index.device)
-    return words.view(-1)
+    return words.view(-1).to(device)
 
 
 class _Scratch:

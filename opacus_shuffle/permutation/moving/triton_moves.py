@@ -1,115 +1,144 @@
-"""Moves words with a Triton kernel: the rows and columns of many tensors in one launch.
+"""Moves words with a Triton kernel: the rows and columns of many tensors in a few launches.
 
-A table on the device lists the tensors of one word size; a list of tiles says which rows of which
-tensor a program moves.
+A list of tiles on the device says what each program moves: a whole number of rows of one tensor, or
+a run of its words.
 
 How it works
-    * **Whole** (rows that fit on the chip): a program loads whole rows coalesced, permutes them
-      there (``tl.gather``) and stores them coalesced. Where only columns move it owns its rows, so
-      that happens in place; a vector, or a small tensor that moves by rows only, is one row of
-      columns.
+    * **Whole** (rows that fit on the chip): a program loads as many whole rows as its block holds,
+      one run of memory, permutes their columns there (``tl.gather``) and stores them. Where only
+      columns move it owns its rows, so that happens in place; a vector, or a small tensor that
+      moves by rows only, is one row of columns.
     * **Words** (longer rows): every word is read from where it comes from, though a GPU reads 32
       bytes at once.
-    * **Rows** (no column moves): so do rows, which are read as they are.
+    * **Rows** (no column moves): so are words of whole rows, which lie one after the other.
     * Whatever changes rows is read from a copy, of at most ``WAVE_BYTES`` (or of one tensor) at a
-      time.
+      time. One launch copies all tensors of such a wave, for which PyTorch would take one each.
 
-Tables hold numbers of the tensors and offsets into one vector of all indices. So they stay on the
-device until the structure changes; what is sent for each shuffle are the indices and the tensors'
-addresses, of which gradients get others all the time.
+The tiles hold numbers of the tensors and offsets into one vector of all indices. So they stay on
+the device until the structure changes; what is sent for each shuffle are the indices and the
+tensors' addresses, of which gradients get others all the time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from opacus_shuffle.permutation.moving.torch_moves import Move, execute_with_torch, waves
+from opacus_shuffle.permutation.moving.torch_moves import (
+    WORDS,
+    Move,
+    execute_with_torch,
+    waves,
+)
 
 STAGED_BYTES = 2**16
 """On-chip memory that a program takes at most; less on cards that have less."""
 
-STAGED_WORDS = 2**13
+STAGED_WORDS = 2**14
 """Words that a program permutes on chip at most."""
 
-_SMALLEST_BLOCK = 64
+BLOCK_WORDS = 4096
+"""Words of a program's block, unless a row is longer: 16 for each of 256 threads."""
 
-_WIDE_BLOCK = 1024
-"""Words of a longer row that a program reads where rows need not be whole."""
+_BLOCKS = 4
+"""Blocks of whole rows that a program moves, one after the other, by indices that it reads once."""
 
-_TILE_WORDS = 8192
+_CACHED_PLANS = 32
 
-_CACHED_TABLES = 32
+_ALIGNMENT = 16
+"""Bytes that a thread loads and stores at a time; words of a row must be a multiple of it too."""
 
 _TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def move_kernel(  # type: ignore
-    table, tiles, addresses, indices, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    MODE: tl.constexpr, ALIGNED: tl.constexpr,
+    tiles, addresses, indices, WORD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    MODE: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Moves one tile, ``ROWS`` rows by ``BLOCK`` words of one tensor."""
-    tile = tiles + 3 * tl.program_id(0)
-    line = table + tl.load(tile).to(tl.int64) * 6
-    number = tl.load(line)
-    row_offset = tl.load(line + 1)
-    column_offset = tl.load(line + 2)
-    height = tl.load(line + 3).to(tl.int32)
-    width = tl.load(line + 4).to(tl.int32)
-    inner = tl.load(line + 5).to(tl.int32)
+    """Moves one tile: up to ``BLOCKS`` blocks of whole rows, or one block of words."""
+    tile = tiles + 7 * tl.program_id(0).to(tl.int64)
+    number = tl.load(tile)
+    row_offset = tl.load(tile + 1)
+    column_offset = tl.load(tile + 2)
+    height = tl.load(tile + 3)
+    width = tl.load(tile + 4)
+    inner = tl.load(tile + 5)
+    first = tl.load(tile + 6)
     source = tl.load(addresses + 2 * number).to(tl.pointer_type(WORD))
     target = tl.load(addresses + 2 * number + 1).to(tl.pointer_type(WORD))
     if ALIGNED:  # lets a thread load and store 16 bytes at a time
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
         width = tl.multiple_of(width, 16)
-    first = tl.load(tile + 1)
     lanes = tl.arange(0, BLOCK)
-    words = tl.multiple_of(tl.load(tile + 2), BLOCK) + lanes
-    inside = words < width
-    origins = words
-    if MODE != "rows":
+    if MODE == "whole":
+        # Rows of a block lie one after the other, so that narrow ones fill it too. In a long block
+        # there is one, whose number is then a scalar: one for each word would take registers.
+        together = BLOCK // width
+        down = 0
+        if not LONG:
+            down = lanes // width
+        words = lanes - down * width
         column = words // inner
-        origins = tl.load(indices + column_offset + column, mask=inside, other=0) * inner + (
-            words - column * inner
-        )
-    if MODE == "whole":  # row by row: tl.gather of one dimension goes through shared memory
+        inside = lanes < together * width
+        origins = tl.load(indices + column_offset + column, mask=inside, other=0) * inner
+        origins += down * width + (words - column * inner)
         origins = tl.where(inside, origins, 0)
-        for step in range(0, tl.minimum(height - first, ROWS)):
-            row = (first + step).to(tl.int64)
-            from_row = row
+        for step in range(0, tl.minimum(BLOCKS, (height - first + together - 1) // together)):
+            row = first + step * together
+            from_rows = row + down
+            there = from_rows < height
+            from_rows = from_rows.to(tl.int64)
             if row_offset >= 0:
-                from_row = tl.load(indices + row_offset + row).to(tl.int64)
-            values = tl.load(source + from_row * width + lanes, mask=inside, other=0)
+                from_rows = tl.load(indices + row_offset + from_rows, mask=there, other=0)
+                from_rows = from_rows.to(tl.int64)
+            live = inside & there
+            values = tl.load(source + from_rows * width + words, mask=live, other=0)
             values = tl.gather(values, origins, 0)
             tl.debug_barrier()  # in place: nobody stores before everybody has loaded
-            tl.store(target + row * width + lanes, values, mask=inside)
+            tl.store(target + row.to(tl.int64) * width + lanes, values, mask=live)
     else:
-        rows = first + tl.arange(0, ROWS)
-        live = rows < height
-        from_rows = rows.to(tl.int64)
-        if row_offset >= 0:
-            from_rows = tl.load(indices + row_offset + rows, mask=live, other=0).to(tl.int64)
-        both = live[:, None] & inside[None, :]
-        values = tl.load(source + from_rows[:, None] * width + origins[None, :], mask=both, other=0)
-        tl.store(target + rows.to(tl.int64)[:, None] * width + words[None, :], values, mask=both)
+        # The tensor is one run of words, of which a block may begin and end in the middle of rows.
+        start = first.to(tl.int64) * BLOCK
+        live = start + lanes < height.to(tl.int64) * width
+        if MODE == "copy":  # from where it lies to where the launches after this one read it
+            values = tl.load(target + start + lanes, mask=live, other=0)
+            tl.store(source + start + lanes, values, mask=live)
+        else:
+            row = start // width
+            words = (start - row * width).to(tl.int32) + lanes
+            down = words // width
+            words -= down * width
+            from_rows = row + down
+            if row_offset >= 0:
+                from_rows = tl.load(indices + row_offset + from_rows, mask=live, other=0)
+                from_rows = from_rows.to(tl.int64)
+            if MODE == "words":
+                column = words // inner
+                words -= column * inner
+                words += tl.load(indices + column_offset + column, mask=live, other=0) * inner
+            values = tl.load(source + from_rows * width + words, mask=live, other=0)
+            tl.store(target + start + lanes, values, mask=live)
 
 
 def execute(moves: Sequence[Move]) -> None:
-    """Moves vectors of words that lie on one device.
+    """Moves contiguous tensors that lie on one device.
 
     Raises:
         ValueError: On a CPU without Triton's interpreter.
     """
-    on_cpu = any(move.tensor.device.type == "cpu" for move in moves)
+    on_cpu = bool(moves) and moves[0].tensor.device.type == "cpu"
     if on_cpu and isinstance(move_kernel, triton.JITFunction):
         raise ValueError(
             "executor 'triton' got tensors on the CPU: pass executor='torch', or set "
@@ -117,42 +146,48 @@ def execute(moves: Sequence[Move]) -> None:
         )
     by_size: defaultdict[int, list[Move]] = defaultdict(list)
     for move in moves:
-        if max(move.rows, move.columns * move.inner) < 2**30:
-            by_size[move.tensor.itemsize].append(move)
+        if move.tensor.numel() < 2**29 or max(move.rows, 2 * move.columns * move.inner) < 2**30:
+            by_size[move.tensor.element_size()].append(move)
         else:  # the kernel counts rows and words of a row in 32 bits
             execute_with_torch([move])
-    for word, group in by_size.items():
-        _execute_words(group, word)
+    for size, group in by_size.items():
+        _execute_words(group, size)
 
 
-def _execute_words(moves: Sequence[Move], word: int) -> None:
-    """Moves vectors of words of one size."""
+def _execute_words(moves: Sequence[Move], size: int) -> None:
+    """Moves tensors whose entries have one size."""
     device = moves[0].tensor.device
-    offsets: dict[int, int] = {}
-    laid: list[torch.Tensor] = []  # all indices, one after the other
-    for index in (index for move in moves for index in (move.row_index, move.column_index)):
-        if index is not None and id(index) not in offsets:
-            offsets[id(index)] = sum(map(len, laid))
-            laid.append(index)
-    indices = torch.cat(laid).to(torch.int32)
-    limit = staged_words(word, device)
-    moving = [(move.tensor, _shape(move, offsets, limit)) for move in moves]
-    in_place = [entry for entry in moving if entry[1].in_place]
-    others = [entry for entry in moving if not entry[1].in_place]
-    for wave in (in_place, *waves(others, lambda entry: entry[0].nbytes)):
-        sources = [tensor if shape.in_place else tensor.clone() for tensor, shape in wave]
-        pairs = [
-            (source.data_ptr(), tensor.data_ptr())
-            for source, (tensor, _) in zip(sources, wave, strict=True)
+    word = WORDS[size].itemsize
+    # All indices, one after the other; many tensors share one.
+    laid = {id(index): index for move in moves for index in move[4:] if index is not None}
+    ends = itertools.accumulate(map(torch.Tensor.numel, laid.values()), initial=0)
+    offsets = {id(None): -1, **dict(zip(laid, ends, strict=False))}
+    targets = [move.tensor.data_ptr() for move in moves]
+    factor = size // word
+    lines = tuple(
+        [
+            (offsets[id(row)], offsets[id(column)], rows, columns, inner * factor, place % 16)
+            for (_, rows, columns, inner, row, column), place in zip(moves, targets, strict=True)
         ]
-        addresses = torch.tensor(pairs)
-        if device.type == "cuda":  # out of pinned memory, so that the host does not wait
-            addresses = addresses.pin_memory().to(device, non_blocking=True)
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            for table, tiles, constants in _launches(tuple(shape for _, shape in wave), device):
-                move_kernel[(len(tiles),)](
-                    table, tiles, addresses, indices, WORD=_TYPES[word], **constants
-                )
+    )
+    plan = _plan(lines, word, staged_words(word, device), device)
+    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=device)
+    places = np.array(targets)
+    sources = np.where(plan.offsets < 0, places, scratch.data_ptr() + plan.offsets)
+    addresses = _send(torch.from_numpy(np.stack([sources, places], axis=1)), device)
+    indices = _send(torch.cat(list(laid.values())).to(torch.int32), device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for tiles, count, constants in plan.launches:
+            if device.type == "cuda":  # or another stream could get their memory too early
+                tiles.record_stream(torch.cuda.current_stream(device))
+            move_kernel[(count,)](tiles, addresses, indices, WORD=_TYPES[word], **constants)
+
+
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor on a device, out of pinned memory, so that the host does not wait."""
+    if tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def staged_words(word: int, device: torch.device) -> int:
@@ -164,70 +199,88 @@ def staged_words(word: int, device: torch.device) -> int:
     return min(STAGED_WORDS, 2 ** ((memory // word).bit_length() - 1))
 
 
-class _Shape(NamedTuple):
-    """A tensor but for where it lies: offsets of indices (−1: none), rows, words of row, column."""
-
-    row_offset: int
-    column_offset: int
-    rows: int
-    width: int
-    inner: int
-    mode: str
-    aligned: bool
-
-    @property
-    def in_place(self) -> bool:
-        """Whether each program reads and writes rows of its own alone."""
-        return self.mode == "whole" and self.row_offset < 0
+def constants_of(mode: str, width: int, word: int, *, aligned: bool) -> dict[str, Any]:
+    """Returns what the kernel is compiled for: up to 16 words a thread, or 64 bytes of a copy."""
+    block = max(BLOCK_WORDS, 2 ** (width - 1).bit_length()) if mode == "whole" else BLOCK_WORDS
+    if mode == "copy":
+        block = 4 * BLOCK_WORDS // word
+    return {
+        "BLOCK": block,
+        "BLOCKS": _BLOCKS,
+        "MODE": mode,
+        "LONG": block > BLOCK_WORDS,  # a block holds one row
+        "ALIGNED": aligned,
+        "num_warps": max(8, block // 512) if mode == "whole" else 8,
+    }
 
 
-def _shape(move: Move, offsets: dict[int, int], limit: int) -> _Shape:
-    """Returns how to move a vector of words, where the kernel can permute so many words on chip."""
-    row_index, column_index = move.row_index, move.column_index
-    rows, columns, inner = move.rows, move.columns, move.inner
-    if column_index is None and (columns * inner == 1 or rows * columns * inner <= limit):
-        rows, columns, inner, row_index, column_index = 1, rows, columns * inner, None, row_index
-    width = columns * inner
-    mode = "rows" if column_index is None else "whole" if width <= limit else "words"
-    row_offset, column_offset = (
-        -1 if index is None else offsets[id(index)] for index in (row_index, column_index)
-    )
-    aligned = width % 16 == 0 and move.tensor.data_ptr() % 16 == 0
-    return _Shape(row_offset, column_offset, rows, width, inner, mode, aligned)
+_Line = tuple[int, int, int, int, int, int]
+"""A tensor but for where it lies: offsets of indices (−1: none), rows, columns, inner, and the
+remainder of its address."""
 
 
-def constants_of(mode: str, width: int, *, aligned: bool) -> dict[str, Any]:
-    """Returns what the kernel is compiled for: several rows a program, 16 words a thread."""
-    block = max(_SMALLEST_BLOCK, 2 ** (width - 1).bit_length())
-    if mode != "whole" and width > _SMALLEST_BLOCK:
-        block = _WIDE_BLOCK
-    rows = min(64, max(4, _TILE_WORDS // block))
-    # Words that are gathered one by one take more registers: half as many words a thread.
-    warps = 16 if mode == "words" else max(8, block // 512)
-    return {"ROWS": rows, "BLOCK": block, "MODE": mode, "ALIGNED": aligned, "num_warps": warps}
+class _Plan(NamedTuple):
+    """How to move tensors of some shapes.
+
+    Attributes:
+        scratch: Bytes of the copies that lie there at one time.
+        offsets: Where among them each tensor's copy lies; −1 for those that move in place.
+        launches: Tiles, how many, and what the kernel is compiled for.
+    """
+
+    scratch: int
+    offsets: npt.NDArray[np.int64]
+    launches: list[tuple[torch.Tensor, int, dict[str, Any]]]
 
 
-_Launch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
-"""The table, the tiles, and what the kernel is compiled for."""
+@functools.lru_cache(maxsize=_CACHED_PLANS)
+def _plan(lines: tuple[_Line, ...], word: int, limit: int, device: torch.device) -> _Plan:
+    """Returns how to move tensors of these shapes; a program permutes ``limit`` words on chip."""
+    modes, shapes, copied = [], [], []
+    for row_offset, column_offset, rows, columns, inner, _ in lines:
+        if column_offset < 0 and (columns * inner == 1 or rows * columns * inner <= limit):
+            # A vector, or a small matrix, is one row of columns.
+            rows, columns, inner, row_offset, column_offset = (
+                *(1, rows, columns * inner),
+                *(-1, row_offset),
+            )
+        width = columns * inner
+        mode = "rows" if column_offset < 0 else "whole" if width <= limit else "words"
+        in_place = mode == "whole" and row_offset < 0
+        modes.append(mode)
+        shapes.append((row_offset, column_offset, rows, width, inner))
+        copied.append(0 if in_place else rows * width * word)
+    offsets = np.full(len(lines), -1)
+    scratch, launches = 0, []
+    for wave in waves(range(len(lines)), copied.__getitem__):
+        place = 0
+        tiled = [("copy", number) for number in wave if copied[number]]
+        for _, number in tiled:
+            offsets[number] = place
+            place += -(-copied[number] // _ALIGNMENT) * _ALIGNMENT
+        scratch = max(scratch, place)
+        variants: defaultdict[tuple[Any, ...], list[tuple[int, ...]]] = defaultdict(list)
+        for mode, number in [*tiled, *((modes[number], number) for number in wave)]:
+            width = shapes[number][3]
+            aligned = width % _ALIGNMENT == 0 and lines[number][-1] == 0
+            constants = constants_of(mode, width, word, aligned=aligned)
+            variants[tuple(constants.items())].append((number, *shapes[number]))
+        for variant, group in variants.items():
+            constants = dict(variant)
+            tiles = torch.from_numpy(_tiles(np.array(group), **constants)).to(device)
+            launches.append((tiles, len(tiles), constants))
+    return _Plan(scratch, offsets, launches)
 
 
-@functools.lru_cache(maxsize=_CACHED_TABLES)
-def _launches(shapes: tuple[_Shape, ...], device: torch.device) -> list[_Launch]:
-    """Returns the launches that move tensors of these shapes, one per variant of the kernel."""
-    variants: defaultdict[tuple[Any, ...], list[tuple[int, ...]]] = defaultdict(list)
-    for number, shape in enumerate(shapes):
-        constants = constants_of(shape.mode, shape.width, aligned=shape.aligned)
-        variants[tuple(constants.items())].append((number, *shape[:5]))
-    launches = []
-    for variant, group in variants.items():
-        constants = dict(variant)
-        tiles = [
-            (number, row, column)
-            for number, line in enumerate(group)
-            for row in range(0, line[3], constants["ROWS"])
-            for column in range(0, line[4], constants["BLOCK"])
-        ]
-        table = torch.tensor(group, dtype=torch.int64)
-        tile_list = torch.tensor(tiles, dtype=torch.int32)
-        launches.append((table.to(device), tile_list.to(device), constants))
-    return launches
+def _tiles(
+    lines: npt.NDArray[np.int64], BLOCK: int, BLOCKS: int, MODE: str, **_: Any
+) -> npt.NDArray[np.int32]:
+    """Returns the tiles: a tensor's line, and their first row, or the number of their block."""
+    rows, width = lines[:, 3], lines[:, 4]
+    steps, ends = np.ones_like(rows), -(-rows * width // BLOCK)
+    if MODE == "whole":
+        steps, ends = BLOCKS * (BLOCK // width), rows
+    counts = -(-ends // steps)
+    before = np.cumsum(counts) - counts
+    first = (np.arange(counts.sum()) - np.repeat(before, counts)) * np.repeat(steps, counts)
+    return np.column_stack([np.repeat(lines, counts, axis=0), first]).astype(np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -112,4 +113,16 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="comes twice"):
         gather_([good, copy.copy(good)])
     with pytest.raises(ValueError, match="comes twice"):
-        gather_([good, Move(tensor.view(-1), 12, 1, 1, None, None)])
+        gather_([good, Move(tensor.view(-1), 12, 1, 1, torch.arange(12), None)])
+
+
+def test_a_cuda_graph_that_is_captured_is_refused_before_anything_moves(monkeypatch):
+    weight, three = torch.randn(3), torch.tensor([2, 0, 1])
+    before = weight.clone()
+    on_a_gpu = types.SimpleNamespace(
+        numel=lambda: 3, device=torch.device("cuda:0"), data_ptr=lambda: 512
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="shuffle outside of the graph"):
+        gather_([Move(weight, 3, 1, 1, three, None), Move(on_a_gpu, 3, 1, 1, three, None)])
+    assert torch.equal(weight, before)

@@ -1,0 +1,262 @@
+"""Sums of bits with ghost clipping: layer by layer, each record's clipped gradient on the grid.
+
+A protocol without its noise shows what was added up. Every rounding is off by less than a step, so
+a sum of n reports lies within n steps of the sum of the clipped gradients, whatever is drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+
+import pytest
+import torch
+from helpers.private_runs import Run
+from opacus.layers import DPLSTM
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+USERS, BATCH = 21, 7
+SAMPLES = {"poisson_sampling": False}
+WIDTHS = [17, 19, 23, 29, 31]
+"""Of a network whose weights all have different sizes."""
+
+
+class Noiseless(ShuffleVectorSum):
+    """Adds up the users' rounded vectors alone; private it is not.
+
+    It remembers by what gradients were scaled, and, if it is watched, how many numbers were alive
+    then in tensors as large as all records' gradients of one of the weights above.
+    """
+
+    watched = False
+
+    def encode_scaled(self, pieces, factors, generator=None):
+        weights = [below * above for below, above in itertools.pairwise(WIDTHS)]
+        alive = {
+            tensor.untyped_storage().data_ptr(): tensor.numel()
+            for tensor in (gc.get_objects() if self.watched else ())
+            if type(tensor) is torch.Tensor
+            and tensor.dim() > 1
+            and tensor.numel() in [BATCH * weight for weight in weights]
+        }
+        self.calls = [*getattr(self, "calls", []), (factors, sum(alive.values()))]
+        return super().encode_scaled(pieces, factors, generator)
+
+    def draw_noise(self, num_reports, generator=None, *, part=False):
+        return torch.zeros(self.dimension, dtype=torch.int64)
+
+    def decode(self, counts, num_reports):
+        expected = num_reports * self.noise_bits * self.bit_probability * self.grid_step
+        return super().decode(counts, num_reports) + expected
+
+
+class Products(nn.Module):
+    """A record's loss is the product of its output and its target."""
+
+    reduction = "sum"
+
+    def forward(self, outputs, targets):
+        losses = (outputs.flatten(1) * targets).sum(1)
+        return losses if self.reduction == "none" else losses.sum()
+
+
+def run_of(module, x, y, *, mode="ghost", batch=BATCH, epsilon=300.0, norm=1.0, **options):
+    """A run that learns nothing, by default on a grid that is finer than single precision."""
+    users = batch if options == SAMPLES else len(x)
+    dimension = sum(parameter.numel() for parameter in module.parameters())
+    toy = {
+        "module": module,
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.0),
+        "data_loader": DataLoader(TensorDataset(x, y), batch_size=batch),
+        "max_grad_norm": norm,
+    }
+    run = Run(
+        "shuffled_sums",
+        mode,
+        sigma=None,
+        engine=PrivacyEngine(accountant="shuffled_sums", seed=0),
+        toy=toy,
+        aggregator=Noiseless(users, dimension, norm, epsilon=epsilon, delta=1e-5),
+        loss_reduction="sum",
+        criterion=Products(),
+        **options,
+    )
+    run.criterion = run.criterion if mode == "ghost" else Products()
+    return run
+
+
+def releases(run, physical=BATCH):
+    """The records of an epoch's batches, and what was released of them."""
+    with run.split(physical) as batches:
+        records, before = [], run.updates
+        for x, y in batches:
+            records.append((x, y))
+            run.step((x, y))
+            if run.updates > before:
+                released = [parameter.grad.flatten() for parameter in run.optimizer.params]
+                yield [torch.cat(part) for part in zip(*records, strict=True)], torch.cat(released)
+                records, before = [], run.updates
+
+
+def gradients(network, x, y):
+    """Each record's gradient by autograd alone, in double precision, shape [records, entries]."""
+    x, rows = x.double() if x.is_floating_point() else x, []
+    for place in range(len(x)):
+        one = slice(place, place + 1)
+        loss = Products()(network(x[one]), y[one].double())
+        parts = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
+        rows.append(torch.cat([part.flatten() for part in parts]))
+    return torch.stack(rows)
+
+
+def rounding(run):
+    """The most that a sum of reports may be off by, in norm."""
+    protocol = run.optimizer.aggregator
+    return protocol.num_users * protocol.grid_step * math.sqrt(protocol.dimension)
+
+
+class Outputs(nn.Sequential):
+    """Of a recurrent network without its states."""
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+CONVOLUTION = nn.Conv2d(2, 2, 3, padding=1)
+NETWORKS = {
+    "layers": (nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), (5,), 3),
+    "rows": (nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (6, 5), 12),
+    "text": (nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 2)), None, 12),
+    "used twice": (nn.Sequential(CONVOLUTION, nn.Tanh(), CONVOLUTION), (2, 5, 5), 50),
+    "recurrent": (Outputs(DPLSTM(3, 4, batch_first=True)), (5, 3), 20),
+}
+
+
+def problem(name):
+    """A network, a copy of it in double precision, and records and targets, some of them long."""
+    network, shape, outputs = copy.deepcopy(NETWORKS[name])
+    torch.manual_seed(1)
+    x = torch.randint(9, (USERS, 6)) if shape is None else torch.randn(USERS, *shape)
+    y = torch.logspace(-3, 3, USERS)[:, None] * torch.randn(USERS, outputs)
+    return network, copy.deepcopy(network).double(), x, y
+
+
+@pytest.mark.parametrize(
+    ("options", "physical"), [({}, BATCH), ({}, 3), ({"epsilon": 60.0, **SAMPLES}, 3)]
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_release_is_the_sum_of_the_clipped_gradients_of_the_records(name, options, physical):
+    """Of every entry: no layer is left unclipped, left out, counted twice or in another's place."""
+    network, plain, x, y = problem(name)
+    lengths = gradients(plain, x, y).norm(dim=1)
+    assert float(lengths.min()) < 0.2 < 10 < float(lengths.max())  # some are clipped, some are not
+    run = run_of(network, x, y, **options)
+    protocol = run.optimizer.aggregator
+    for records, released in releases(run, physical):
+        raw = gradients(plain, *records)
+        expected = (raw / raw.norm(dim=1, keepdim=True).clamp(min=1)).sum(0)
+        tolerance = protocol.num_users * protocol.grid_step + 2e-4 * len(raw)
+        assert float((released - expected).abs().max()) <= tolerance
+        assert float((expected.abs() > 4 * tolerance).double().mean()) > 0.1  # it can be told
+
+
+@pytest.mark.parametrize("name", ["layers", "text", "recurrent"])
+def test_a_batch_of_no_records_is_a_round_in_which_all_report_zero(name):
+    network, _, x, y = problem(name)
+    run = run_of(network, x, y, batch=1)
+    empty = [released for records, released in releases(run) if not len(records[0])]
+    assert len(empty) > 3
+    assert run.accounted == run.updates == USERS
+    assert float(torch.stack(empty).abs().max()) <= USERS * run.optimizer.aggregator.grid_step
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_on_the_grid_are_counted_exactly(mode, dtype):
+    """Whole numbers, on a grid of steps of one: nothing is left to be rounded."""
+    numbers = torch.Generator().manual_seed(2)
+    x, y = (torch.randint(-2, 3, (BATCH, size), generator=numbers).to(dtype) for size in (5, 3))
+    module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 1.0)
+    raw = gradients(copy.deepcopy(module).double(), x, y)
+    steps = Noiseless(BATCH, raw.shape[1], 1.0, epsilon=30.0, delta=1e-5).granularity
+    assert steps % 2 == 0  # zero is on the grid
+    assert 0 < float(raw.norm(dim=1).max()) < steps / 2
+    run = run_of(module, x, y, mode=mode, epsilon=30.0, norm=steps / 2, **SAMPLES)
+    ((_, released),) = releases(run)
+    torch.testing.assert_close(released.double(), raw.sum(0), rtol=0, atol=1e-6)
+    # Rounding of norms shortens none; of a gradient that is zero the factor may be so, too.
+    scales = torch.cat([scales for scales, _ in run.optimizer.aggregator.calls])
+    assert set(scales.tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize("growth", [1000.0, math.inf, math.nan])
+def test_no_report_is_longer_than_the_norm_whatever_the_first_pass_has_found(growth):
+    """As with an operation that answers otherwise each time.
+
+    Here the second pass's gradients of the first layer are a thousand times the first's, or no
+    numbers, and are left out then.
+    """
+    torch.manual_seed(3)
+    x, y = torch.randn(1, 5).expand(BATCH, 5), torch.randn(1, 3).expand(BATCH, 3)
+    run = run_of(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), x, y, **SAMPLES)
+    run.step()
+    passes = []
+
+    def grow(gradient):
+        passes.append("another")
+        return gradient * (growth if len(passes) == 2 else 1)
+
+    run.network[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(grow) and None)
+    ((_, released),) = releases(run)
+    assert len(passes) == 2
+    first, second = (float(part.norm()) for part in released.split([5 * 4 + 4, 4 * 3 + 3]))
+    assert 0.5 * BATCH < second <= math.hypot(first, second) <= BATCH + rounding(run)
+    assert first > 0.1 * BATCH if math.isfinite(growth) else first <= rounding(run)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "autocast"])
+def test_no_report_is_longer_than_the_norm_in_half_precision(half):
+    """All records are the same one, so the sum is as long as the reports are together."""
+    torch.manual_seed(4)
+    x, y = torch.randn(1, 5).expand(BATCH, 5), 10 * torch.randn(1, 3).expand(BATCH, 3)
+    dtype = torch.bfloat16 if half == "bfloat16" else torch.float32
+    module = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3)).to(dtype)
+    run = run_of(module, x.to(dtype), y, **SAMPLES)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half == "autocast"):
+        ((_, released),) = releases(run)
+    assert released.dtype == dtype
+    # .grad itself is rounded to eight bits.
+    assert 0.98 * BATCH < float(released.double().norm()) <= BATCH * (1 + 2**-8) + rounding(run)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_the_gradients_of_one_layer_alone_are_held_at_a_time(mode):
+    module = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)))
+    x, y = torch.randn(BATCH, WIDTHS[0]), torch.randn(BATCH, WIDTHS[-1])
+    run = run_of(module, x, y, mode=mode, **SAMPLES)
+    run.optimizer.aggregator.watched = True
+    gc.collect()  # other runs' gradients
+    run.backward()
+    assert mode == "hooks" or all(parameter.grad is None for parameter in run.optimizer.params)
+    run.optimizer.step()
+    alive = [numbers for _, numbers in run.optimizer.aggregator.calls]
+    weights = [layer.weight.numel() for layer in module]
+    assert max(alive) == BATCH * (max(weights) if mode == "ghost" else sum(weights))
+    assert len(alive) == (8 if mode == "ghost" else 1)
+
+
+def test_layers_that_share_a_weight_are_refused():
+    """Their gradients would have to be added up before they are rounded."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    module[2].weight = module[0].weight
+    with pytest.raises(ValueError, match=r"tied parameters, 0\.weight = 2\.weight"):
+        run_of(module, torch.zeros(BATCH, 4), torch.zeros(BATCH, 4), **SAMPLES)
