@@ -41,8 +41,8 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 _SLACK = 1 + 2**-13
 """Norms of the two passes of ghost clipping are the same to this factor, in single precision."""
 _SEGMENT = 2**10
-_ENTRIES = 2**19
-"""Numbers that are turned into double precision at a time."""
+_ENTRIES = 2**17
+"""Numbers that are turned into double precision at a time: what a processor's cache holds."""
 
 
 class ShuffledSum(Clipping, Noise):
@@ -251,13 +251,9 @@ def _norms(rows: torch.Tensor, compiled: bool) -> torch.Tensor:
     if rows.is_cuda:
         return _norms_of_segments(rows)
     squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    together = min(rows.shape[1], max(1, _ENTRIES // max(len(rows), 1)))
-    room = squares.new_empty(len(rows), together)
-    for columns in torch.split(rows, max(1, together), dim=1):
-        # In memory that is kept, as asking for it each time costs more than the work.
-        doubled = room[:, : columns.shape[1]].copy_(columns)
-        squares += doubled.square_().sum(1)
-    return squares.sqrt_()
+    for columns in torch.split(rows, max(1, _ENTRIES // max(len(rows), 1)), dim=1):
+        squares += columns.double().square_().sum(1)
+    return squares.sqrt()
 
 
 def _add_squares(rows: npt.NDArray[np.float32], sums: npt.NDArray[np.float64]) -> None:
