@@ -40,7 +40,7 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _SLACK = 1 + 2**-13
 """Norms of the two passes of ghost clipping are the same to this factor, in single precision."""
-_SEGMENT = 2**10
+_SEGMENT = 2**8
 _ENTRIES = 2**17
 """Numbers that are turned into double precision at a time: what a processor's cache holds."""
 
@@ -273,16 +273,18 @@ def _add_squares(rows: npt.NDArray[np.float32], sums: npt.NDArray[np.float64]) -
 def _norms_of_segments(rows: torch.Tensor) -> torch.Tensor:
     """Returns every row's norm, never too small, with single precision for segments of a row.
 
-    A GPU adds up a segment's squares in an order of its own. In any order the sum of 1,024 of them
-    is right to 1,025·2⁻²⁴, and its root to half as much: by 2⁻¹⁴ the norm is raised. A segment
-    whose norm is beyond 1.8·10¹⁹, so that its squares overflow, counts as not finite.
+    A GPU adds up a segment's squares in an order of its own. In any order the sum of 256 of them is
+    right to 257·2⁻²⁴, and its root to half as much: by 2⁻¹⁶ the norm is raised. A segment whose
+    norm is beyond 1.8·10¹⁹, so that its squares overflow, counts as not finite.
     """
     count, width = rows.shape
-    whole = width - width % _SEGMENT
-    parts = rows[:, :whole].reshape(count, -1, _SEGMENT), rows[:, None, whole:]
+    segments, rest = divmod(width, _SEGMENT)
+    parts = [rows[:, : width - rest].reshape(count, segments, _SEGMENT)]
+    if rest:
+        parts.append(rows[:, None, width - rest :])
     norms = [torch.linalg.vector_norm(part, dim=2, dtype=torch.float32) for part in parts]
-    squares = torch.cat(norms, dim=1).double().square_().sum(1)
-    return squares.sqrt_().mul_(1 + 2**-14)
+    whole = torch.linalg.vector_norm(torch.cat(norms, dim=1), dim=1, dtype=torch.float64)
+    return whole.mul_(1 + 2**-16)
 
 
 def _without_overflow(columns: torch.Tensor) -> torch.Tensor:

@@ -49,19 +49,16 @@ def sum_on_gpu(
     counts = torch.zeros(sum(widths), dtype=torch.int64, device=generator.device)
     if executor == "auto":
         executor = "triton" if importlib.util.find_spec("triton") else "torch"
-    key = draw_key(generator) if executor == "triton" else 0
-    parts = zip(pieces, torch.split(counts, widths), strict=True)
-    for number, (piece, part) in enumerate(parts):
-        if not piece.numel():
-            continue
-        if executor == "triton":
-            # needs an optional package
-            import opacus_shuffle.protocols.triton_roundings as triton_roundings
+    parts = torch.split(counts, widths)
+    if executor == "triton":
+        # needs an optional package
+        import opacus_shuffle.protocols.triton_roundings as triton_roundings
 
-            triton_roundings.add_roundings(
-                piece, steps, part, granularity=granularity, key=key, number=number
-            )
-        else:
+        key = draw_key(generator)
+        triton_roundings.add_roundings(pieces, steps, parts, granularity=granularity, key=key)
+        return counts
+    for piece, part in zip(pieces, parts, strict=True):
+        if piece.numel():
             _add_roundings(piece, steps, part, granularity, generator)
     return counts
 

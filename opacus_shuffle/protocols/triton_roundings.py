@@ -8,6 +8,7 @@ of its tensor) and the key is fresh for every sum, so no two entries share bits.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -66,29 +67,31 @@ def round_and_add(  # type: ignore
 
 
 def add_roundings(
-    rows: torch.Tensor,
+    pieces: Sequence[torch.Tensor],
     steps: torch.Tensor,
-    counts: torch.Tensor,
+    counts: Sequence[torch.Tensor],
     *,
     granularity: int,
     key: int,
-    number: int,
 ) -> None:
-    """Adds the counts of one tensor's rows to ``counts``; all lie on one device."""
-    height, width = rows.shape
-    together = min(max(4, triton.next_power_of_2(height)), _MOST_ROWS)
-    grid = (triton.cdiv(width, _BLOCK), triton.cdiv(height, together))
-    on_device = torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext()
+    """Adds the counts of each tensor's rows to its vector of ``counts``; all lie on one device."""
+    scale = steps * 2.0**32
+    together = min(max(4, triton.next_power_of_2(len(steps))), _MOST_ROWS)
+    on_device = torch.cuda.device(steps.device) if steps.is_cuda else contextlib.nullcontext()
     with on_device:
-        round_and_add[grid](
-            rows.contiguous(),
-            steps * 2.0**32,
-            counts,
-            key,
-            number,
-            height,
-            width,
-            MIDDLE=granularity << 31,
-            ROWS=together,
-            BLOCK=_BLOCK,
-        )
+        for number, (rows, total) in enumerate(zip(pieces, counts, strict=True)):
+            height, width = rows.shape
+            if not rows.numel():
+                continue
+            round_and_add[triton.cdiv(width, _BLOCK), triton.cdiv(height, together)](
+                rows.contiguous(),
+                scale,
+                total,
+                key,
+                number,
+                height,
+                width,
+                MIDDLE=granularity << 31,
+                ROWS=together,
+                BLOCK=_BLOCK,
+            )

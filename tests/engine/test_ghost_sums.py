@@ -13,6 +13,7 @@ import math
 
 import pytest
 import torch
+from helpers import toy as small_runs
 from helpers.private_runs import Run
 from opacus.layers import DPLSTM
 from torch import nn
@@ -50,7 +51,7 @@ class Noiseless(ShuffleVectorSum):
         return super().encode_scaled(pieces, factors, generator)
 
     def draw_noise(self, num_reports, generator=None, *, part=False):
-        return torch.zeros(self.dimension, dtype=torch.int64)
+        return torch.zeros(self.dimension, dtype=torch.int64, device=generator.device)
 
     def decode(self, counts, num_reports):
         expected = num_reports * self.noise_bits * self.bit_probability * self.grid_step
@@ -101,7 +102,10 @@ def releases(run, physical=BATCH):
             run.step((x, y))
             if run.updates > before:
                 released = [parameter.grad.flatten() for parameter in run.optimizer.params]
-                yield [torch.cat(part) for part in zip(*records, strict=True)], torch.cat(released)
+                yield (
+                    [torch.cat(part) for part in zip(*records, strict=True)],
+                    torch.cat(released).cpu(),
+                )
                 records, before = [], run.updates
 
 
@@ -231,7 +235,7 @@ def test_no_report_is_longer_than_the_norm_in_half_precision(half):
     dtype = torch.bfloat16 if half == "bfloat16" else torch.float32
     module = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3)).to(dtype)
     run = run_of(module, x.to(dtype), y, **SAMPLES)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half == "autocast"):
+    with torch.autocast(small_runs.DEVICE.type, dtype=torch.bfloat16, enabled=half == "autocast"):
         ((_, released),) = releases(run)
     assert released.dtype == dtype
     # .grad itself is rounded to eight bits.
