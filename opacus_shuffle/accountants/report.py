@@ -360,13 +360,10 @@ class PrivacyReport:
                     curves[bound.bound][count] = bound.epsilon
         for entry in self.entries:
             if points := curves[entry.name]:
-                ax.plot(
-                    list(points),
-                    list(points.values()),
-                    label=f"{entry.name}: {entry.legend or entry.covers}",
-                    **{"markersize": 4, "linewidth": 1.6, "color": "#444444"}
-                    | STYLES.get(entry.name, {}),
-                )
+                style: dict[str, Any] = {"markersize": 4, "linewidth": 1.6, "color": "#444444"}
+                label = f"{entry.name}: {entry.legend or entry.covers}"
+                style |= STYLES.get(entry.name, {})
+                ax.plot(list(points), list(points.values()), label=label, **style)
         low, high = curves.get("pair", {}), curves.get("certified", {})
         if both := [count for count in low if count in high]:
             ax.fill_between(
