@@ -50,7 +50,7 @@ _NUMBERS = 2**16
 
 PyTorch would start threads for so many, for which a forked process waits for ever.
 """
-_SHARED = {np.float32: _NUMBERS, np.float64: 2**14}
+_SHARED = {np.float32: _NUMBERS, np.float64: 2**12}
 """Normal numbers of a block that small tensors share.
 
 Precise ones cost the most, and a client's report, whose stream ends with it, throws the rest away.
