@@ -113,6 +113,21 @@ def test_a_secret_report_has_the_law_of_its_shape_along_the_vector_and_is_normal
         assert stats.kstest(drawn @ other, "norm").pvalue > 1e-9
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_part_along_the_vector_lies_as_far_out_as_107_bits_reach(sign, monkeypatch):
+    """A step report of a number, in either tail, by the chance of what lies beyond it.
+
+    A uniform number of 53 bits ends at 8.3 deviations, where that chance is 1e-16.
+    """
+    reports, ratio = sized(SECRET["secret, step"], dimension=1), RATIOS["step"](1.5)
+    drawn = torch.tensor([sign * 2.0**-100], dtype=torch.float64)
+    monkeypatch.setattr(SecretGenerator, "signed_uniforms", lambda *_: drawn)
+    part = float(numbers_of(reports, torch.tensor([2.0])).squeeze())
+    beyond = integral(ratio.tilt, *sorted((part, part + 9 * sign)), kinks=[0.0])
+    # A grid of 1e-6 deviations moves a chance eleven deviations out by 1e-5 of it.
+    assert beyond == pytest.approx(2.0**-101, rel=1e-4)
+
+
 @pytest.mark.parametrize("reports", SECRET.values(), ids=SECRET)
 @pytest.mark.parametrize("scale", [None, 0.0, 1e-320, 1e-12, 1e-3, 1.0, 100.0])
 def test_no_bit_of_a_secret_report_tells_whether_a_vector_is_in_it(reports, scale):
