@@ -109,26 +109,26 @@ class LinearTilt:
         return 1 / float(_density(t) - t * ndtr(-t))
 
     @property
-    def _one(self) -> float:
+    def one(self) -> float:
         """Where X = 1: t + 1/a, without cancellation for t far below 0."""
         t = self.threshold
         return float(_density(t) + t * ndtr(t))
 
     def excess(self, z: Vector) -> Vector:
         """Returns X − 1."""
-        return np.maximum(self.slope * (z - self._one), -1.0)
+        return np.maximum(self.slope * (z - self.one), -1.0)
 
     def moments(self, ends: Vector, *, centre: float = 1.0, sign: float = 1.0) -> Vector:
         """Returns E[X(sign·z) − 1; z in a cell] of the cells between neighbouring ends."""
         if sign < 0:
             return self.moments(-ends[::-1])[::-1]
         kept = np.maximum(ends, self.threshold)
-        above = self.slope * (-np.diff(_density(kept)) - self._one * normal_masses(kept))
+        above = self.slope * (-np.diff(_density(kept)) - self.one * normal_masses(kept))
         return above - normal_masses(np.minimum(ends, self.threshold))
 
     def places(self, log_ratios: Vector) -> Vector:
         """Returns z from log X."""
-        return self._one + np.expm1(log_ratios) / self.slope
+        return self.one + np.expm1(log_ratios) / self.slope
 
     def log_range(self, tail: float) -> tuple[float, float]:
         """Returns the range of log X as far as z has tails; ratios below 1e-4 are next to none."""

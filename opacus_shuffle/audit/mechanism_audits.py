@@ -513,7 +513,7 @@ def draw_reports(kind: SecretRound, values: Vector, runs: int, rng: np.random.Ge
     if kind.report != "gaussian":
         # A shorter vector is reported as one at the clipping norm, more rarely.
         heads = rng.random(reports.shape) < kind.sample_rate * np.abs(values)
-        uniforms = torch.from_numpy(rng.random(np.count_nonzero(heads)))
+        uniforms = torch.from_numpy(rng.uniform(-1.0, 1.0, np.count_nonzero(heads)))
         signs = np.broadcast_to(np.sign(values), reports.shape)[heads]
         reports[heads] = signs * tilted(uniforms, kind.noise_multiplier, kind.report).numpy()
     else:

@@ -21,8 +21,8 @@ import torch
 from opacus_shuffle.core.randomness import SecretGenerator
 
 _GRID_BITS = 20
-_BLOCK = 2**15
-"""Numbers that are noised at a time: what a processor's cache holds."""
+_BLOCK = 2**16
+"""Numbers that are noised at a time: what the stream makes at a time."""
 
 
 class GridNoise:

@@ -50,6 +50,11 @@ _NUMBERS = 2**16
 
 PyTorch would start threads for so many, for which a forked process waits for ever.
 """
+_SHARED = {np.float32: _NUMBERS, np.float64: 2**12}
+"""Normal numbers of a block that small tensors share.
+
+Precise ones cost the most, and a client's report, whose stream ends with it, throws the rest away.
+"""
 _SMALLEST = 2.0**-33
 """The middle of the interval [0, 2⁻³²] of uniform numbers that one word of 32 bits stands for."""
 _RADIANS = 2 * math.pi * 2.0**-32
@@ -197,6 +202,16 @@ class SecretGenerator(torch.Generator):
         """Draws multiples of 2⁻⁵³ in [0, 1), all equally likely: float64, shape (count,)."""
         return torch.from_numpy((self.words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
+    def signed_uniforms(self, count: int) -> torch.Tensor:
+        """Draws from (−1, 1) by 107 bits, so that numbers near 0 have all of their digits.
+
+        Such are the chances of what lies far out. No number is 0: float64, shape (count,).
+        """
+        first, second = self.words(2 * count).reshape(2, count)
+        lower = ((second >> np.uint64(11)) + 0.5) * 2.0**-106
+        size = (first >> np.uint64(11)) * 2.0**-53 + lower
+        return torch.from_numpy(np.where(second & np.uint64(1), -size, size))
+
     def normals(self, count: int) -> torch.Tensor:
         """Draws standard normal numbers by Box and Muller's transform: float32, shape (count,).
 
@@ -224,7 +239,7 @@ class SecretGenerator(torch.Generator):
         with self._lock:
             ready = self._ready.get(kind, np.empty(0))
             if count > len(ready):
-                ready = np.empty(max(count, _NUMBERS), kind)
+                ready = np.empty(max(count, _SHARED[kind]), kind)
                 for start in range(0, len(ready), _NUMBERS):
                     fill(ready[start : start + _NUMBERS])
             self._ready[kind] = ready[count:]

@@ -76,9 +76,8 @@ class TiltedReports(FlatClipping, GaussianNoise):
         drawn_with = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         unit = math.prod(drawn_with)
         (taking,) = (_uniforms(len(rate), optimizer.generator) < rate.cpu()).nonzero(as_tuple=True)
-        parts = tilted(
-            _uniforms(len(taking), optimizer.generator), optimizer.noise_multiplier, self.report
-        )
+        signed = _signed_uniforms(len(taking), optimizer.generator)
+        parts = tilted(signed, optimizer.noise_multiplier, self.report)
         factors = torch.zeros_like(whole)
         kinds = [sum_dtype(parameter) for parameter in optimizer.params]
         self.noises = [
@@ -144,3 +143,10 @@ def _uniforms(count: int, generator: torch.Generator | None) -> torch.Tensor:
         return generator.uniforms(count)
     device = "cpu" if generator is None else generator.device
     return torch.rand(count, generator=generator, device=device, dtype=torch.float64).cpu()
+
+
+def _signed_uniforms(count: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Draws uniform numbers in [−1, 1), in double precision; those of our stream near 0, too."""
+    if isinstance(generator, SecretGenerator):
+        return generator.signed_uniforms(count)
+    return 2 * _uniforms(count, generator) - 1

@@ -45,7 +45,7 @@ from opacus_shuffle.accountants.mechanisms import (
     ShuffleGauss,
 )
 from opacus_shuffle.analysis.report_shapes import shape_of
-from opacus_shuffle.core.opacus_compat import gaussian_noise
+from opacus_shuffle.core.gaussian_noise import GridNoise
 from opacus_shuffle.core.participation import permutation
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator, stream_of
 from opacus_shuffle.core.validation import (
@@ -394,9 +394,9 @@ class BitSums(ReportFormat):
         counts = (
             self.protocol.encode_zeros(1, generator)
             if vector is None
-            else self.protocol.encode(vector[None], generator)
+            else self.protocol.encode_scaled([vector[None]], torch.ones(1).double(), generator)
         )
-        ones = self.protocol.draw_noise(1, generator, part=True) + counts
+        ones = self.protocol.draw_noise(1, generator, part=True).add_(counts)
         return ones.numpy().astype(self._count_type).tobytes()
 
     def counts_of(self, numbers: bytes) -> npt.NDArray[np.int64]:
@@ -415,7 +415,8 @@ class BitSums(ReportFormat):
         """Adds a report's counts to their sum, so that a shuffler holds one number a coordinate."""
         if not held:
             held.append(np.zeros(self.dimension, np.int64))
-        held[0] += self.counts_of(numbers)
+        counts = np.frombuffer(numbers, self._count_type)
+        np.add(held[0], counts, out=held[0], dtype=np.int64, casting="same_kind")
 
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns the sum of the counts."""
@@ -462,6 +463,19 @@ class VectorReports(ReportFormat):
                 f"max_norm={self.max_norm} with noise_multiplier={self.noise_multiplier} is beyond "
                 "single precision, which reports travel in: scale the vectors"
             )
+
+    @staticmethod
+    def packed(steps: torch.Tensor, step: float) -> bytes:
+        """Rounds a report to its grid and packs it; it is overwritten.
+
+        It was made in double precision, and is rounded here, once: the last bits of a sum tell
+        whether anything was added (Mironov 2012), multiples of a grid do not.
+
+        Args:
+            steps: The report in steps of the grid, shape (d,).
+            step: The grid's, absolute, a power of two.
+        """
+        return steps.round_().mul_(step).numpy().astype("<f4").tobytes()
 
     @property
     def bytes_per_report(self) -> int:
@@ -549,11 +563,13 @@ class GaussianReports(VectorReports):
         )
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
-        """Returns the vector with noise, drawn in double precision, then rounded; or zeros."""
+        """Returns the vector with noise in double precision, rounded to a grid once; or zeros."""
         if vector is None:
             return bytes(self.bytes_per_report)
-        noise = gaussian_noise(self.scale, vector, generator)
-        return (vector + noise).numpy().astype("<f4").tobytes()
+        stream = stream_of(generator)
+        step = GridNoise(self.scale, stream).step
+        steps = stream.precise_normals(self.dimension).mul_(self.scale / step)
+        return self.packed(steps.add_(vector, alpha=1 / step), step)
 
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns the reports of those who take part, in random order."""
@@ -639,16 +655,13 @@ class SecretReports(VectorReports):
         noise = stream.precise_normals(self.dimension)
         point = torch.zeros_like(noise) if vector is None else vector
         if self.report != "gaussian":
-            report = self._tilted(point, noise, stream.uniforms(2))
+            report = self._tilted(point, noise, stream)
         else:
             report = noise + point / self.scale
-        # All of this is in double precision, and rounded once: the last bits of a sum tell whether
-        # anything was added (Mironov 2012), multiples of the grid do not.
-        steps = report.mul_(self.scale / self.grid).round_()
-        return steps.mul_(self.grid).numpy().astype("<f4").tobytes()
+        return self.packed(report.mul_(self.scale / self.grid), self.grid)
 
     def _tilted(
-        self, point: torch.Tensor, noise: torch.Tensor, uniforms: torch.Tensor
+        self, point: torch.Tensor, noise: torch.Tensor, stream: SecretGenerator
     ) -> torch.Tensor:
         """Returns a linear or step report in units of its noise; every step is taken for zero, too.
 
@@ -657,7 +670,7 @@ class SecretReports(VectorReports):
         norm = torch.linalg.vector_norm(point)
         # Shorter vectors, which norms in double precision say nothing of, are drawn anew never.
         unit = point / norm.clamp_min(_SHORTEST)
-        toss, uniform = uniforms
-        drawn = tilted(uniform, self.noise_multiplier, self.report)
+        (toss,), signed = stream.uniforms(1), stream.signed_uniforms(1)
+        (drawn,) = tilted(signed, self.noise_multiplier, self.report)
         part = torch.where(toss < norm / self.max_norm, drawn, unit @ noise)
         return report_along(unit, part, noise)

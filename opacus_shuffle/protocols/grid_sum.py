@@ -302,7 +302,8 @@ class GridSum(ABC):
         """Returns the sum of points rounded to the grid, in steps."""
         if self.granularity > FINEST:
             return round_at_random(self._place(points), draws).sum(0)
-        centred = points - (self._low + self._span / 2)
+        middle = self._low + self._span / 2
+        centred = points - middle if middle else points
         steps = torch.full((len(points),), self.granularity / self._span, dtype=torch.float64)
         return sum_of_roundings(centred, steps, granularity=self.granularity, source=draws)
 

@@ -96,8 +96,8 @@ class Objective(ABC):
             records = map_data(operator.itemgetter(part), batch)
             losses[part], gradients[part] = self._evaluate(points, records)
         for name, values in (("losses", losses), ("gradients", gradients)):
-            # Not which one, nor how many: a message may be published.
-            if not bool(values.isfinite().all()):
+            # Not which one, nor how many: a message may be published. NaN is both its ends.
+            if values.numel() and not bool(torch.stack(values.aminmax()).isfinite().all()):
                 raise ValueError(
                     f"{name} must be finite, got NaN or infinity among them: look for divisions "
                     "by zero, logarithms of zero and overflow in the loss, or for such values in "

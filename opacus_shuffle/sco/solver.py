@@ -24,6 +24,8 @@ from opacus_shuffle.sco.records import take
 
 _BLOCK = 2**23
 """Entries of per-user gradients that are held at a time."""
+_CACHED = 2**17
+"""So many that a processor's cache holds, and the protocol rounds at a time: more are slower."""
 _MOST_ROUNDS = 10**7
 
 
@@ -286,5 +288,7 @@ class Solver(ABC):
     def reports(self, plan: Plan, theta: Tensor, users: Tensor) -> Iterator[Tensor]:
         """Yields these users' gradients, in blocks of rows that memory holds."""
         problem = self.problem
-        for block in torch.split(users, max(1, _BLOCK // problem.dimension)):
+        most = max(1, _BLOCK // problem.dimension)
+        rows = min(most, max(plan.objective.chunk_size, _CACHED // problem.dimension))
+        for block in torch.split(users, rows):
             yield problem.bounded_gradients(plan.objective, theta, take(problem.data, block))

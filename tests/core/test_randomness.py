@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from helpers.toy import make_toy
@@ -173,6 +174,17 @@ def test_numbers_are_independent_and_normal_to_their_fourth_moment(draw):
         values = (x**power - float(power == 2)) / (1, 2**0.5)[power - 1]
         for lag in (1, 2**15):
             assert abs(float((values[lag:] * values[:-lag]).mean())) < 7 * len(x) ** -0.5
+
+
+def test_signed_uniform_numbers_are_uniform_and_keep_their_digits_near_zero(monkeypatch):
+    """A Kolmogorov-Smirnov test, refused by chance once in 10⁹; and words of which one is 0."""
+    drawn_numbers = SecretGenerator().signed_uniforms(100_000).numpy()
+    assert stats.kstest(drawn_numbers, stats.uniform(-1, 2).cdf).pvalue > 1e-9
+    last = 2**64 - 2
+    words = np.array([0, 0, 2**63, last, 0, 3 << 11, 1, last + 1], np.uint64)
+    monkeypatch.setattr(SecretGenerator, "words", lambda *_: words)
+    expected = [2.0**-107, 3.5 * 2.0**-106, 0.5, 1.0]  # the lowest bit of the second is the sign
+    assert SecretGenerator().signed_uniforms(4).tolist() == [*expected[:2], -0.5, -1.0]
 
 
 class ConstantCipher:

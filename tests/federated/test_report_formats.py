@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.report_ratios import RATIOS
+from helpers.report_ratios import RATIOS, integral
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -111,6 +111,21 @@ def test_a_secret_report_has_the_law_of_its_shape_along_the_vector_and_is_normal
     assert stats.kstest(drawn @ unit, along).pvalue > 1e-9
     for other in others:
         assert stats.kstest(drawn @ other, "norm").pvalue > 1e-9
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_part_along_the_vector_lies_as_far_out_as_107_bits_reach(sign, monkeypatch):
+    """A step report of a number, in either tail, by the chance of what lies beyond it.
+
+    A uniform number of 53 bits ends at 8.3 deviations, where that chance is 1e-16.
+    """
+    reports, ratio = sized(SECRET["secret, step"], dimension=1), RATIOS["step"](1.5)
+    drawn = torch.tensor([sign * 2.0**-100], dtype=torch.float64)
+    monkeypatch.setattr(SecretGenerator, "signed_uniforms", lambda *_: drawn)
+    part = float(numbers_of(reports, torch.tensor([2.0])).squeeze())
+    beyond = integral(ratio.tilt, *sorted((part, part + 9 * sign)), kinks=[0.0])
+    # A grid of 1e-6 deviations moves a chance eleven deviations out by 1e-5 of it.
+    assert beyond == pytest.approx(2.0**-101, rel=1e-4)
 
 
 @pytest.mark.parametrize("reports", SECRET.values(), ids=SECRET)
@@ -268,6 +283,21 @@ def test_a_tilted_report_exceeds_the_longest_less_than_once_in_10_to_the_30(
     # Both tails along the vector; below t there is nothing, or less than of a normal number.
     tails = ratio.above(longest) + ndtr(-longest)
     assert integrate.trapezoid(density * across, z) + tails < 1e-30
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.2, 1.0, 50.0])
+@pytest.mark.parametrize("report", ["linear", "step"])
+def test_the_longest_report_is_that_whose_chance_is_bounded_by_its_variance(
+    report, noise_multiplier
+):
+    """P(longer)² ≤ E X²·P(noise alone is longer) = 1e-60, with E X² integrated here.
+
+    The exact tail alone does not tell: it is so far below that a wrong variance stays hidden.
+    """
+    reports = sized(SECRET[f"secret, {report}"], noise_multiplier=noise_multiplier)
+    ratio, longest = RATIOS[report](noise_multiplier), reports.longest_report / reports.scale
+    square = integral(lambda z: np.square(ratio.tilt(z)), kinks=[ratio.threshold])
+    assert square * stats.chi2(5).sf(longest**2) == pytest.approx(1e-60, rel=1e-6, abs=0)
 
 
 @given(st.integers(1, 60), st.floats(0.01, 1.0), st.data())

@@ -7,33 +7,51 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.report_ratios import FAR, RATIOS
+from helpers.report_ratios import FAR, RATIOS, integral
 
 from opacus_shuffle.protocols.linear_reports import report_along, summed_reports, tilted
 
 every_tilt = pytest.mark.parametrize("report", ["linear", "step"])
 
 
+def signed(larger: torch.Tensor) -> torch.Tensor:
+    """What ``tilted`` takes for these chances of a larger part."""
+    return torch.where(larger < 0.5, 2 * larger, -2 * (1 - larger))
+
+
 @every_tilt
 @pytest.mark.parametrize("sigma", [0.2, 0.7, 1.2, 1.3, 3.0, 7.999, 8.0, 1e3])
 def test_parts_along_a_vector_have_the_tilted_law(report, sigma):
-    """The chance of more than tilted(u) is u, so of a uniform u it has that law."""
-    uniforms = torch.linspace(1e-9, 1, 1001, dtype=torch.float64)
-    uniforms[:3] = torch.tensor([1.0, 5.0, 1e3]) * 2.0**-53  # the smallest that there are
-    ratio, error = RATIOS[report](sigma), 1e-12 if sigma > 0.5 else 1e-9
-    parts = tilted(uniforms, sigma, report)
+    """The chance of more than the part is the one that it was made of."""
+    chances = torch.linspace(1e-9, 1, 1001, dtype=torch.float64)
+    ratio = RATIOS[report](sigma)
+    parts = tilted(signed(chances), sigma, report)
     assert (parts.diff() <= 0).all()
-    beyond = ratio.above(parts.numpy())
-    # From 12 on there is less than 2⁻⁵³ of a normal number, where the search for linear ones ends;
-    # steps keep twelve digits of every chance.
-    assert beyond == pytest.approx(
-        uniforms.numpy(), rel=1e-12, abs=0 if report == "step" else error
-    )
-    ends = tilted(torch.tensor([0.0, 2.0**-53, 1.0], dtype=torch.float64), sigma, report)
+    # Parts are found to 13·2⁻²⁴, or far better; next to t the chance grows with their square.
+    assert ratio.above(parts.numpy()) == pytest.approx(chances.numpy(), rel=1e-11, abs=1e-11)
+    ends = tilted(torch.tensor([0.0, 2.0**-108, -(2.0**-108), -1, 1]).double(), sigma, report)
     assert torch.isfinite(ends).all()
-    lowest = ratio.threshold if float(ratio.tilt(-FAR)) == 0 else -12
-    assert float(ends[-1]) >= max(lowest, -12) - 1e-9
+    lowest = ratio.threshold if float(ratio.tilt(-FAR)) == 0 else -13
+    assert float(ends.min()) >= max(lowest, -13) - 1e-9
     assert tilted(torch.empty(0, dtype=torch.float64), sigma).shape == (0,)
+
+
+@every_tilt
+@pytest.mark.parametrize("sigma", [0.2, 0.7, 1.3, 3.0, 20.0, 1e3])
+@pytest.mark.parametrize("bits", [1, 20, 53, 54, 80, 107])
+def test_both_tails_of_a_part_are_drawn_to_the_last_bit(report, sigma, bits):
+    """The chance of what lies beyond, by Gauss and Legendre's rule over the tail alone.
+
+    Up to 107 bits: from a uniform number of 53 bits in [0, 1) the tails would be a few numbers.
+    """
+    ratio, chance = RATIOS[report](sigma), 2.0**-bits
+    above, below = tilted(torch.tensor([2 * chance, -2 * chance]).double(), sigma, report).tolist()
+    kinks = (ratio.threshold,)
+    assert integral(ratio.tilt, above, above + 9, kinks) == pytest.approx(chance, rel=1e-10)
+    # A law with an end has no tail there, and is met as well as above.
+    error = 1e-11 if float(ratio.tilt(-FAR)) == 0 else 0.0
+    beyond = integral(ratio.tilt, below - 9, below, kinks)
+    assert beyond == pytest.approx(chance, rel=1e-10, abs=error)
 
 
 def vectors(users, dimension, *, alike=0.0):
@@ -87,4 +105,6 @@ def test_parts_have_the_mean_that_makes_the_sum_unbiased(report):
     for sigma in (0.5, 2.0, 20.0):
         count = 20_000
         uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-        assert float(tilted(uniforms, sigma, report).mean()) == pytest.approx(1 / sigma, abs=1e-3)
+        assert float(tilted(signed(uniforms), sigma, report).mean()) == pytest.approx(
+            1 / sigma, abs=1e-3
+        )

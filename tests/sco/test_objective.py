@@ -98,3 +98,23 @@ def test_the_logistic_loss_keeps_its_digits_far_out():
 
 
 ONE, RECORDS = torch.ones(1), torch.ones(3, 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 5, 19])
+def test_no_loss_or_gradient_that_is_not_finite_is_returned(value, place):
+    """Whichever record it is of: the squared loss of such a target, and its gradient."""
+    features, targets = normal(20, 3), normal(20, seed=1)
+    objective = from_loss(losses.squared_loss, 3)
+    objective.losses_and_gradients(torch.ones(3), (features, targets))
+    targets[place] = value
+    with pytest.raises(ValueError, match="losses must be finite"):
+        objective.losses_and_gradients(torch.ones(3), (features, targets))
+
+
+@pytest.mark.parametrize("slope", [math.nan, math.inf, -math.inf])
+def test_no_gradient_that_is_not_finite_is_returned_where_losses_are(slope):
+    link = losses.Link("steep", lambda s, y: 0 * s, lambda s, y: torch.where(y > 0, slope, 1.0))
+    objective = LinearObjective(link, dimension=2)
+    with pytest.raises(ValueError, match="gradients must be finite"):
+        objective.losses_and_gradients(torch.ones(2), (torch.ones(3, 2), torch.arange(3.0)))

@@ -96,8 +96,8 @@ class SecretCheckIn(GaussianReports):
         """Returns one round's ε at δ = 0 against whoever sees who sends which report, rounded up.
 
         So against the shuffler and the network. Rounds add up. It is infinite unless ``report`` is
-        ``"step"``: other reports' likelihood ratios have no bound. Reports are drawn from 53 random
-        bits, which leave a δ of some 1e-11 each (docs/proofs, 13.9).
+        ``"step"``: other reports' likelihood ratios have no bound. What double precision leaves of
+        it, docs/proofs say (13.9).
         """
         return pure_epsilon(
             shape_of(self.report, self.noise_multiplier),
