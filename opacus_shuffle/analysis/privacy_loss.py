@@ -363,7 +363,8 @@ class _Composed:
         # The loss of the k-th mass is ε + first + k·width, and 1 − e^{−first − k·width} is the sum
         # of e^{−k·width}·(1 − e^{−first}) and 1 − e^{−k·width}, none of them negative.
         first = float(self.losses[start] - epsilon) if len(masses) else 0.0
-        near, far = (float(weights[: len(masses)] @ masses) for weights in self.weights)
+        # Not ``@``: BLAS wakes threads for so long a product, which takes longer than the product.
+        near, far = (float(np.sum(weights[: len(masses)] * masses)) for weights in self.weights)
         beyond = math.exp(-self.theta * first) * (far - math.expm1(-first) * near)
         largest = (self.theta / (1 + self.theta)) ** self.theta / (
             1 + self.theta
@@ -394,7 +395,10 @@ def _compose(
         return sum(count * log_moment(index, theta) for index, count in enumerate(counts))
 
     deviation = math.sqrt(
-        sum(count * float(v**2 @ p) for v, p, count in zip(values, masses, counts, strict=True))
+        sum(
+            count * float(np.sum(v**2 * p))
+            for v, p, count in zip(values, masses, counts, strict=True)
+        )
     )
     if not 0 < deviation < math.inf:  # distributions whose masses underflow, at δ below about 1e-30
         return None
@@ -412,7 +416,7 @@ def _compose(
     tilted = [
         np.exp(log + theta * v - norm) for log, v, norm in zip(logs, values, norms, strict=True)
     ]
-    centres = [round(float(v @ p) / width) for v, p in zip(values, tilted, strict=True)]
+    centres = [round(float(np.sum(v * p)) / width) for v, p in zip(values, tilted, strict=True)]
     ends = [
         (loss.first - c, loss.first + len(loss.masses) - 1 - c)
         for loss, c in zip(losses, centres, strict=True)

@@ -29,14 +29,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from opacus_shuffle.core.validation import instance_of
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import CipherContext
 
 KEY_BYTES = 32
 """AES-256."""
@@ -141,6 +143,9 @@ class SecretGenerator(torch.Generator):
 
     def _start(self, key: bytes) -> None:
         """Begins the stream of a key."""
+        # Imported when the first stream begins: whoever only imports the engine waits less.
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
         self.key = key
         self._stream: CipherContext = Cipher(
             algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))

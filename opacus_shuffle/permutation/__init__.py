@@ -18,12 +18,22 @@
 
 from __future__ import annotations
 
-from opacus_shuffle.permutation.find import find_permutations
+from typing import TYPE_CHECKING
+
+from opacus_shuffle.core import lazy_import
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.spec import PermutationSpec
+
+if TYPE_CHECKING:
+    from opacus_shuffle.permutation.find import find_permutations
 
 __all__ = [
     "PermutationPlan",
     "PermutationSpec",
     "find_permutations",
 ]
+
+# The engine needs the other two; only who finds permutations waits for what finds them.
+__getattr__, __dir__ = lazy_import.names_of(
+    __name__, {"find_permutations": f"{__name__}.find", "find": ""}
+)

@@ -202,7 +202,9 @@ class ConstantCipher:
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1, 2**31, 2**63 | 2**31, 1])
 def test_extreme_words_give_finite_numbers(bits, monkeypatch):
-    monkeypatch.setattr(randomness, "Cipher", lambda *_: ConstantCipher(bits))
+    monkeypatch.setattr(
+        "cryptography.hazmat.primitives.ciphers.Cipher", lambda *_: ConstantCipher(bits)
+    )
     generator = SecretGenerator()
     for numbers in (generator.normals(8), generator.precise_normals(8)):
         assert bool(torch.isfinite(numbers).all())

@@ -31,7 +31,6 @@ from opacus_shuffle.engine.weights.shuffler import (
     warn_of_another_order,
 )
 from opacus_shuffle.networks.running import unwrap
-from opacus_shuffle.permutation.find import find_permutations
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 
@@ -76,6 +75,8 @@ class ShuffleGradSampleModule(AbstractGradSampleModule):
     ) -> Any:
         """Returns Opacus's wrapper of that mode, made a shuffling one."""
         from opacus.grad_sample import wrap_model
+
+        from opacus_shuffle.permutation.find import find_permutations
 
         if isinstance(groups, PermutationSpec):
             groups.check(m, sample_input)

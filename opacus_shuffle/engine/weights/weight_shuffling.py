@@ -21,8 +21,6 @@ from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.find import DoesNotRunError, find_on_calls
-from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.float64_check import check_calls
 from opacus_shuffle.permutation.network import check_ready
 
@@ -69,6 +67,8 @@ class WeightShuffling:
     def __post_init__(self) -> None:
         instance_of("shuffle_weights (groups)", self.groups, (bool, str, PermutationSpec))
         if isinstance(self.groups, str):
+            from opacus_shuffle.permutation.finding.nesting import LEVELS
+
             one_of("shuffle_weights (groups)", self.groups, (True, False, *LEVELS))
         check_generator("generator (of WeightShuffling)", self.generator)
         if self.batch_clip is not None:
@@ -210,6 +210,9 @@ def find_spec(
     """
     if shuffling.groups is False:
         return None
+    # What finds permutations is imported by those alone who have weights shuffled.
+    from opacus_shuffle.permutation.find import DoesNotRunError, find_on_calls
+
     network, inner = unwrap(module), innermost(optimizer)
     check_optimizer(inner)
     check_attention(network)
