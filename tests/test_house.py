@@ -42,20 +42,20 @@ LONGEST = 700
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
-    "accountants": 1_740,
+    "accountants": 1_745,
     "analysis": 1_695,
     "audit": 695,
     "commands": 735,
-    "core": 775,
-    "engine": 3_105,
+    "core": 830,
+    "engine": 3_190,
     "estimators": 140,
-    "federated": 990,
+    "federated": 995,
     "networks": 600,
-    "permutation": 2_135,
-    "protocols": 680,
+    "permutation": 2_190,
+    "protocols": 800,
     "sco": 965,
 }
-TESTS_WEIGHT = 15_360
+TESTS_WEIGHT = 15_790
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",
