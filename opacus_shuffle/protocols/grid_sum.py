@@ -18,6 +18,7 @@ import torch
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
+from opacus_shuffle.core.compiled import worth_compiling
 from opacus_shuffle.core.exact_binomials import draw_binomials, exact_binomials
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
@@ -305,7 +306,13 @@ class GridSum(ABC):
         middle = self._low + self._span / 2
         centred = points - middle if middle else points
         steps = torch.full((len(points),), self.granularity / self._span, dtype=torch.float64)
-        return sum_of_roundings(centred, steps, granularity=self.granularity, source=draws)
+        return sum_of_roundings(
+            centred,
+            steps,
+            granularity=self.granularity,
+            source=draws,
+            compiled=worth_compiling(self.num_users * self.dimension),
+        )
 
     def draw_noise(
         self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False
