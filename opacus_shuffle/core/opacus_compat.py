@@ -228,9 +228,17 @@ def wrapped_network(module: AbstractGradSampleModule) -> nn.Module:
 
 
 def forget_pass(module: Any, *, norms_only: bool = False) -> None:
-    """Takes off a network what earlier passes left: norms, and what waits for a backward pass."""
+    """Takes off a network what earlier passes left: norms, and what waits for a backward pass.
+
+    Args:
+        module: Opacus's wrapper or hooks.
+        norms_only: Leave what waits, and gradients of records, which a pass that failed may have
+            left at the layer where it did.
+    """
     for parameter in module.trainable_parameters:
         parameter.__dict__.pop("_norm_sample", None)
+        if not norms_only:
+            parameter.grad_sample = None
     if not norms_only:
         forget_unfinished_passes(wrapped_network(module))
 

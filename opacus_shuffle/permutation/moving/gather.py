@@ -47,8 +47,8 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
             ``"auto"``: triton on a GPU where it is installed, else torch.
 
     Raises:
-        ValueError: For an unknown executor, a tensor that comes twice, triton on a CPU without its
-            interpreter, or while a CUDA graph is captured.
+        ValueError: For an unknown executor, a tensor that comes twice or is expanded, triton on a
+            CPU without its interpreter, or while a CUDA graph is captured.
     """
     one_of("executor", executor, EXECUTORS)
     by_device: defaultdict[torch.device, list[Move]] = defaultdict(list)
@@ -67,6 +67,13 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
                 f"moves lie on {device}, whose work a CUDA graph is capturing: every replay would "
                 "move by the same permutation; shuffle outside of the graph"
             )
+        for tensor, *_ in group:
+            if not tensor.is_contiguous() and _is_expanded(tensor):
+                raise ValueError(
+                    f"moves: a tensor of shape {tuple(tensor.shape)} and strides "
+                    f"{tensor.stride()} is expanded, so that entries share memory and cannot move "
+                    "apart: pass its clone()"
+                )
     for device, group in by_device.items():
         execute = _executor(executor, device)
         in_order: list[Move] = []
@@ -84,6 +91,12 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
 def _lies_in_order(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's memory holds its entries one after the other, as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Returns whether entries along an axis are one and the same in memory."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def _executor(name: str, device: torch.device) -> Callable[[Sequence[Move]], None]:

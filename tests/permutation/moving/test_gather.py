@@ -103,6 +103,16 @@ def test_a_move_without_indices_changes_nothing():
     assert torch.equal(tensor, before)
 
 
+def test_an_expanded_tensor_is_refused_before_anything_moves():
+    """As a gradient that was set by hand; one entry in memory cannot go to several places."""
+    weight, gradient = torch.arange(12.0).view(3, 4), torch.ones(1).expand(3, 4)
+    turned = torch.tensor([1, 2, 0])
+    before = weight.clone()
+    with pytest.raises(ValueError, match=r"shape \(3, 4\) and strides \(0, 0\) is expanded"):
+        gather_([Move(tensor, 3, 4, 1, turned, None) for tensor in (weight, gradient)])
+    assert torch.equal(weight, before)
+
+
 def test_arguments_that_do_not_fit_are_refused():
     tensor, three, four = torch.randn(3, 4), torch.arange(3), torch.arange(4)
     good = Move(tensor, 3, 4, 1, three, four)
