@@ -85,6 +85,7 @@ MOST_RECORDS = 6
 """Of a loader that are looked at."""
 SIZES = (5, 4, 6, 7, 8, 9, 10, 11)
 """Numbers of records that are tried: some may be sizes of another axis, or not be taken."""
+_HALF = (torch.bfloat16, torch.float16)
 SEED = 1
 """Of draws: under it no ``torch.randperm`` of so few records leaves that one at its place."""
 
@@ -567,14 +568,16 @@ def _miscomputed(runs: _Runs, call: Call, records: int, *, expanded: bool) -> li
     own = [layer for layer in runs.layers if type(layer) not in GradSampleHooks.GRAD_SAMPLERS]
     # Of rows in another order expanded weights make a gradient of the batch that is right.
     unseen = {p for layer in own for p in layer.parameters() if expanded and not has_rows}
-    slack, names = 1e-3 * max(map(_size, truths)), []
+    # Half precision rounds each by up to 0.4 %.
+    share = 1e-2 if any(truth.dtype in _HALF for truth in truths) else 1e-3
+    slack, names = share * max(map(_size, truths)), []
     for (parameter, name), rows, truth in zip(runs.trained.items(), computed, truths, strict=True):
         rows = truth.new_zeros(records, *truth.shape) if rows is None else rows
         known = rows[KEPT] if has_rows else rows.sum(0)
         # A norm that is too large clips too much: Opacus counts padding, which has no gradient.
         gap = _distance(known, truth) if expanded else float(truth - known)
         # A record that is not finite makes the truth unknown, and is refused for nothing.
-        wrong = gap > 1e-3 * _size(truth) + slack and bool(truth.isfinite().all())
+        wrong = gap > share * _size(truth) + slack and bool(truth.isfinite().all())
         if wrong or parameter in unseen:
             names.append(name)
     return names
@@ -651,8 +654,7 @@ def _differing(before: _Rows, after: _Rows, *kinds: str) -> list[str]:
         ones, others = before.get((kind, name), []), after.get((kind, name), [])
         return kind == "astray" or any(
             _distance(one, other)
-            > (1e-2 if one.dtype in (torch.bfloat16, torch.float16) else 1e-5)
-            * (_size(one) + _size(other))
+            > (1e-2 if one.dtype in _HALF else 1e-5) * (_size(one) + _size(other))
             + slack * (kind == "gradients")
             for one, other in zip_longest(ones, others, fillvalue=torch.empty(0))
         )

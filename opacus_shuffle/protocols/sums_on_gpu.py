@@ -41,14 +41,15 @@ def sum_on_gpu(
         pieces: Shapes (n, columns), finite, on the generator's device.
         steps: Shape (n,), float64, there too: how many grid steps a row's unit is. ``|row·steps|``
             must not exceed g/2; rounding errors beyond it are taken back.
-        granularity: g, less than 2³¹.
+        granularity: g; less than 2³¹ for Triton.
         generator: Of the random bits.
         executor: ``"torch"``, ``"triton"``, or ``"auto"``, Triton where it is installed.
     """
     widths = [piece.shape[1] for piece in pieces]
     counts = torch.zeros(sum(widths), dtype=torch.int64, device=generator.device)
     if executor == "auto":
-        executor = "triton" if importlib.util.find_spec("triton") else "torch"
+        fits = granularity < 2**31  # into the kernel's whole numbers
+        executor = "triton" if fits and importlib.util.find_spec("triton") else "torch"
     parts = torch.split(counts, widths)
     if executor == "triton":
         # needs an optional package

@@ -450,6 +450,18 @@ def test_weights_used_beside_their_layer_are_refused_with_ghost_clipping_alone()
     assert not problem(tied(), numbers(5))
     assert not problem(frozen(tied(), "first"), numbers(5), "ghost")
     assert not problem(tied(use=False), numbers(5), "ghost")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_in_half_precision_is_no_use_of_a_weight_beside_its_layer(dtype):
+    """One rounding of a norm is up to 0.4 %."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+        (x,), _ = numbers(8)
+        assert not problem(network, ((x.to(dtype),), {}), "ghost")
+        used_beside, (y,) = tied().to(dtype), numbers(5)[0]
+        assert "beside the layer" in problem(used_beside, ((y.to(dtype),), {}), "ghost")
     assert "torch.utils.checkpoint" in problem(checkpointed(), numbers(5), "ghost")
 
 
