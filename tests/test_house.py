@@ -17,6 +17,8 @@ from pathlib import Path
 import opacus
 import pytest
 
+import opacus_shuffle
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = "opacus_shuffle"
 STOREYS = [  # from the ground up: a module imports from its own storey and from those before it
@@ -191,6 +193,12 @@ def test_the_tests_weigh_no_more_than_they_may():
 
 def test_the_readme_is_read_in_one_sitting():
     assert len((ROOT / "README.rst").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_a_citation_names_the_version_that_is_installed():
+    assert f"\nversion: {opacus_shuffle.__version__}\n" in (ROOT / "CITATION.cff").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
