@@ -169,9 +169,12 @@ def _entry(
         generator = f"a generator that is known to others ({', '.join(report.predictable)})"
     trust = f"It trusts {best.trusted} against an adversary who {best.adversary}"
     if report.simulated:
-        # Who trained has seen the data, whatever the shuffle model would have hidden from them.
+        # Who played the shuffler has seen what the shuffle model would have hidden from them.
         trust += (
-            f". One run saw every {record} and played the {record}s' owners and the shuffler: "
+            ". The shuffler ran in the server's process, which saw whose report is whose: the "
+            "server is trusted, too"
+            if report.clients
+            else ". One run saw every record and played the records' owners and the shuffler: "
             "whoever ran it is trusted, too"
         )
     return {
