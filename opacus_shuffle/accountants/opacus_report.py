@@ -50,6 +50,8 @@ class ServerRound:
     num_users: ClassVar[int] = 0
     noise_of_mean: ClassVar[None] = None
     bits_per_coordinate: ClassVar[None] = None
+    count_bits_per_coordinate: ClassVar[None] = None
+    sampling: ClassVar[str] = "poisson"
 
     @property
     def noise_of_sum(self) -> float:

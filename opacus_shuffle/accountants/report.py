@@ -22,12 +22,20 @@ import numpy as np
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, entries_of, kind_of, ladder
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
+from opacus_shuffle.accountants.deployment_registry import registry_statement
 from opacus_shuffle.accountants.lineage import first_rounds, rewound_sentence
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import paragraph, text_table
-from opacus_shuffle.core.validation import boolean, instance_of, integer, open_unit_interval
+from opacus_shuffle.core.validation import (
+    boolean,
+    instance_of,
+    integer,
+    one_of,
+    open_unit_interval,
+    reject_unknown,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -187,17 +195,33 @@ class PrivacyReport:
             key=lambda one: one.noise_of_mean or one.noise_of_sum,
         )
 
-    def statement(self, model: str = "The model") -> str:
-        """Writes what a paper or a model card should say.
+    def statement(
+        self, model: str = "The model", *, format: str = "sentence", **answers: Any
+    ) -> str:
+        """Writes what a paper, a model card or the registry of deployments should say.
 
         The ε to quote, its meaning, its proof, and what voids it.
 
         Args:
             model: What the paper calls the trained model; it begins the sentence.
+            format: ``"sentence"``, or ``"registry"``: a YAML entry for the registry of
+                differential-privacy deployments.
+            **answers: What only a person knows, for the registry: the keywords of
+                :data:`~opacus_shuffle.accountants.deployment_registry.QUESTIONS`. What is not
+                answered is marked ``<ask>``, and counted.
+
+        Raises:
+            ValueError: If an argument is out of range or unknown.
         """
+        instance_of("model", model, (str,))
+        if one_of("format", format, ("sentence", "registry")) == "registry":
+            return registry_statement(
+                self, model, answers, settings=self._settings(), compared=self._changed()
+            )
+        reject_unknown("statement (answers are for format='registry')", answers)
         best = self.best
         ran = (
-            f"{instance_of('model', model, (str,))} was trained by {best.rounds:,} rounds of "
+            f"{model} was trained by {best.rounds:,} rounds of "
             f"{self.kind.name} ({self._settings()})."
         )
         if best.guarantee is Guarantee.PROVED:
