@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 from pathlib import Path
 
 from opacus_shuffle.federated import ReportFormat, Shuffler, ShufflerService
@@ -31,6 +32,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--key", help="file of its key")
     parser.add_argument(
+        "--client-certificates",
+        help="file of the certificates that have signed those which clients and server must show",
+    )
+    parser.add_argument(
         "--host", default="127.0.0.1", help="where to listen (default: %(default)s)"
     )
     parser.add_argument("--port", type=int, default=9095, help="(default: %(default)s)")
@@ -39,9 +44,16 @@ def main(arguments: list[str] | None = None) -> None:
         type=int,
         default=512,
         metavar="COUNT",
-        help="that may wait for their requests to come (default: %(default)s)",
+        help="whose senders have not shown a secret yet (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="that a request may take to come (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what becomes of rounds
     try:
         service = ShufflerService(
             Shuffler(ReportFormat.of_settings(json.loads(Path(options.settings).read_text()))),
@@ -51,7 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
             port=options.port,
             certificate=options.certificate,
             key=options.key,
+            client_certificates=options.client_certificates,
             most_connections=options.most_connections,
+            seconds=options.seconds,
         )
     except json.JSONDecodeError as error:
         parser.error(f"{options.settings} is no JSON file: {error}")
