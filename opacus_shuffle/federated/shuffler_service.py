@@ -51,6 +51,8 @@ _MOST_AT_ONCE = 2
 """So many requests of one party may be under way at once."""
 _WAITING_AT_THE_DOOR = 4096
 """So many connections wait to be accepted, as all clients of a round may come at once."""
+_MOST_IN_A_ROW = 32
+"""So many are accepted before the loop does something else."""
 _LONGEST_HEAD = 8192
 """Bytes of a request before its body, at most."""
 
@@ -75,6 +77,7 @@ class Door(socket.socket):
         self.most_connections, self.seconds = most_connections, seconds
         # Of strangers, the oldest first: their connections, and the timers that end them.
         self._strangers: dict[Any, tuple[socket.socket, asyncio.TimerHandle]] = {}
+        self._just_accepted = 0
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.bind((host, port))
         self.listen(_WAITING_AT_THE_DOOR)  # from now on, so that nobody comes too early
@@ -85,8 +88,18 @@ class Door(socket.socket):
         return len(self._strangers)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection, in the place of the oldest stranger's if there are too many."""
+        """Accepts a connection, in the place of the oldest stranger's if there are too many.
+
+        Raises:
+            BlockingIOError: If there is none, or so many have just come that the loop has to close
+                those which were hung up on first, lest this process run out of open files.
+        """
+        if self._just_accepted >= _MOST_IN_A_ROW:
+            raise BlockingIOError
         connection, address = super().accept()
+        if not self._just_accepted:
+            asyncio.get_running_loop().call_soon(self._rest)
+        self._just_accepted += 1
         name = address[:2]
         if name in self._strangers:  # that one has ended
             self.hang_up(name)
@@ -95,6 +108,9 @@ class Door(socket.socket):
         timer = asyncio.get_running_loop().call_later(self.seconds, self.hang_up, name)
         self._strangers[name] = connection, timer
         return connection, address
+
+    def _rest(self) -> None:
+        self._just_accepted = 0
 
     def hang_up(self, name: tuple[str, int]) -> None:
         """Ends a stranger's connection."""
@@ -146,7 +162,7 @@ class ShufflerService:
         client_certificates: File of the certificates that have signed those which clients and
             server must show, besides their secrets; None if they need none.
         most_connections: So many may be open whose senders have not shown a secret, and so many
-            others' requests may be under way. Memory grows by at most a report and 400 kB for each.
+            others' requests may be under way. Memory grows by at most a report and 700 kB for each.
         seconds: So long may a sender take to show its secret, and as long again for its report.
 
     Raises:
@@ -331,8 +347,9 @@ class ShufflerService:
         try:
             body = await _receive(receive, longest)
         finally:
-            timer.cancel()
             self._under_way[party] -= 1
+            if party == _SERVER:  # whose answers take long; a client's are short, and end in time
+                timer.cancel()
         if len(body) < int(length):
             raise RefusedRequestError(400, "the request was cut off")
         async with self._turn:
@@ -405,7 +422,7 @@ def _check_descriptors(connections: int) -> None:
         import resource
     except ModuleNotFoundError:  # no limit of this kind, as on Windows
         return
-    needed = connections + 100
+    needed = connections + 200
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
