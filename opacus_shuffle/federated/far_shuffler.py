@@ -34,8 +34,9 @@ class FarShuffler:
             report that came twice is taken once.
     """
 
-    simulated, predictable = False, ()
-    """It is a process of its own, and its randomness is not seen from here."""
+    # It is a process of its own, and its randomness is not seen from here.
+    simulated: bool = False
+    predictable: tuple[str, ...] = ()
 
     def __init__(
         self,

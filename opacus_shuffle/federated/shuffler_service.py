@@ -203,9 +203,10 @@ class ShufflerService:
                 "as there are"
             )
         format, count = shuffler.format, len(secrets) - 1
-        if not format.min_reports <= count <= format.num_users:
+        fewest = 0 if shuffler.parts else shuffler.min_reports
+        if not fewest <= count <= format.num_users:
             raise ValueError(
-                f"clients must be {format.min_reports} to {format.num_users} secrets, as the "
+                f"clients must be {fewest} to {format.num_users} secrets, as the "
                 "format says (min_reports, "
                 f"num_users), got {count}: more clients may hold more dishonest ones than are "
                 "accounted for"

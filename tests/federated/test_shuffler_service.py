@@ -336,6 +336,8 @@ FILES = {"settings": json.dumps(SUMS.settings), "secrets": "\n".join(CLIENTS), "
         ({"secrets": "\n".join(CLIENTS[:3])}, "got 3"),
         ({"server": "\n".join(CLIENTS)}, "server must be a secret"),
         ({"server": None}, "server.txt"),
+        ({"parts": '["https://elsewhere"]'}, "parts.txt must be a list of shufflers"),
+        ({"parts": "["}, "parts.txt is no JSON file"),
     ],
 )
 def test_the_command_says_in_a_line_what_is_wrong_with_its_files(tmp_path, capsys, changed, said):
@@ -343,6 +345,7 @@ def test_the_command_says_in_a_line_what_is_wrong_with_its_files(tmp_path, capsy
         if content is not None:
             (tmp_path / f"{name}.txt").write_text(content)
     flags = {"--settings": "settings", "--secrets": "secrets", "--server-secret": "server"}
+    flags |= {"--parts": "parts"} if "parts" in changed else {}
     with pytest.raises(SystemExit):
         main([f"{flag}={tmp_path / name}.txt" for flag, name in flags.items()])
     assert said in capsys.readouterr().err
