@@ -7,6 +7,7 @@ behind a network interface), ``Ledger`` the server's book of rounds.
 
 from __future__ import annotations
 
+from opacus_shuffle.federated.far_shuffler import FarShuffler
 from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.report_formats import (
     BitSums,
@@ -16,7 +17,7 @@ from opacus_shuffle.federated.report_formats import (
 )
 from opacus_shuffle.federated.reporter import FileBook, Reporter
 from opacus_shuffle.federated.shuffler import RefusedReportError, Released, Shuffler
-from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService
+from opacus_shuffle.federated.shuffler_service import ShufflerService
 
 __all__ = [
     "BitSums",

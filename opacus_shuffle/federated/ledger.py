@@ -15,7 +15,7 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -32,24 +32,7 @@ from opacus_shuffle.core.validation import (
     positive,
 )
 from opacus_shuffle.federated.report_formats import ReportFormat
-from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
-
-
-@runtime_checkable
-class RoundsOfAShuffler(Protocol):
-    """The part of a shuffler's interface that a server uses."""
-
-    simulated: bool
-    predictable: tuple[str, ...]
-
-    def open_round(self, number: int, fingerprint: bytes) -> None:
-        """Opens a round for reports in the format of this fingerprint."""
-
-    def close_round(self, number: int) -> Released:
-        """Closes a round, and returns its mixed reports."""
-
-    def forget_round(self, number: int) -> None:
-        """Destroys what was handed over of a round."""
+from opacus_shuffle.federated.shuffler import Released, RoundsOfAShuffler, UnknownRoundError
 
 
 class Ledger:

@@ -204,6 +204,10 @@ class ReportFormat(ABC):
         held.append(numbers)
 
     @abstractmethod
+    def merge(self, held: list[Any], mixed: bytes) -> None:
+        """Adds what another shuffler has mixed of its reports to what the shuffler holds."""
+
+    @abstractmethod
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns what the shuffler hands over, which does not depend on the order of reports."""
 
@@ -413,9 +417,15 @@ class BitSums(ReportFormat):
 
     def keep(self, held: list[Any], numbers: bytes) -> None:
         """Adds a report's counts to their sum, so that a shuffler holds one number a coordinate."""
+        self._add(held, np.frombuffer(numbers, self._count_type))
+
+    def merge(self, held: list[Any], mixed: bytes) -> None:
+        """Adds another shuffler's sum of counts."""
+        self._add(held, np.frombuffer(mixed, "<i8"))
+
+    def _add(self, held: list[Any], counts: npt.NDArray[Any]) -> None:
         if not held:
             held.append(np.zeros(self.dimension, np.int64))
-        counts = np.frombuffer(numbers, self._count_type)
         np.add(held[0], counts, out=held[0], dtype=np.int64, casting="same_kind")
 
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
@@ -492,6 +502,11 @@ class VectorReports(ReportFormat):
                 f"report has a norm of {norm:.3g}, which no honest one exceeds "
                 f"{self.longest_report:.3g} of: it is not taken"
             )
+
+    def merge(self, held: list[Any], mixed: bytes) -> None:
+        """Adds another shuffler's reports."""
+        size = self.bytes_per_report
+        held += [mixed[start : start + size] for start in range(0, len(mixed), size)]
 
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns the reports in random order."""

@@ -5,9 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
-from opacus_shuffle.federated import ReportFormat, Shuffler, ShufflerService
+from opacus_shuffle.federated import FarShuffler, ReportFormat, Shuffler, ShufflerService
+
+
+def _read_json(path: str) -> Any:
+    """Returns what is in a JSON file.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        return json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from error
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -26,10 +40,25 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--server-secret", required=True, help="file with the server's secret")
     parser.add_argument(
+        "--parts",
+        metavar="FILE",
+        help="JSON file with other shufflers, to whom the rest of the clients report: a list of "
+        '{"url": ..., "secret-file": ..., "certificate": ...}',
+    )
+    parser.add_argument(
+        "--part",
+        action="store_true",
+        help="be one of those: --server-secret is the other shuffler's then, never the server's",
+    )
+    parser.add_argument(
         "--certificate",
         help="file of a TLS certificate; without one the service is for this machine alone",
     )
     parser.add_argument("--key", help="file of its key")
+    parser.add_argument(
+        "--client-certificates",
+        help="file of the certificates that have signed those which clients and server must show",
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="where to listen (default: %(default)s)"
     )
@@ -39,26 +68,41 @@ def main(arguments: list[str] | None = None) -> None:
         type=int,
         default=512,
         metavar="COUNT",
-        help="that may wait for their requests to come (default: %(default)s)",
+        help="whose senders have not shown a secret yet (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="that a request may take to come (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what becomes of rounds
     try:
+        reports = ReportFormat.of_settings(_read_json(options.settings))
+        parts = [
+            FarShuffler(
+                part["url"],
+                Path(part["secret-file"]).read_text(),
+                certificate=part.get("certificate"),
+            )
+            for part in (_read_json(options.parts) if options.parts else [])
+        ]
         service = ShufflerService(
-            Shuffler(ReportFormat.of_settings(json.loads(Path(options.settings).read_text()))),
+            Shuffler(reports, parts=parts, is_part=options.part),
             clients=Path(options.secrets).read_text().split(),
             server=Path(options.server_secret).read_text(),
             host=options.host,
             port=options.port,
             certificate=options.certificate,
             key=options.key,
+            client_certificates=options.client_certificates,
             most_connections=options.most_connections,
+            seconds=options.seconds,
         )
-    except json.JSONDecodeError as error:
-        parser.error(f"{options.settings} is no JSON file: {error}")
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a file that is not there or is none of these, a port that is taken
+    except (KeyError, TypeError):
+        parser.error(f"{options.parts} must be a list of shufflers, each with url and secret-file")
+    except (OSError, ValueError) as error:  # a file is missing or wrong, or a port is taken
         parser.error(str(error))
     print(f"shuffler at {service.url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):

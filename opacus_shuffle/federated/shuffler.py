@@ -19,10 +19,12 @@ interface.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import reprlib
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -58,26 +60,59 @@ class Released(NamedTuple):
         return self.num_reports == 0
 
 
+@runtime_checkable
+class RoundsOfAShuffler(Protocol):
+    """The part of a shuffler's interface that a server uses, or a shuffler of its parts."""
+
+    simulated: bool
+    predictable: tuple[str, ...]
+
+    def open_round(self, number: int, fingerprint: bytes) -> None:
+        """Opens a round for reports in the format of this fingerprint."""
+
+    def close_round(self, number: int) -> Released:
+        """Closes a round, and returns its mixed reports."""
+
+    def forget_round(self, number: int) -> None:
+        """Destroys what was handed over of a round."""
+
+
 class Shuffler:
     """Takes one report from each sender in a round, and releases the round mixed.
 
     Args:
         format: What reports look like.
         generator: What mixes them, on the CPU; by default the operating system's own.
+        parts: Other shufflers, to whom the rest of the clients report. Their rounds are opened and
+            closed with this one's, and what they hold is mixed with what this one holds.
+        is_part: Whether this is one of those. Then it hands over whatever it has, be it from few
+            clients: to another shuffler, never to a server.
 
     Formal Guarantees:
         What :meth:`close_round` returns depends on reports as a multiset, not on who sent which, or
         when. Who reported is forgotten when a round is closed. A round of fewer reports than the
         format asks for is never released: nobody who keeps clients away makes the noise of the
         others less than what is accounted. A closed round is handed over again, unchanged, until
-        :meth:`forget_round`, so that a server that was killed can ask once more.
+        :meth:`forget_round`, so that a server that was killed can ask once more. With ``parts`` all
+        this is true of them together, if each of them is trusted as a shuffler is. A part by itself
+        guards no smallest number.
     """
 
     simulated = True
     """It is in the server's own process."""
 
-    def __init__(self, format: ReportFormat, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        format: ReportFormat,
+        generator: torch.Generator | None = None,
+        *,
+        parts: Sequence[RoundsOfAShuffler] = (),
+        is_part: bool = False,
+    ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
+        self.parts = [instance_of("each of parts", part, (RoundsOfAShuffler,)) for part in parts]
+        self.is_part = is_part
+        self.min_reports = 1 if is_part else format.min_reports
         check_generator("generator", generator)
         self._generator = SecretGenerator() if generator is None else generator
         self.predictable = () if is_secret(self._generator) else ("the generator of the shuffler",)
@@ -102,6 +137,8 @@ class Shuffler:
         if fingerprint is not None:
             self.format.check_fingerprint("the server", fingerprint)
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
+        for part in self.parts:  # the same again changes nothing
+            part.open_round(round_, self.format.fingerprint)
         with self._lock:
             if round_ == self._open:
                 return  # the server asks again, after it was killed
@@ -169,20 +206,45 @@ class Shuffler:
         Raises:
             UnknownRoundError: If this round is neither open nor the one that was closed last.
         """
+        from_parts = [] if self._is_closed(number) else self._close_parts(number)
         with self._lock:
-            if self._closed is not None and self._closed.round == number:
+            if self._closed is not None and self._is_closed(number):
                 return self._closed
             if self._open is None or self._open != number:
                 raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
-            reports = len(self._digests)
+            reports = len(self._digests) + sum(part.num_reports for part in from_parts)
+            if reports > self.format.num_users:
+                raise ValueError(
+                    f"round {number} has {reports} reports, the format has "
+                    f"num_users={self.format.num_users}: give each client to one shuffler alone"
+                )
+            for part in from_parts:
+                self.format.merge(self._held, part.mixed)
             released = Released(number, 0, b"")
-            if reports >= self.format.min_reports:
+            if reports >= self.min_reports:
                 released = Released(number, reports, self.format.mix(self._held, self._generator))
             self._open, self._digests, self._held, self._closed = None, {}, [], released
             return released
 
+    def _is_closed(self, number: int) -> bool:
+        """Tells whether a round is the one that was closed last, and is still there."""
+        return self._closed is not None and self._closed.round == number
+
+    def _close_parts(self, number: int) -> list[Released]:
+        """Closes a round of all parts that have it and reports of it.
+
+        One that was started anew has lost its reports.
+        """
+        closed = []
+        for part in self.parts:
+            with contextlib.suppress(UnknownRoundError):
+                closed.append(part.close_round(number))
+        return [part for part in closed if not part.dropped]
+
     def forget_round(self, number: int) -> None:
         """Destroys what was handed over of a round."""
+        for part in self.parts:
+            part.forget_round(number)
         with self._lock:
-            if self._closed is not None and self._closed.round == number:
+            if self._is_closed(number):
                 self._closed = None

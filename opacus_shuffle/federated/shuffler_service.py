@@ -6,12 +6,19 @@ r"""``ShufflerService``: a shuffler in a process of its own, behind HTTP with TL
 * ``POST /rounds/R/close``: from the server. 200, and how many clients reported (4 bytes,
   little-endian), then what was mixed; 404 if there is no such round.
 * ``POST /rounds/R/forget``: from the server. 204.
+* ``GET /health``: from anyone. 200.
+* ``GET /metrics``: from this machine. 200, and how many requests were answered how, as Prometheus
+  reads it.
 
 Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
 the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no
-part in any. Who shows no such secret, or another party's, is answered 403, and who announces more
-than a report 413. A connection is for one request. So many may wait for theirs to come: the next
-one takes the place of the oldest.
+part in any. Who shows no such secret, or another party's, is answered 403 before anything of the
+request's body is kept, who announces more than a report 413, and who asks too often 429.
+
+uvicorn speaks HTTP and TLS. Two things are added to it, both where connections are accepted, so
+that they hold from the first byte on, TLS's handshake included: a connection whose sender has not
+shown a secret gives up its place to a new one if there are too many, and every request has a time
+by which all of it must have come, however often another byte of it does.
 
 The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the
 files it reads.
@@ -19,60 +26,128 @@ files it reads.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import functools
-import hashlib
-import http.client
-import random
+import json
+import logging
 import socket
 import ssl
-import sys
 import threading
-import time
-import urllib.parse
-from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections import Counter
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from opacus_shuffle.core import extras
 from opacus_shuffle.core.validation import instance_of, integer, positive
-from opacus_shuffle.federated.shuffler import (
-    RefusedReportError,
-    Released,
-    Shuffler,
-    UnknownRoundError,
-)
+from opacus_shuffle.federated.credentials import LOOPBACK, checked_secret, hash_of
+from opacus_shuffle.federated.shuffler import Shuffler, UnknownRoundError
 
-_HERE = ("127.0.0.1", "localhost")
-SHORTEST_SECRET = 16
-"""Characters of a secret, at least."""
 _SERVER = "the server"
 """What the server is called among the parties; clients are called by their numbers."""
+_MOST_REQUESTS = 100
+"""So often a client may ask within a round."""
+_MOST_AT_ONCE = 2
+"""So many requests of one party may be under way at once."""
+_WAITING_AT_THE_DOOR = 4096
+"""So many connections wait to be accepted, as all clients of a round may come at once."""
+_MOST_IN_A_ROW = 32
+"""So many are accepted before the loop does something else."""
+_LONGEST_HEAD = 8192
+"""Bytes of a request before its body, at most."""
+
+log = logging.getLogger("opacus_shuffle.shuffler")
+"""What happened to rounds, a line of JSON each: never who sent what, nor when."""
 
 
-def checked_secret(name: str, secret: Any) -> str:
-    """Returns a secret without white space around it, or refuses it without showing it."""
-    stripped: str = instance_of(name, secret, (str,)).strip()
-    if (
-        len(stripped) < SHORTEST_SECRET
-        or not stripped.isascii()
-        or not stripped.isprintable()
-        or " " in stripped
-    ):
-        raise ValueError(
-            f"{name} must be a secret of {SHORTEST_SECRET} letters and digits at least, in one "
-            "line: make it with "
-            "python -c 'import secrets; print(secrets.token_hex())'"
-        )
-    return stripped
+class Door(socket.socket):
+    """A listening socket that hangs up on the oldest of too many connections, and on slow ones.
+
+    Args:
+        host: Where to listen.
+        port: 0 for any free one.
+        most_connections: So many may be open whose senders have not shown a secret.
+        seconds: So long they may take for that, and as long again for what they send.
+
+    An event loop accepts from it.
+    """
+
+    def __init__(self, host: str, port: int, *, most_connections: int, seconds: float) -> None:
+        super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.most_connections, self.seconds = most_connections, seconds
+        # Of strangers, the oldest first: their connections, and the timers that end them.
+        self._strangers: dict[Any, tuple[socket.socket, asyncio.TimerHandle]] = {}
+        self._just_accepted = 0
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind((host, port))
+        self.listen(_WAITING_AT_THE_DOOR)  # from now on, so that nobody comes too early
+
+    @property
+    def waiting(self) -> int:
+        """How many connections there are whose senders are not known."""
+        return len(self._strangers)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection, in the place of the oldest stranger's if there are too many.
+
+        Raises:
+            BlockingIOError: If there is none, or so many have just come that the loop has to close
+                those which were hung up on first, lest this process run out of open files.
+        """
+        if self._just_accepted >= _MOST_IN_A_ROW:
+            raise BlockingIOError
+        connection, address = super().accept()
+        if not self._just_accepted:
+            asyncio.get_running_loop().call_soon(self._rest)
+        self._just_accepted += 1
+        name = address[:2]
+        if name in self._strangers:  # that one has ended
+            self.hang_up(name)
+        if self.waiting >= self.most_connections:
+            self.hang_up(next(iter(self._strangers)))
+        timer = asyncio.get_running_loop().call_later(self.seconds, self.hang_up, name)
+        self._strangers[name] = connection, timer
+        return connection, address
+
+    def _rest(self) -> None:
+        self._just_accepted = 0
+
+    def hang_up(self, name: tuple[str, int]) -> None:
+        """Ends a stranger's connection."""
+        _end(self._admitted(name))
+
+    def admit(self, name: tuple[str, int]) -> asyncio.TimerHandle:
+        """Makes a stranger a known sender, whose connection ends in its time but for the timer.
+
+        Raises:
+            KeyError: If the connection has been ended.
+        """
+        return asyncio.get_running_loop().call_later(self.seconds, _end, self._admitted(name))
+
+    def _admitted(self, name: tuple[str, int]) -> socket.socket:
+        connection, timer = self._strangers.pop(name)
+        timer.cancel()
+        return connection
 
 
-def _hash(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()
+def _end(connection: socket.socket) -> None:
+    """Ends a connection below TLS, so that it takes effect at once; uvicorn then forgets it."""
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-class ShufflerService(ThreadingHTTPServer):
+class RefusedRequestError(Exception):
+    """A request is answered with a status and a sentence before its body is read."""
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+class ShufflerService:
     """Serves one shuffler over HTTP until :meth:`shutdown`.
+
+    It is an ASGI application, too.
 
     Args:
         shuffler: What reports go to.
@@ -84,15 +159,18 @@ class ShufflerService(ThreadingHTTPServer):
         certificate: File of a TLS certificate; None for a connection that anyone on its way can
             read, which is for one machine.
         key: File of its key; None if the certificate's file has it, too.
-        most_connections: So many may wait for their requests to come.
+        client_certificates: File of the certificates that have signed those which clients and
+            server must show, besides their secrets; None if they need none.
+        most_connections: So many may be open whose senders have not shown a secret, and so many
+            others' requests may be under way. Memory grows by at most a report and 700 kB for each.
+        seconds: So long may a sender take to show its secret, and as long again for its report.
 
     Raises:
+        ModuleNotFoundError: If uvicorn is not installed.
         ValueError: If a secret is unfit or is two parties', there are too many or too few clients,
-            or there is no certificate where there is a key or other machines can reach the service.
+            this process may not open so many connections, or there is no certificate where there
+            is a key or other machines can reach the service.
     """
-
-    daemon_threads = True
-    request_queue_size = 4096  # all clients of a round may come at once
 
     def __init__(
         self,
@@ -104,12 +182,16 @@ class ShufflerService(ThreadingHTTPServer):
         port: int = 0,
         certificate: str | Path | None = None,
         key: str | Path | None = None,
+        client_certificates: str | Path | None = None,
         most_connections: int = 512,
+        seconds: float = 20.0,
     ) -> None:
-        self.most_connections = integer("most_connections", most_connections)
-        # Connections whose requests have not come, the oldest first.
-        self._waiting: dict[socket.socket, None] = {}
-        self._lock = threading.Lock()
+        try:
+            import uvicorn
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                extras.missing("ShufflerService", "uvicorn", "federated")
+            ) from error
         self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
         secrets = [
             *(checked_secret("each of clients", secret) for secret in clients),
@@ -121,143 +203,213 @@ class ShufflerService(ThreadingHTTPServer):
                 "as there are"
             )
         format, count = shuffler.format, len(secrets) - 1
-        if not format.min_reports <= count <= format.num_users:
+        fewest = 0 if shuffler.parts else shuffler.min_reports
+        if not fewest <= count <= format.num_users:
             raise ValueError(
-                f"clients must be {format.min_reports} to {format.num_users} secrets, as the "
+                f"clients must be {fewest} to {format.num_users} secrets, as the "
                 "format says (min_reports, "
                 f"num_users), got {count}: more clients may hold more dishonest ones than are "
                 "accounted for"
             )
-        if certificate is None and (key is not None or host not in _HERE):
+        if certificate is None and (
+            key is not None or client_certificates is not None or host not in LOOPBACK
+        ):
             raise ValueError(
-                f"host={host!r} with key={key!r} takes a certificate: else whoever is on the way "
-                f"sees who reports; without both the host is {_HERE[0]}"
+                f"host={host!r} with key={key!r} and client_certificates={client_certificates!r} "
+                "takes a certificate: else whoever is on the way sees who reports; without all of "
+                f"them the host is {LOOPBACK[0]}"
             )
-        context = None
-        if certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            try:
-                context.load_cert_chain(certificate, key)
-            except OSError as error:
-                raise ValueError(
-                    f"certificate={str(certificate)!r} and key={str(key)!r} cannot be used: {error}"
-                ) from None
-        self.parties = {_hash(secret): str(number) for number, secret in enumerate(secrets)}
-        self.parties[_hash(secrets[-1])] = _SERVER
-        super().__init__(
-            (instance_of("host", host, (str,)), integer("port", port, minimum=0, maximum=65535)),
-            _Handler,
+        self.parties = {
+            hash_of(secret.encode()): str(number) for number, secret in enumerate(secrets)
+        }
+        self.parties[hash_of(secrets[-1].encode())] = _SERVER
+        _check_descriptors(2 * integer("most_connections", most_connections))
+        self._config = uvicorn.Config(
+            self,
+            loop="asyncio",  # which accepts by the Door's own method
+            http="h11",  # which refuses two lengths, and long heads
+            h11_max_incomplete_event_size=_LONGEST_HEAD,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",
+            access_log=False,  # who sent when is not written down
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            backlog=_WAITING_AT_THE_DOOR,
+            timeout_graceful_shutdown=30,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+            ssl_ca_certs=None if client_certificates is None else str(client_certificates),
+            ssl_cert_reqs=ssl.CERT_NONE if client_certificates is None else ssl.CERT_REQUIRED,
         )
-        if context is not None:
-            # The handshake waits for the thread of its request, so that a client that says nothing
-            # holds up nobody.
-            self.socket = context.wrap_socket(
-                self.socket, server_side=True, do_handshake_on_connect=False
-            )
+        try:
+            self._config.load()
+        except OSError as error:
+            raise ValueError(
+                f"certificate={str(certificate)!r}, key={str(key)!r} and client_certificates="
+                f"{str(client_certificates)!r} cannot be used: {error}"
+            ) from None
+        self._door = Door(
+            instance_of("host", host, (str,)),
+            integer("port", port, minimum=0, maximum=65535),
+            most_connections=most_connections,
+            seconds=positive("seconds", seconds),
+        )
+        self.server_address = self._door.getsockname()[:2]
         self.url = f"{'http' if certificate is None else 'https'}://{host}:{self.server_address[1]}"
+        self._server = uvicorn.Server(self._config)
+        self._thread: threading.Thread | None = None
+        self._turn = asyncio.Lock()
+        self._asked: Counter[str] = Counter()  # of each client, in this round
+        self._under_way: Counter[str] = Counter()  # of each party
+        self._answered: Counter[int] = Counter()  # by status
+
+    def serve_forever(self) -> None:
+        """Serves until the process is told to end, or :meth:`shutdown`.
+
+        Requests that have come by then are answered.
+        """
+        self._server.run(sockets=[self._door])
 
     def start(self) -> ShufflerService:
         """Serves in a thread of this process."""
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
+        self._thread.start()
         return self
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread of its own; closes the oldest one if there are too many.
+    def shutdown(self) -> None:
+        """Answers the requests that have come, and ends."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join()
+        self._door.close()
 
-        So whoever floods the service has to open as many connections as it has places in the time
-        that an honest client takes for its request.
-        """
-        with self._lock:
-            if len(self._waiting) >= self.most_connections:
-                oldest = next(iter(self._waiting))
-                del self._waiting[oldest]
-                with contextlib.suppress(OSError):  # it has ended already
-                    # The socket below TLS, in which its thread may be reading; the thread then
-                    # ends by itself.
-                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
-            self._waiting[request] = None
-        super().process_request(request, client_address)
+    def __enter__(self) -> ShufflerService:
+        return self
 
-    def heard(self, request: socket.socket) -> None:
-        """Notes that a connection's request has arrived, so that it no longer counts as waiting."""
-        with self._lock:
-            self._waiting.pop(request, None)
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
 
-    def shutdown_request(self, request: Any) -> None:
-        """Notes that a connection has ended."""
-        self.heard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs an error of this program, without saying who sent what when."""
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, OSError):
-            print(f"a request failed: {type(error).__name__}", file=sys.stderr)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers one HTTP request."""
-
-    server: ShufflerService
-    protocol_version = "HTTP/1.1"
-    timeout = 20  # seconds that a client may say nothing
-
-    def do_POST(self) -> None:
-        """Answers a POST request; the module's table lists them."""
-        self.close_connection = True
-        longest = self.server.shuffler.format.report_size
-        length = self.headers.get("Content-Length", "")
-        if not _is_number(length) or int(length) > longest:
-            self._answer(413, b"Content-Length must be that of a report at most, %d" % longest)
-            # What still comes is thrown away, lest the answer be lost with the connection.
-            socket.socket.shutdown(self.connection, socket.SHUT_WR)
-            left = longest + 65536
-            while left > 0 and (thrown := self.rfile.read1(min(left, 65536))):
-                left -= len(thrown)
-            return
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
-            return  # it was cut off
-        self.server.heard(self.connection)
-        shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        party = self.server.parties.get(_hash(shown))
-        if party is None or (party == _SERVER) == (self.path == "/report"):
-            return self._answer(403, b"clients report, and the server has rounds; show your secret")
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Answers one request, as ASGI has it."""
+        unread = False
         try:
-            content = self._act(party, body)
+            content = await self._answer(scope, receive)
+            status = 200 if content else 204
+        except RefusedRequestError as error:
+            status, content, unread = error.status, str(error).encode(), True
         except UnknownRoundError as error:
-            return self._answer(404, str(error).encode())
+            status, content = 404, str(error).encode()
         except ValueError as error:
-            return self._answer(400, str(error).encode())
-        self._answer(200 if content else 204, content)
+            status, content = 400, str(error).encode()
+        except Exception as error:  # of this program: what was sent is not written down
+            log.error(json.dumps({"event": "a request failed", "error": type(error).__name__}))
+            status, content = 500, b"the shuffler failed"
+        self._answered[status] += 1
+        headers = [(b"connection", b"close")]  # a connection is for one request
+        if content:  # an answer of 204 has no length
+            headers.append((b"content-length", b"%d" % len(content)))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content, "more_body": unread})
+        if unread:
+            # What still comes is thrown away, lest the answer be lost with the connection.
+            await _receive(receive, self.shuffler.format.report_size + 65536, kept=False)
+            await send({"type": "http.response.body"})
 
-    def _act(self, party: str, body: bytes) -> bytes:
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Any) -> bytes:
+        """Returns an answer's content, or raises why there is none."""
+        path, reads = scope["path"], scope["method"] == "GET"
+        if reads and path == "/health":
+            return b"ok\n"
+        if reads and path == "/metrics" and scope["client"][0] in LOOPBACK:
+            return self._metrics().encode()
+        headers = dict(scope["headers"])
+        party = self.parties.get(hash_of(headers.get(b"authorization", b"")[len(b"Bearer ") :]))
+        if reads or party is None or (party == _SERVER) == (path == "/report"):
+            said = "clients report, and the server has rounds; show your secret"
+            raise RefusedRequestError(403, said)
+        longest = self.shuffler.format.report_size
+        length = headers.get(b"content-length", b"0").decode("latin-1")
+        if b"transfer-encoding" in headers or not _is_number(length) or int(length) > longest:
+            said = f"Content-Length must be that of a report at most, {longest}"
+            raise RefusedRequestError(413, said)
+        if self._asked[party] >= _MOST_REQUESTS or self._under_way[party] >= _MOST_AT_ONCE:
+            raise RefusedRequestError(429, "that is too often for one round, or too much at once")
+        if self._under_way.total() >= self._door.most_connections:
+            raise RefusedRequestError(503, "all places are taken: ask again")
+        try:
+            timer = self._door.admit(scope["client"])
+        except KeyError:
+            raise RefusedRequestError(503, "the connection's time has ended") from None
+        self._under_way[party] += 1
+        try:
+            body = await _receive(receive, longest)
+        finally:
+            self._under_way[party] -= 1
+            if party == _SERVER:  # whose answers take long; a client's are short, and end in time
+                timer.cancel()
+        if len(body) < int(length):
+            raise RefusedRequestError(400, "the request was cut off")
+        async with self._turn:
+            return await self._act(party, path, body)
+
+    async def _act(self, party: str, path: str, body: bytes) -> bytes:
         """Does what the request asks of the shuffler, and returns the answer's content."""
-        shuffler = self.server.shuffler
-        match self.path.split("/"):
+        shuffler = self.shuffler
+        match path.split("/"):
             case ["", "report"]:
+                self._asked[party] += 1
                 shuffler.submit(party, body)
             case ["", "rounds", number, "open"] if _is_number(number):
                 shuffler.open_round(int(number), body)
+                self._asked.clear()
+                _note("opened", int(number))
             case ["", "rounds", number, "close"] if _is_number(number):
-                released = shuffler.close_round(int(number))
+                # Mixing takes long, and meanwhile others are to be heard.
+                released = await asyncio.to_thread(shuffler.close_round, int(number))
+                event = "dropped" if released.dropped else "closed"
+                _note(event, released.round, reports=released.num_reports)
                 return released.num_reports.to_bytes(4, "little") + released.mixed
             case ["", "rounds", number, "forget"] if _is_number(number):
                 shuffler.forget_round(int(number))
+                _note("forgotten", int(number))
             case _:
                 raise UnknownRoundError("no such request")
         return b""
 
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Connection", "close")
-        if body:  # an answer of 204 has no length
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def _metrics(self) -> str:
+        """Returns what a collector of metrics reads: numbers of all, and nobody's own."""
+        lines = [
+            "# TYPE opacus_shuffle_requests_total counter",
+            *(
+                f'opacus_shuffle_requests_total{{status="{status}"}} {count}'
+                for status, count in sorted(self._answered.items())
+            ),
+            "# TYPE opacus_shuffle_unknown_connections gauge",
+            f"opacus_shuffle_unknown_connections {self._door.waiting}",
+            "# TYPE opacus_shuffle_requests_under_way gauge",
+            f"opacus_shuffle_requests_under_way {self._under_way.total()}",
+        ]
+        return "\n".join(lines) + "\n"
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: who sent when is not written down."""
+
+async def _receive(receive: Any, most: int, *, kept: bool = True) -> bytes:
+    """Receives a request's body, at most so many bytes of it; returns it if it is kept."""
+    body, left, more = bytearray(), most, True
+    while more and left > 0:
+        message = await receive()
+        part, more = message.get("body", b""), message.get("more_body", False)
+        left -= len(part)
+        if kept:
+            body += part
+    return bytes(body)
+
+
+def _note(event: str, number: int, **numbers: int) -> None:
+    log.info(json.dumps({"event": event, "round": number, **numbers}))
 
 
 def _is_number(text: str) -> bool:
@@ -265,93 +417,20 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 12
 
 
-class FarShuffler:
-    """A client's or the server's view of a :class:`ShufflerService` elsewhere.
-
-    Args:
-        url: ``https://host:port``. ``http://`` is taken for this machine alone.
-        secret: The client's, or the server's.
-        certificate: File of the certificates to trust; by default the system's.
-        timeout: Seconds to wait for an answer.
-        attempts: How often to ask where the network fails or the shuffler has no place free: a
-            report that came twice is taken once.
-    """
-
-    simulated, predictable = False, ()
-    """It is a process of its own, and its randomness is not seen from here."""
-
-    def __init__(
-        self,
-        url: str,
-        secret: str,
-        *,
-        certificate: str | Path | None = None,
-        timeout: float = 60.0,
-        attempts: int = 4,
-    ) -> None:
-        parts = urllib.parse.urlsplit(instance_of("url", url, (str,)))
-        far = parts.scheme == "https"
-        if not (far and parts.hostname) and not (
-            parts.scheme == "http" and parts.hostname in _HERE
-        ):
-            raise ValueError(
-                f"url must begin with https://, got {url!r}: else whoever is on the way sees who "
-                "reports"
-            )
-        self.url, self._secret = url.rstrip("/"), checked_secret("secret", secret)
-        self.attempts, self._path = integer("attempts", attempts), parts.path.rstrip("/")
-        address = {"host": parts.hostname, "port": parts.port}
-        options: dict[str, Any] = {**address, "timeout": positive("timeout", timeout)}
-        connection: Any = http.client.HTTPConnection
-        if far:
-            try:
-                options["context"] = ssl.create_default_context(cafile=certificate)
-            except OSError as error:
-                raise ValueError(
-                    f"certificate={str(certificate)!r} cannot be used: {error}"
-                ) from None
-            connection = http.client.HTTPSConnection
-        # No redirection is followed and no proxy asked: the secret is for one shuffler.
-        self._connect = functools.partial(connection, **options)
-
-    def submit(self, report: bytes) -> None:
-        """Sends this client's report.
-
-        Raises:
-            RefusedReportError: If it is not taken.
-        """
-        self._ask("/report", report, refused=RefusedReportError)
-
-    def open_round(self, number: int, fingerprint: bytes) -> None:
-        """Begins to take reports of a round; see :meth:`Shuffler.open_round`."""
-        self._ask(f"/rounds/{number}/open", fingerprint)
-
-    def close_round(self, number: int) -> Released:
-        """Gets a round; see :meth:`Shuffler.close_round`."""
-        content = self._ask(f"/rounds/{number}/close")
-        return Released(number, int.from_bytes(content[:4], "little"), content[4:])
-
-    def forget_round(self, number: int) -> None:
-        """Has the service destroy what it handed over; see :meth:`Shuffler.forget_round`."""
-        self._ask(f"/rounds/{number}/forget")
-
-    def _ask(self, path: str, body: bytes = b"", refused: type[ValueError] = ValueError) -> bytes:
-        """Sends a request, each time over a connection of its own, and returns the answer."""
-        for attempts_left in reversed(range(self.attempts)):
-            try:
-                with contextlib.closing(self._connect()) as connection:
-                    shown = {"Authorization": f"Bearer {self._secret}"}
-                    connection.request("POST", self._path + path, body, shown)
-                    answer = connection.getresponse()
-                    content = answer.read()
-                break
-            except (OSError, http.client.HTTPException) as error:
-                if not attempts_left:
-                    raise ConnectionError(
-                        f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}"
-                    ) from error
-                time.sleep(random.SystemRandom().uniform(0.1, 1.0))  # not all clients at once again
-        if answer.status not in (200, 204):
-            kind = UnknownRoundError if answer.status == 404 else refused
-            raise kind(f"the shuffler answers {answer.status}: {content.decode(errors='replace')}")
-        return content
+def _check_descriptors(connections: int) -> None:
+    """Lets this process open so many connections, or refuses them."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # no limit of this kind, as on Windows
+        return
+    needed = connections + 200
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"most_connections={connections // 2} takes {needed} open files, and this process may "
+            f"have {hard}: raise its limit (ulimit -n), or let fewer wait"
+        ) from error

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import http.server
 import json
 import shutil
 import socket
 import subprocess
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +31,8 @@ from opacus_shuffle.federated.shuffler import UnknownRoundError
 
 @pytest.fixture
 def service():
-    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER) as service:
-        yield service.start()
-        service.shutdown()
+    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER).start() as service:
+        yield service
 
 
 def test_a_far_shuffler_is_a_near_one(service):
@@ -91,6 +94,9 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
         ({"host": "0.0.0.0"}, "host='0.0.0.0' .*takes a certificate"),
         ({"port": -1}, "port"),
         ({"most_connections": 0}, "most_connections"),
+        ({"most_connections": 10**12}, "most_connections=1000000000000 takes .* open files"),
+        ({"seconds": 0}, "seconds"),
+        ({"client_certificates": "ca.crt"}, "takes a certificate"),
         ({"shuffler": None}, "shuffler"),
     ],
 )
@@ -144,54 +150,156 @@ def test_a_secret_is_not_sent_where_a_shuffler_sends_its_caller_and_is_in_no_mes
     assert CLIENTS[0] not in str(error.value)
 
 
-def connected(service: ShufflerService, request: bytes = b"P") -> socket.socket:
+def connected(service: ShufflerService, request: str = "P") -> socket.socket:
     """A connection over which this was sent; who waits a minute for its answer waits in vain."""
-    client = socket.create_connection(service.server_address[:2], timeout=60)
-    client.sendall(request)
+    client = socket.create_connection(service.server_address, timeout=60)
+    client.sendall(request.encode())
     return client
 
 
-@pytest.mark.parametrize("length", ["9" * 5000, "-1", "", "٣", "1" * 11])
+def asking(path: str, *lines: str, secret: str = CLIENTS[0], method: str = "POST") -> str:
+    """A request without its body."""
+    head = f"{method} {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {secret}", *lines
+    return "\r\n".join((*head, "", ""))
+
+
+def answer(client: socket.socket) -> bytes:
+    """All that comes until the connection ends."""
+    parts = []
+    while part := client.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        *(([f"Content-Length: {length}"], 400) for length in ("9" * 5000, "-1", "", "٣")),
+        (["Content-Length: 11111111111"], 413),
+        (["Content-Length: 5", "Content-Length: 6"], 400),
+        (["Transfer-Encoding: chunked"], 413),
+        (["X: " + "x" * 20_000], 400),
+    ],
+)
 def test_a_malformed_request_is_answered_and_who_sent_it_is_not_written_down(
-    service, length, capfd
+    service, lines, status, capfd
 ):
-    asked = f"POST /report HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode()
-    with connected(service, asked) as client:
-        assert b" 413 " in client.recv(1000)
-    head = f"Content-Length: 0\r\nAuthorization: Bearer {SERVER}\r\n\r\n"
-    for path in (f"/rounds/{'9' * 5000}/open", "/rounds/٣/close", "/rounds/1"):
-        with connected(service, f"POST {path} HTTP/1.1\r\n{head}".encode()) as client:
-            assert b" 404 " in client.recv(1000)
-    service.handle_error(None, ("127.0.0.1", 1))
+    with connected(service, asking("/report", *lines)) as client:
+        assert client.recv(1000).startswith(b"HTTP/1.1 %d " % status)
+    for path in (f"/rounds/{'9' * 5000}/open", "/rounds/%D9%A3/close", "/rounds/1"):
+        with connected(service, asking(path, "Content-Length: 0", secret=SERVER)) as client:
+            assert answer(client).startswith(b"HTTP/1.1 404 ")
     assert capfd.readouterr() == ("", "")
 
 
-def test_300_silent_connections_keep_nobody_out(service):
-    service.most_connections = 20
-    silent = [connected(service) for _ in range(300)]
-    server = FarShuffler(service.url, SERVER, attempts=1)
+def test_a_stranger_is_answered_before_anything_of_a_report_has_come(service):
+    for secret, path in (
+        ("x" * 20, "/report"),
+        (SERVER, "/report"),
+        (CLIENTS[0], "/rounds/1/open"),
+    ):
+        with connected(service, asking(path, "Content-Length: 9", secret=secret)) as client:
+            assert client.recv(1000).startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize("secret", [CLIENTS[0], "a-stranger-of-no-name"])
+def test_a_request_that_comes_byte_by_byte_ends_in_its_time(secret):
+    head = asking("/report", f"Content-Length: {SUMS.report_size}", secret=secret)
+    with (
+        ShufflerService(
+            Shuffler(SUMS), clients=CLIENTS, server=SERVER, seconds=0.2
+        ).start() as service,
+        connected(service, head) as client,
+    ):
+        sent = 0
+        with contextlib.suppress(OSError):  # it has ended
+            while sent < SUMS.report_size - 1:  # the last byte never comes
+                client.sendall(b"x")
+                sent += 1
+                time.sleep(0.05)
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 204 " not in answer(client)
+
+
+def test_a_client_that_asks_too_often_is_refused_alone_and_until_the_next_round(service):
+    server, restless, other = (
+        FarShuffler(service.url, secret) for secret in (SERVER, *CLIENTS[:2])
+    )
+    for number in (1, 2):
+        server.open_round(number, SUMS.fingerprint)
+        report = SUMS.encode(number, None)
+        for _ in range(100):
+            restless.submit(report)
+        with pytest.raises(RefusedReportError, match="429"):
+            restless.submit(report)
+        other.submit(SUMS.encode(number, None))
+        assert service.shuffler.waiting() == 2
+
+
+def test_300_silent_connections_keep_nobody_out():
+    with ShufflerService(
+        Shuffler(SUMS), clients=CLIENTS, server=SERVER, most_connections=20, seconds=3600
+    ).start() as service:
+        silent = [connected(service) for _ in range(300)]
+        server = FarShuffler(service.url, SERVER, attempts=1)
+        server.open_round(1, SUMS.fingerprint)
+        FarShuffler(service.url, CLIENTS[0], attempts=1).submit(SUMS.encode(1, None))
+        assert service.shuffler.waiting() == 1
+        for client in silent[:-20]:  # the oldest are hung up on
+            assert client.recv(1000) == b""
+        for client in silent[-18:]:
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1000)
+
+
+def metrics(service: ShufflerService) -> dict[str, float]:
+    with connected(service, asking("/metrics", method="GET", secret="")) as client:
+        lines = answer(client).decode().split("\r\n\r\n")[1].splitlines()
+    return {
+        name: float(value) for name, value in (line.split() for line in lines if line[0] != "#")
+    }
+
+
+def test_a_service_that_is_ended_answers_what_has_begun_and_says_how_it_is(service):
+    with connected(service, asking("/health", method="GET", secret="")) as client:
+        assert answer(client).endswith(b"ok\n")
+    server = FarShuffler(service.url, SERVER)
     server.open_round(1, SUMS.fingerprint)
-    FarShuffler(service.url, CLIENTS[0], attempts=1).submit(SUMS.encode(1, None))
+    report = SUMS.encode(1, None)
+    client = connected(service, asking("/report", f"Content-Length: {len(report)}"))
+    while not metrics(service)["opacus_shuffle_requests_under_way"]:
+        time.sleep(0.01)
+    assert metrics(service)['opacus_shuffle_requests_total{status="204"}'] == 1
+    end = threading.Thread(target=service.shutdown)
+    end.start()
+    client.sendall(report)
+    assert answer(client).startswith(b"HTTP/1.1 204 ")
+    end.join()
     assert service.shuffler.waiting() == 1
-    for client in silent[:-20]:  # the oldest are hung up on, and so many threads there are
-        assert client.recv(1000) == b""
-    for client in silent[-18:]:
-        client.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            client.recv(1000)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl")
-def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(tmp_path):
-    files = {"certificate": str(tmp_path / "crt"), "key": str(tmp_path / "key")}
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> str:
+    """A file of a certificate for this machine, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes a certificate by openssl")
+    file = str(tmp_path_factory.mktemp("tls") / "both.pem")
     made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext"
-    named = ["subjectAltName=IP:127.0.0.1", "-keyout", files["key"], "-out", files["certificate"]]
+    named = ["subjectAltName=IP:127.0.0.1", "-keyout", file, "-out", f"{file}.crt"]
     subprocess.run([*made.split(), *named], check=True, capture_output=True)
-    trusted = {"certificate": files["certificate"]}
-    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER, **files) as service:
-        service.start()
+    with open(file, "a") as both:
+        both.write(Path(f"{file}.crt").read_text())
+    return file
+
+
+def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(certificate):
+    trusted = {"certificate": certificate}
+    with ShufflerService(
+        Shuffler(SUMS), clients=CLIENTS, server=SERVER, **trusted
+    ).start() as service:
         assert service.url.startswith("https://")
-        silent = [socket.create_connection(service.server_address[:2]) for _ in range(5)]
+        silent = [socket.create_connection(service.server_address) for _ in range(5)]
         server = FarShuffler(service.url, SERVER, **trusted)
         server.open_round(1, SUMS.fingerprint)
         for secret in CLIENTS:
@@ -199,11 +307,22 @@ def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(t
         assert server.close_round(1).num_reports == len(CLIENTS)
         with pytest.raises(OSError, match="certificate"):
             FarShuffler(service.url, SERVER, attempts=1).open_round(2, SUMS.fingerprint)
-        with pytest.raises(ValueError, match=r"certificate=.no\.crt. cannot be used"):
-            FarShuffler(service.url, SERVER, certificate="no.crt")
+        for names in ("certificate", "own_certificate"):
+            with pytest.raises(ValueError, match=rf"{names}=.no\.crt. .*cannot be used"):
+                FarShuffler(service.url, SERVER, **{names: "no.crt"})
         for client in silent:
             client.close()
-        service.shutdown()
+
+
+def test_where_both_sides_show_certificates_a_secret_is_not_enough(certificate):
+    both = {"certificate": certificate, "client_certificates": certificate}
+    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER, **both).start() as service:
+        trusting = functools.partial(
+            FarShuffler, service.url, SERVER, certificate=certificate, attempts=1
+        )
+        trusting(own_certificate=certificate).open_round(1, SUMS.fingerprint)
+        with pytest.raises(OSError, match="no shuffler at"):
+            trusting().open_round(2, SUMS.fingerprint)
 
 
 FILES = {"settings": json.dumps(SUMS.settings), "secrets": "\n".join(CLIENTS), "server": SERVER}
@@ -217,6 +336,8 @@ FILES = {"settings": json.dumps(SUMS.settings), "secrets": "\n".join(CLIENTS), "
         ({"secrets": "\n".join(CLIENTS[:3])}, "got 3"),
         ({"server": "\n".join(CLIENTS)}, "server must be a secret"),
         ({"server": None}, "server.txt"),
+        ({"parts": '["https://elsewhere"]'}, "parts.txt must be a list of shufflers"),
+        ({"parts": "["}, "parts.txt is no JSON file"),
     ],
 )
 def test_the_command_says_in_a_line_what_is_wrong_with_its_files(tmp_path, capsys, changed, said):
@@ -224,6 +345,7 @@ def test_the_command_says_in_a_line_what_is_wrong_with_its_files(tmp_path, capsy
         if content is not None:
             (tmp_path / f"{name}.txt").write_text(content)
     flags = {"--settings": "settings", "--secrets": "secrets", "--server-secret": "server"}
+    flags |= {"--parts": "parts"} if "parts" in changed else {}
     with pytest.raises(SystemExit):
         main([f"{flag}={tmp_path / name}.txt" for flag, name in flags.items()])
     assert said in capsys.readouterr().err

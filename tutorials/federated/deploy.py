@@ -21,8 +21,13 @@ from pathlib import Path
 
 APP = Path(__file__).parent
 sys.path.insert(0, str(APP))
-os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 BIN = Path(sys.executable).parent
+os.environ |= {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+    # Flower's processes start others by name, also where the environment is not activated.
+    "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
+}
 
 
 def free_port() -> int:
@@ -115,6 +120,9 @@ def main() -> None:
         wait_for(link_port, start("superlink", *link, "--port", link_port))
         url = f"http://127.0.0.1:{shuffler_port}"
         for client in range(CLIENTS):
+            # In a file, as every user of a machine sees the command lines of all.
+            secret = folder / f"secret of client {client}"
+            secret.write_text(tokens[client])
             node = [
                 BIN / "flower-supernode",
                 "--insecure",
@@ -123,9 +131,9 @@ def main() -> None:
                 "--port",
                 free_port(),
             ]
-            settings = f'partition-id={client} shuffler="{url}" secret="{tokens[client]}" book="{folder / f"client {client}"}"'
+            settings = f'partition-id={client} shuffler="{url}" secret-file="{secret}" book="{folder / f"client {client}"}"'
             start(f"node {client}", *node, "--node-config", settings)
-        config = f'shuffler="{url}" secret="{tokens[-1]}" book="{folder / "book"}"'
+        config = f'shuffler="{url}" secret-file="{folder / "server.txt"}" book="{folder / "book"}"'
         run = start("run", BIN / "flwr", "run", APP, "here", "--stream", "--run-config", config)
         if run.wait():
             raise RuntimeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -14,12 +16,11 @@ CLIENTS, ROUNDS = SETTINGS["num_users"], SETTINGS["rounds"]
 
 
 def submit(context: Context, report: bytes) -> None:
-    """Sends a report, with the secret that this node was started with."""
+    """Sends a report, with the secret in this node's file: a command line is seen by everyone."""
     settings = context.node_config
     certificate = str(settings.get("certificate", "")) or None
-    FarShuffler(str(settings["shuffler"]), str(settings["secret"]), certificate=certificate).submit(
-        report
-    )
+    secret = Path(str(settings["secret-file"])).read_text()
+    FarShuffler(str(settings["shuffler"]), secret, certificate=certificate).submit(report)
 
 
 def book(context: Context) -> str:

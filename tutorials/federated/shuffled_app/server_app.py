@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flwr.app import Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
@@ -18,9 +20,8 @@ def main(grid: Grid, context: Context) -> None:
     """Trains, and writes down what came out and what it cost."""
     settings = context.run_config
     certificate = str(settings["certificate"]) or None
-    shuffler = FarShuffler(
-        str(settings["shuffler"]), str(settings["secret"]), certificate=certificate
-    )
+    secret = Path(str(settings["secret-file"])).read_text()
+    shuffler = FarShuffler(str(settings["shuffler"]), secret, certificate=certificate)
     ledger = Ledger(report_format(), shuffler, delta=DELTA, path=str(settings["book"]) or None)
     result = ShuffledStrategy(ledger, min_nodes=CLIENTS).start(
         grid=grid,

@@ -1,0 +1,111 @@
+"""Shufflers that share the clients of a round release what one shuffler of all would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.federation import CLIENTS, GAUSSIAN, SECRET, SERVER, SUMS, all_report, ledger_of
+
+from opacus_shuffle.federated import FarShuffler, Shuffler, ShufflerService
+from opacus_shuffle.federated.shuffler import UnknownRoundError
+
+
+def split(reports, parts: int) -> tuple[Shuffler, list[Shuffler]]:
+    """A shuffler with parts; each client of number k reports to part k modulo their number."""
+    others = [Shuffler(reports, is_part=True) for _ in range(parts)]
+    return Shuffler(reports, parts=others), others
+
+
+def sent_to(shufflers: list[Shuffler], number: int) -> list[bytes]:
+    """Has every client report to its own shuffler; returns the reports."""
+    format = shufflers[0].format
+    sent = [format.encode(number, torch.ones(3)) for _ in range(format.num_users)]
+    for client, report in enumerate(sent):
+        shufflers[client % len(shufflers)].submit(str(client), report)
+    return sent
+
+
+@pytest.mark.parametrize("reports", [SUMS, GAUSSIAN, SECRET], ids=lambda reports: reports.kind)
+@pytest.mark.parametrize("lead_has_clients", [False, True])
+def test_parts_release_together_what_one_shuffler_would(reports, lead_has_clients):
+    lead, parts = split(reports, 3)
+    alone = Shuffler(reports)
+    for number in (1, 2):
+        lead.open_round(number, reports.fingerprint)
+        alone.open_round(number)
+        sent = sent_to([lead, *parts] if lead_has_clients else parts, number)
+        for client, report in enumerate(sent):
+            alone.submit(str(client), report)
+        together, whole = lead.close_round(number), alone.close_round(number)
+        assert together.num_reports == whole.num_reports == reports.num_users
+        if reports is SUMS:
+            assert together.mixed == whole.mixed
+        else:
+            rows = [np.frombuffer(each.mixed, "<f4").reshape(-1, 3) for each in (together, whole)]
+            assert sorted(map(tuple, rows[0])) == sorted(map(tuple, rows[1]))
+        assert lead.close_round(number) == together  # the server was killed, and asks again
+        lead.forget_round(number)
+        for shuffler in (lead, *parts):
+            with pytest.raises(UnknownRoundError):
+                shuffler.close_round(number)
+
+
+def test_reports_of_all_parts_leave_in_an_order_of_their_own():
+    joined = []
+    for _ in range(12):  # the first of twenty is one of three in one of 6.7 rounds: 1e-10 in all
+        lead, parts = split(SECRET, 3)
+        lead.open_round(1)
+        sent_to(parts, 1)
+        partial = [np.frombuffer(part.close_round(1).mixed, "<f4")[:3].tolist() for part in parts]
+        first = np.frombuffer(lead.close_round(1).mixed, "<f4")[:3].tolist()
+        joined.append(first in partial)
+    assert not all(joined)
+
+
+def test_few_reports_leave_no_shuffler_for_the_server():
+    lead, parts = split(SUMS, 4)
+    ledger = ledger_of(SUMS, lead)
+
+    def nine_report(number: int) -> None:
+        for client, part in enumerate((*parts, *parts, parts[0])):
+            part.submit(str(client), SUMS.encode(number, None))
+
+    released = ledger.run(nine_report, lambda total: total)
+    assert (released.num_reports, released.mixed, len(ledger.accountant)) == (0, b"", 1)
+
+
+def test_a_part_that_was_started_anew_is_missing_and_more_reports_than_users_are_refused():
+    lead, parts = split(SUMS, 2)
+    lead.open_round(1)
+    sent_to(parts, 1)
+    lead.parts[1] = Shuffler(SUMS, is_part=True)
+    assert lead.close_round(1).num_reports == SUMS.num_users // 2
+    lead.parts[1] = parts[1]
+    lead.open_round(2)
+    for part in parts:
+        all_report(part, 2)
+    with pytest.raises(ValueError, match=r"round 2 has 40 reports.*num_users=20"):
+        lead.close_round(2)
+
+
+def test_parts_are_processes_that_take_the_lead_for_their_server():
+    half = len(CLIENTS) // 2
+    between = [f"the-secret-of-the-lead-{number}" for number in range(2)]
+    groups = [CLIENTS[:half], CLIENTS[half:]]
+    services = [
+        ShufflerService(Shuffler(SUMS, is_part=True), clients=clients, server=secret).start()
+        for clients, secret in zip(groups, between, strict=True)
+    ]
+    far = [FarShuffler(part.url, secret) for part, secret in zip(services, between, strict=True)]
+    lead = ShufflerService(Shuffler(SUMS, parts=far), clients=[], server=SERVER).start()
+    server = FarShuffler(lead.url, SERVER)
+    server.open_round(1, SUMS.fingerprint)
+    for part, clients in zip(services, groups, strict=True):
+        for secret in clients:
+            FarShuffler(part.url, secret).submit(SUMS.encode(1, None))
+        with pytest.raises(ValueError, match="403"):
+            FarShuffler(part.url, SERVER).close_round(1)
+    assert server.close_round(1).num_reports == len(CLIENTS)
+    for service in (lead, *services):
+        service.shutdown()
