@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,8 @@ class Ledger:
     Formal Guarantees:
         Every round that the shuffler released is in the accountant, whenever the process was
         killed. A round that was begun and dropped for too few reports is accounted like any other:
-        that it was dropped is part of what the server sees.
+        that it was dropped is part of what the server sees. Where each client takes part once an
+        epoch, a begun epoch is accounted in full, at its first round (Theorem 11.9).
     """
 
     def __init__(
@@ -88,11 +90,22 @@ class Ledger:
 
     def affords_another(self) -> bool:
         """Tells whether one more round stays within the target ε."""
-        if self.begun or self.target_epsilon is None:
+        added = self._accounted(self.round + 1) - len(self.accountant)
+        if self.begun or self.target_epsilon is None or not added:
             return True
-        after = copy.deepcopy(self.accountant)
-        after.record(self.format.mechanism)
-        return after.bound(self.delta).epsilon <= self.target_epsilon
+        return self._after(added).bound(self.delta).epsilon <= self.target_epsilon
+
+    def _accounted(self, rounds: int) -> int:
+        """Returns how many rounds are in the account once so many have begun: whole epochs."""
+        epoch = self.format.num_batches or 1
+        return epoch * math.ceil(rounds / epoch)
+
+    def _after(self, added: int) -> ShuffleAccountant:
+        """Returns the account with more rounds in it."""
+        accountant = copy.deepcopy(self.accountant)
+        if added:
+            accountant.record(self.format.mechanism, added)
+        return accountant
 
     def open(self) -> int:
         """Opens the next round, or reopens the one that a killed process had begun.
@@ -122,8 +135,7 @@ class Ledger:
         """
         if self.begun:
             raise ValueError(f"round {self.round} is begun: finish it first")
-        accountant = copy.deepcopy(self.accountant)
-        accountant.record(self.format.mechanism)
+        accountant = self._after(self._accounted(self.round + 1) - len(self.accountant))
         self._write(accountant=accountant, round=self.round + 1, begun=True)
 
     def close(self) -> Released:
@@ -248,7 +260,7 @@ class Ledger:
                 "with its own, and another one has another book"
             )
         self.accountant.load_state_dict(state["accountant"])
-        if len(self.accountant) != rounds:
+        if len(self.accountant) != self._accounted(rounds):
             raise ValueError(
                 f"path={str(self.path)!r} has {len(self.accountant)} rounds accounted of {rounds}: "
                 "restore it"

@@ -22,6 +22,7 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -98,10 +99,13 @@ class ReportFormat(ABC):
             may be dishonest.
         plan: What follows from the settings by a computation, which clients, shuffler and server
             must have in common, too.
+        num_batches: t, where each client takes part in one of every t rounds; None where it tosses
+            a coin in each.
     """
 
     kind: ClassVar[str]
     mechanism: Mechanism
+    num_batches: int | None = None
 
     def __init__(
         self,
@@ -322,6 +326,10 @@ class BitSums(ReportFormat):
         noise_multiplier: Of the **sum**, over C, as in DP-SGD.
         num_users: n, all clients; each sends a report in every round.
         sample_rate: γ, the chance that a client's vector is in its report.
+        sampling: ``"poisson"``: each client tosses a coin for every round. ``"random_allocation"``:
+            γ is 1/t, and each client's vector is in one of every t reports that it sends, by a
+            uniform draw of its own. ε is smaller mostly, and begun epochs of t rounds count in
+            full.
         delta: δ of the whole run, of which binomial tails take a millionth.
         rounds: Rounds of the run, which share those tails.
         honest_fraction: The share of the clients that is certain to follow the protocol.
@@ -345,6 +353,7 @@ class BitSums(ReportFormat):
         noise_multiplier: float,
         num_users: int,
         sample_rate: float = 1.0,
+        sampling: str = "poisson",
         delta: float,
         rounds: int = 1,
         honest_fraction: float = 1.0,
@@ -376,7 +385,13 @@ class BitSums(ReportFormat):
             zero_on_grid=True,
             rate=self.sample_rate,
         )
-        self.mechanism = ShuffledSums.of_protocol(self.protocol, sample_rate=self.sample_rate)
+        self.sampling = one_of("sampling", sampling, ("poisson", "random_allocation"))
+        self.mechanism = dataclasses.replace(
+            ShuffledSums.of_protocol(self.protocol, sample_rate=self.sample_rate),
+            sampling=self.sampling,
+        )
+        if self.sampling == "random_allocation":
+            self.num_batches = self.mechanism.num_batches
         self.noise_multiplier = float(noise_multiplier)
         self.delta, self.rounds = self.protocol.delta, self.protocol.rounds
         parts = ("granularity", "noise_bits", "bit_probability")

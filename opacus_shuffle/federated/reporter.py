@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from opacus_shuffle.core.atomic_file import replacing
-from opacus_shuffle.core.participation import bernoulli_indices
+from opacus_shuffle.core.participation import bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer
 from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
@@ -49,21 +49,31 @@ class ClientBook:
     Attributes:
         state: ``rounds``, how many it has answered, ``last``, the last of them, and ``settings``,
             the fingerprint of its reports' format in hexadecimal; empty before the first round.
+            With random allocation also ``epoch`` and ``place``: which of the epoch's rounds the
+            client's vector is in, which nobody else may learn.
     """
 
     def __init__(self, state: MutableMapping[str, Any] | None = None) -> None:
         self.state = {} if state is None else state
 
-    def note(self, number: int, *, max_rounds: int, fingerprint: bytes) -> int:
+    def note(
+        self, number: int, *, max_rounds: int, fingerprint: bytes, num_batches: int | None = None
+    ) -> bool | None:
         """Notes a round as answered, before anything is sent.
+
+        With random allocation it also says whether the client's vector is in it. An epoch are
+        ``num_batches`` rounds **that this client has answered**: no numbers that a server gives to
+        rounds make it take part twice in one. Its place is drawn at the epoch's first round and
+        kept, as a second draw within an epoch would be another mechanism.
 
         Args:
             number: The round.
             max_rounds: Rounds that the client agreed to.
             fingerprint: Of the format of its reports.
+            num_batches: t, where it takes part in one of every t rounds.
 
         Returns:
-            The round.
+            Whether it takes part in this one; None without ``num_batches``.
 
         Raises:
             ValueError: If it was answered before, all that were agreed to are, the book is of other
@@ -89,7 +99,13 @@ class ClientBook:
                     "sends no more"
                 )
             state.update(settings=settings, rounds=rounds + 1, last=number)
-        return number
+            if num_batches is None:
+                return None
+            epoch, place = divmod(rounds, num_batches)
+            if state.get("epoch") != epoch:
+                (drawn,) = subset(num_batches, 1, SecretGenerator())
+                state.update(epoch=epoch, place=drawn)
+            return bool(state["place"] == place)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[MutableMapping[str, Any]]:
@@ -133,6 +149,8 @@ class FileBook(ClientBook):
             state: dict[str, Any] = json.loads(self.path.read_text())
             integer("rounds", state["rounds"]), integer("last", state["last"], minimum=0)
             state["settings"]
+            if "epoch" in state:
+                integer("place", state["place"], minimum=0)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"book={str(self.path)!r} is no book of a client ({error!r}): nothing is sent; "
@@ -173,7 +191,7 @@ class Reporter:
         *,
         always_train: bool = True,
     ) -> None:
-        """Answers a round; a fresh coin decides whether the client takes part.
+        """Answers a round; a fresh coin, or a draw for its epoch, says if the client takes part.
 
         Args:
             number: The round that the server asks for.
@@ -187,10 +205,15 @@ class Reporter:
                 ``train`` returns something else.
         """
         always = boolean("always_train", always_train)
-        round_ = self.book.note(
-            number, max_rounds=self.max_rounds, fingerprint=self.format.fingerprint
+        round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
+        takes_part = self.book.note(
+            round_,
+            max_rounds=self.max_rounds,
+            fingerprint=self.format.fingerprint,
+            num_batches=self.format.num_batches,
         )
-        takes_part = bool(bernoulli_indices(1, self.format.sample_rate, SecretGenerator()))
+        if takes_part is None:
+            takes_part = bool(bernoulli_indices(1, self.format.sample_rate, SecretGenerator()))
         if not (takes_part or always):
             submit(self.format.encode(round_, None))
             return

@@ -17,6 +17,7 @@ from scipy import stats
 
 import opacus_shuffle
 from opacus_shuffle.federated import (
+    BitSums,
     FarShuffler,
     FileBook,
     GaussianReports,
@@ -32,6 +33,16 @@ FORMATS = pytest.mark.parametrize(
 )
 COIN = GaussianReports(
     dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3
+)
+ONCE = BitSums(
+    dimension=3,
+    max_norm=1.0,
+    noise_multiplier=2.0,
+    num_users=20,
+    sample_rate=0.25,
+    sampling="random_allocation",
+    delta=1e-6,
+    rounds=8,
 )
 BARE = SecretReports(  # of so little noise that a test sees the coins
     dimension=3,
@@ -188,14 +199,51 @@ def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_p
         start.wait()
         for number in range(30):
             with contextlib.suppress(ValueError):
-                answered.append(
-                    book.note(number, max_rounds=1000, fingerprint=GAUSSIAN.fingerprint)
-                )
+                book.note(number, max_rounds=1000, fingerprint=GAUSSIAN.fingerprint)
+                answered.append(number)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(answer, [FileBook(tmp_path / "book") for _ in range(4)]))
     assert sorted(answered) == sorted(set(answered))
     assert 29 in answered
+
+
+def test_a_client_takes_part_once_in_every_epoch_of_rounds_that_it_answers(tmp_path):
+    """Whatever numbers the server gives to rounds, and however often the client is restarted."""
+    took, trained = [], []
+
+    def train() -> torch.Tensor:
+        trained.append(True)
+        return torch.ones(3)
+
+    for number in (1, 2, 3, 9, 17, 18, 40, 41, 80, 81, 82, 83):
+        Reporter(ONCE, max_rounds=12, book=FileBook(tmp_path / "book")).answer(
+            number, train, lambda report: None, always_train=False
+        )
+        took.append(len(trained) - sum(took))
+    assert [sum(took[start : start + 4]) for start in (0, 4, 8)] == [1, 1, 1]
+
+
+def test_which_round_of_an_epoch_it_is_comes_from_a_uniform_draw():
+    def places() -> list[bool | None]:
+        book = ClientBook()
+        noted = {"max_rounds": 4, "fingerprint": ONCE.fingerprint, "num_batches": 4}
+        return [book.note(number, **noted) for number in range(4)]
+
+    counts = np.sum([places() for _ in range(400)], axis=0)
+    assert stats.chisquare(counts).pvalue > 1e-9
+
+
+def test_the_ledger_accounts_for_begun_epochs_in_full_and_ends_between_them():
+    one, two = (
+        opacus_shuffle.compute_epsilon(ONCE.mechanism, steps=steps, delta=1e-5) for steps in (4, 8)
+    )
+    ledger = ledger_of(ONCE, target_epsilon=(one + two) / 2)
+    for _ in range(4):
+        run_once(ledger)
+        assert ledger.epsilon().epsilon == one
+    with pytest.raises(ValueError, match="another round would exceed"):
+        ledger.open()
 
 
 @pytest.mark.parametrize(
@@ -205,6 +253,7 @@ def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_p
         ("[]", "is no book of a client"),
         ('{"settings": "00", "rounds": "many", "last": 1}', "is no book of a client"),
         ('{"settings": "00", "rounds": 1}', "is no book of a client"),
+        ('{"settings": "00", "rounds": 1, "last": 1, "epoch": 0}', "is no book of a client"),
         ('{"settings": "00", "rounds": 1, "last": 1}', "of other settings"),
     ],
 )
