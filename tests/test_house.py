@@ -32,6 +32,7 @@ STOREYS = [  # from the ground up: a module imports from its own storey and from
     "federated",
     "engine",
     "audit",
+    "integrations",
     PACKAGE,  # the public names
     "commands",
     "__main__",
@@ -50,6 +51,7 @@ WEIGHTS = {
     "engine": 3_190,
     "estimators": 140,
     "federated": 995,
+    "integrations": 130,
     "networks": 600,
     "permutation": 2_195,
     "protocols": 800,
@@ -64,6 +66,7 @@ KERNELS = (
 EXTRAS = (
     f"{PACKAGE}.estimators",
     f"{PACKAGE}.federated.flower",
+    f"{PACKAGE}.integrations",
 )  # rooms about an extra: users import them themselves
 
 
