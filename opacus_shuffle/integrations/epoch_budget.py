@@ -3,11 +3,12 @@
 >>> check_settings("Trainer", {"precision": (32, 32), "gradient_clip_val": (0.5, None)})
 Traceback (most recent call last):
     ...
-ValueError: Trainer must have gradient_clip_val=None, got 0.5: the engine clips, ...
+ValueError: Trainer must have gradient_clip_val=None (got 0.5): the engine clips, ...
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import nn
 
 from opacus_shuffle.core.validation import instance_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.raw_gradients import private_optimizers
 
 
@@ -29,12 +29,14 @@ def check_settings(name: str, settings: Mapping[str, tuple[Any, Any]]) -> None:
     Raises:
         ValueError: If one is something else. The message names all of these.
     """
-    wrong = {setting: pair for setting, pair in settings.items() if pair[0] != pair[1]}
+    wrong = [
+        f"{setting}={needed!r} (got {value!r})"
+        for setting, (value, needed) in settings.items()
+        if value != needed
+    ]
     if wrong:
-        have = ", ".join(f"{setting}={needed!r}" for setting, (_, needed) in wrong.items())
-        got = ", ".join(repr(value) for value, _ in wrong.values())
         raise ValueError(
-            f"{name} must have {have}, got {got}: the engine clips, takes each batch as one step, "
+            f"{name} must have {', '.join(wrong)}: the engine clips, takes each batch as one step, "
             "in one process, and saves weights only with their account (engine.save_checkpoint)"
         )
 
@@ -47,26 +49,24 @@ class EpochBudget:
         delta: δ in (0, 1).
         target_epsilon: ε to stay within, above 0; by default every epoch fits.
 
+    Attributes:
+        optimizer: That of ``make_private``, once the run has begun.
+        steps: How many an epoch has.
+        fits: Whether the epoch that runs, or is to run next, fits.
+        noise: The noise multiplier with which it was found to.
+
     Raises:
         ValueError: If an argument is out of range.
     """
-
-    optimizer: PrivateOptimizer
-    steps: int
-    """How many an epoch has."""
-    noise: float = 0.0
-    """The noise multiplier with which the epoch was found to fit."""
-    fits: bool = False
-    """Whether the epoch that runs, or is to run next, fits."""
 
     def __init__(
         self, engine: PrivacyEngine, *, delta: float, target_epsilon: float | None = None
     ) -> None:
         self.engine = instance_of("engine", engine, (PrivacyEngine,))
         self.delta = open_unit_interval("delta", delta)
-        self.target = (
-            target_epsilon if target_epsilon is None else positive("target_epsilon", target_epsilon)
-        )
+        self.target = math.inf
+        if target_epsilon is not None:
+            self.target = positive("target_epsilon", target_epsilon)
 
     def start(self, module: nn.Module, steps: int) -> None:
         """Begins a run, of which at least one epoch has to fit.
@@ -85,39 +85,38 @@ class EpochBudget:
                 f"{len(owners)} private ones: call make_private before training, with this engine"
             )
         self.optimizer, self.steps = owners[0], steps
-        if not self.allows_epoch():
-            raise ValueError(
-                f"target_epsilon={self.target} allows no epoch: ε is {self.spent:.6g} and would be "
-                f"{self.optimizer.epsilon_after(steps, self.delta):.6g} after one more; take more "
-                "noise, which make_private_with_epsilon finds"
-            )
+        self.allows_epoch()
+        self.check_step()
 
     @property
     def spent(self) -> float:
         """ε of all that has run."""
         return self.engine.get_epsilon(self.delta)
 
+    @property
+    def ahead(self) -> float:
+        """What ε would be after one more epoch, with the noise of now."""
+        return self.optimizer.epsilon_after(self.steps, self.delta)
+
     def allows_epoch(self) -> bool:
         """Tells whether ε stays within the target if one more epoch runs, with the noise of now."""
         self.noise = float(self.optimizer.noise_multiplier)
-        self.fits = (
-            self.target is None
-            or self.optimizer.epsilon_after(self.steps, self.delta) <= self.target
-        )
+        self.fits = self.target == math.inf or self.ahead <= self.target
         return self.fits
 
     def check_step(self) -> None:
         """Refuses a step beyond the budget, before anything of it is released.
 
         Raises:
-            ValueError: If the epoch did not fit, or the noise has fallen since it was found to fit.
+            ValueError: If the epoch did not fit, or the noise has fallen since it was found to.
         """
         if not self.fits:
             raise ValueError(
-                f"target_epsilon={self.target} does not allow this epoch: something keeps the run "
-                "going, such as a least number of epochs; leave that out, or take more noise"
+                f"target_epsilon={self.target} does not allow this epoch: ε is {self.spent:.6g}, "
+                f"and would be {self.ahead:.6g} after it; train fewer epochs (and leave out a least "
+                "number of them), or take the noise that make_private_with_epsilon finds for all"
             )
-        if self.target is not None and self.optimizer.noise_multiplier < self.noise:
+        if self.target < math.inf and self.optimizer.noise_multiplier < self.noise:
             raise ValueError(
                 f"noise_multiplier is {self.optimizer.noise_multiplier}, this epoch was found "
                 f"within target_epsilon={self.target} with {self.noise}: let the noise fall "

@@ -43,16 +43,14 @@ def test_whole_epochs_run_within_a_budget_and_no_step_beyond_it(name):
     assert not budget.allows_epoch()
     with pytest.raises(ValueError, match="does not allow this epoch"):
         budget.check_step()
-    with pytest.raises(ValueError, match="allows no epoch"):
-        budget.start(run.model, len(run.loader))
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1, got 2"),
-        ({"gradient_clip_val": 0.5}, "gradient_clip_val=None, got 0.5"),
-        ({"enable_checkpointing": True}, "enable_checkpointing=False, got True"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1 .got 2"),
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val=None .got 0.5"),
+        ({"enable_checkpointing": True}, "enable_checkpointing=False .got True"),
     ],
 )
 def test_lightning_may_not_void_epsilon(settings, said):
@@ -78,10 +76,10 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1, got 2"),
-        ({"max_grad_norm": 1.0}, "max_grad_norm=0, got 1.0"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1 .got 2"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm=0 .got 1.0"),
         ({"save_strategy": "epoch"}, "save_strategy='no'"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0, got 0.1"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0 .got 0.1"),
         ({}, ""),
     ],
 )
