@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.integrations.epoch_budget import check_settings
+from opacus_shuffle.integrations.epoch_budget import check_loader, check_settings
 
 try:
     import accelerate  # type: ignore[import-untyped]
@@ -49,12 +49,7 @@ def prepare(
             "scaler": (accelerator.scaler, None),
         },
     )
-    tickets = instance_of("optimizer", optimizer, (PrivateOptimizer,)).tickets
-    if tickets is None or tickets.loader() is not data_loader:
-        raise ValueError(
-            "data_loader must be the one that make_private returned with this optimizer, as it is: "
-            f"got another {type(data_loader).__name__}, whose batches nobody accounts for"
-        )
+    check_loader(instance_of("optimizer", optimizer, (PrivateOptimizer,)), data_loader)
     accelerator.register_save_state_pre_hook(_refuse_state)
     return *accelerator.prepare(model, optimizer), data_loader
 

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.validation import instance_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.raw_gradients import private_optimizers
 
 
@@ -38,6 +40,21 @@ def check_settings(name: str, settings: Mapping[str, tuple[Any, Any]]) -> None:
         raise ValueError(
             f"{name} must have {', '.join(wrong)}: the engine clips, takes each batch as one step, "
             "in one process, and saves weights only with their account (engine.save_checkpoint)"
+        )
+
+
+def check_loader(optimizer: PrivateOptimizer, loader: Any) -> None:
+    """Refuses a loader that is not the one which ``make_private`` returned with an optimizer.
+
+    Raises:
+        ValueError: If it is another one. With Opacus's accountants and ``poisson_sampling=False``
+            any loader is taken.
+    """
+    tickets = optimizer.tickets
+    if tickets is not None and tickets.loader() is not loader:
+        raise ValueError(
+            "the data loader must be the one that make_private returned with this optimizer, as it "
+            f"is: got another {type(loader).__name__}, whose batches nobody accounts for"
         )
 
 
@@ -68,15 +85,15 @@ class EpochBudget:
         if target_epsilon is not None:
             self.target = positive("target_epsilon", target_epsilon)
 
-    def start(self, module: nn.Module, steps: int) -> None:
+    def start(self, module: nn.Module, loader: DataLoader) -> None:
         """Begins a run, of which at least one epoch has to fit.
 
         Args:
             module: What is trained: the module of ``make_private``, or what holds it.
-            steps: How many an epoch has, the length of the loader of ``make_private``.
+            loader: Of the same call; an epoch is one pass over it.
 
         Raises:
-            ValueError: If the engine has not made it private, or not even one epoch fits.
+            ValueError: If the engine has not made them private, or not even one epoch fits.
         """
         owners = private_optimizers(module)
         if len(owners) != 1 or owners[0].accountant is not self.engine.accountant:
@@ -84,7 +101,8 @@ class EpochBudget:
                 "the model must hold one network that engine.make_private has made private, got "
                 f"{len(owners)} private ones: call make_private before training, with this engine"
             )
-        self.optimizer, self.steps = owners[0], steps
+        check_loader(owners[0], loader)
+        self.optimizer, self.steps = owners[0], len(loader)
         self.allows_epoch()
         self.check_step()
 
@@ -113,8 +131,8 @@ class EpochBudget:
         if not self.fits:
             raise ValueError(
                 f"target_epsilon={self.target} does not allow this epoch: ε is {self.spent:.6g}, "
-                f"and would be {self.ahead:.6g} after it; train fewer epochs (and leave out a least "
-                "number of them), or take the noise that make_private_with_epsilon finds for all"
+                f"and would be {self.ahead:.6g} after it; train fewer epochs (and leave out a "
+                "least number of them), or take the noise that make_private_with_epsilon finds"
             )
         if self.target < math.inf and self.optimizer.noise_multiplier < self.noise:
             raise ValueError(

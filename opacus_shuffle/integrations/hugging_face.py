@@ -109,7 +109,7 @@ class BudgetCallback(transformers.TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any, train_dataloader: Any, **_: Any
     ) -> None:
         """Refuses a run of which not even one epoch fits."""
-        self.budget.start(model, len(train_dataloader))
+        self.budget.start(model, train_dataloader)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stops where the next epoch does not fit."""

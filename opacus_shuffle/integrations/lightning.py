@@ -48,7 +48,7 @@ class PrivacyCallback(lightning.Callback):
                 "devices": (trainer.world_size, 1),
             },
         )
-        self.budget.start(pl_module, len(trainer.train_dataloader))
+        self.budget.start(pl_module, trainer.train_dataloader)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Refuses a step beyond the budget."""

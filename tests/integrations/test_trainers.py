@@ -34,7 +34,9 @@ def test_whole_epochs_run_within_a_budget_and_no_step_beyond_it(name):
     run = Run(name)
     target = run.optimizer.epsilon_after(2 * len(run.loader), DELTA)
     budget = EpochBudget(run.engine, delta=DELTA, target_epsilon=target)
-    budget.start(run.model, len(run.loader))
+    with pytest.raises(ValueError, match="whose batches nobody accounts for"):
+        budget.start(run.model, run.toy["data_loader"])
+    budget.start(run.model, run.loader)
     run.train()
     assert budget.allows_epoch()
     run.optimizer.noise_multiplier *= 0.99
