@@ -14,6 +14,9 @@ from opacus_shuffle.engine.schemes.base import Scheme
 PAGES = {
     "how_to/lightning.rst": "lightning",
     "how_to/hugging_face_trainer.rst": "accelerate",
+    "how_to/accelerate.rst": "accelerate",
+    "how_to/log_epsilon.rst": "tensorboard",
+    "how_to/lora.rst": "peft",
     "how_to/secure_aggregation.rst": "flwr",
     "federated.rst": "flwr",
 }

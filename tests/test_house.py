@@ -34,6 +34,7 @@ STOREYS = [  # from the ground up: a module imports from its own storey and from
     "federated",
     "engine",
     "audit",
+    "integrations",
     PACKAGE,  # the public names
     "commands",
     "__main__",
@@ -52,6 +53,7 @@ WEIGHTS = {
     "engine": 3_190,
     "estimators": 140,
     "federated": 995,
+    "integrations": 130,
     "networks": 600,
     "permutation": 2_195,
     "protocols": 800,
@@ -66,6 +68,7 @@ KERNELS = (
 EXTRAS = (
     f"{PACKAGE}.estimators",
     f"{PACKAGE}.federated.flower",
+    f"{PACKAGE}.integrations",
 )  # rooms about an extra: users import them themselves
 
 

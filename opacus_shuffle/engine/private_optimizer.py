@@ -31,6 +31,7 @@ from opacus.optimizers import AdaClipDPOptimizer
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum
 from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.clipping import Clipping, FlatClipping, version_of
 from opacus_shuffle.engine.noise import GaussianNoise, Noise, draw_gaussian
 from opacus_shuffle.engine.raw_gradients import names_of
@@ -77,6 +78,7 @@ class PrivateOptimizer(OpenOptimizer):
     rank: int = 0
     world_size: int = 1
     _account: Callable[[Any], Any] | None = None
+    _rehearse: Callable[[Any, int], Any]
     _accounted: bool = False
     _may_clip: bool = False
     _clipped_to: float | None = None
@@ -106,10 +108,25 @@ class PrivateOptimizer(OpenOptimizer):
         self._divisor = self.expected_batch_size
 
     def account_with(
-        self, accountant: Any, account: Callable[[Any], Any], tickets: TicketBook | None
+        self,
+        accountant: Any,
+        account: Callable[[Any], Any],
+        rehearse: Callable[[Any, int], Any],
+        tickets: TicketBook | None,
     ) -> None:
         """Sets what accounts for each release, and the tickets that each step takes."""
         self.accountant, self._account, self.tickets = accountant, account, tickets
+        self._rehearse = rehearse
+
+    def epsilon_after(self, steps: int, delta: float) -> float:
+        """Returns what ε would be after so many more steps; none is taken or accounted.
+
+        Args:
+            steps: How many, at least 1, with the noise of now. Of ``random_allocation`` an epoch is
+                accounted as a whole, so ask for the steps of whole epochs.
+            delta: δ in (0, 1).
+        """
+        return self._rehearse(self, integer("steps", steps)).get_epsilon(delta)
 
     # ---- a step ------------------------------------------------------------------------------
 

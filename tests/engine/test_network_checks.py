@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections import UserDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,9 +50,9 @@ def test_embeddings_that_a_forward_pass_rescales_are_refused(accountant, frozen)
     assert torch.equal(network[0].weight, before)
 
 
-WITHOUT_EMPTY_ONES = {  # batches with something plain beside their tensors
+WITHOUT_EMPTY_ONES = {  # batches with something that is neither a tensor nor text
     "dictionary": lambda x, y: {"x": x, "y": y, "length": 5},
-    "nested": lambda x, y: ({"x": x, "names": ["a"] * len(x)}, y),
+    "nested": lambda x, y: ({"x": x, "lengths": [5] * len(x)}, y),
     "number": lambda x, y: (x, y, torch.tensor(3.0)),
 }
 
@@ -67,15 +69,31 @@ def test_batches_that_cannot_be_empty_are_refused_where_some_will_be(kind):
     private("subsampled_shuffle", data_loader=loader)  # none is empty
 
 
+class Named(NamedTuple):
+    x: torch.Tensor
+    text: list[str]
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, Named, UserDict])
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
-def test_a_first_batch_without_records_has_the_form_of_the_others(accountant):
-    rows = [{"x": torch.randn(5), "y": index % 3} for index in range(40)]
-    model, optimizer, loader = private(accountant, data_loader=DataLoader(rows, batch_size=1))
+def test_a_first_batch_without_records_has_the_form_of_the_others(accountant, kind):
+    """Also where batches hold text, or are what tokenizers of Hugging Face return, a mapping."""
+    rows = [{"x": torch.randn(5), "text": "a", "y": index % 3} for index in range(40)]
+
+    model, optimizer, loader = private(
+        accountant,
+        data_loader=DataLoader(
+            rows, batch_size=1, collate_fn=lambda rows: kind(**default_collate(rows))
+        ),
+    )
     empty = loader.collate_fn([])
-    assert {name: tuple(part.shape) for name, part in empty.items()} == {"x": (0, 5), "y": (0,)}
-    for batch in map(here, loader):
+    assert type(empty) is (Named if kind is Named else dict)
+    for batch in loader:  # of which every third has no records
+        fields = here(batch._asdict() if kind is Named else dict(batch))
+        assert fields["x"].shape == (len(fields["text"]), 5)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
+        nn.functional.cross_entropy(model(fields["x"]), fields["y"]).backward()
         optimizer.step()
 
 

@@ -1,15 +1,16 @@
 """Prepares loaders and networks for batches of no records, which Poisson sampling draws.
 
 Opacus learns the form of batches from the first that has records. Where an empty one comes before
-it, a list of zeros takes its place, whatever the form is; and where batches hold more than tensors,
-it fails in the middle of an epoch.
+it, a list of zeros takes its place, whatever the form is; and where batches hold text or named
+tuples, it fails in the middle of an epoch.
 
->>> loader = DataLoader([{"x": torch.ones(3)}] * 40, batch_size=4)
+>>> loader = DataLoader([{"x": torch.ones(3), "text": "a record"}] * 40, batch_size=4)
 >>> from opacus.data_loader import DPDataLoader
 >>> private = DPDataLoader.from_data_loader(loader)
 >>> prepare_empty_batches(private, loader, SamplingPlan("poisson", 40, 10, 4, 0.1))
->>> private.collate_fn([])["x"].shape
-torch.Size([0, 3])
+>>> empty = private.collate_fn([])
+>>> empty["x"].shape, empty["text"]
+(torch.Size([0, 3]), [])
 """
 
 from __future__ import annotations
@@ -17,21 +18,63 @@ from __future__ import annotations
 import functools
 import math
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from opacus.data_loader import CollateFnWithEmpty
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import wrapped_network
 from opacus_shuffle.engine.sampling.samplers import SamplingPlan
+from opacus_shuffle.networks.running import random_states_kept
 from opacus_shuffle.networks.sample_input import first_records
 
 NEVER = 1e-9
 """An empty batch that is less likely than that in an epoch is not waited for."""
+
+
+class CollateText(CollateFnWithEmpty):
+    """Opacus's collate function, whose empty batches may hold text and named tuples, too."""
+
+    def __call__(self, batch: list[Any]) -> Any:
+        """Returns the records as a batch; of no records, one of the form of the first batch."""
+        if batch or self.first_batch is None or self.rand_on_empty:
+            return super().__call__(batch)
+        return without_records(self.first_batch, 0 if self.batch_first else 1)
+
+
+def without_records(batch: Any, axis: int, path: str = "") -> Any:
+    """Returns a batch of the same form that holds no records.
+
+    Args:
+        batch: Tensors and lists of text, in mappings, lists, tuples and named tuples.
+        axis: Along which tensors hold records; the last one where they have fewer axes.
+        path: Where the batch is in a larger one, for the error.
+
+    Raises:
+        ValueError: Something in it cannot be emptied. The message names it, and no more.
+    """
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        shape = list(batch.shape)
+        shape[min(axis, batch.dim() - 1)] = 0
+        return batch.new_empty(shape)
+    if isinstance(batch, Mapping):
+        return {
+            name: without_records(entry, axis, f"{path}[{name!r}]") for name, entry in batch.items()
+        }
+    if type(batch) in (list, tuple) and all(isinstance(entry, str) for entry in batch):
+        return type(batch)()
+    # Packed sequences are named tuples, too, but none of them is empty.
+    if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
+        entries = [
+            without_records(entry, axis, f"{path}[{place}]") for place, entry in enumerate(batch)
+        ]
+        return getattr(batch, "_make", type(batch))(entries)
+    raise ValueError(f"a {type(batch).__name__} at a batch{path}")
 
 
 def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: SamplingPlan) -> None:
@@ -45,33 +88,27 @@ def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: Sa
     Raises:
         ValueError: Batches hold what cannot be emptied, and some will be empty.
     """
-    collate = loader.collate_fn
+    collate: Any = loader.collate_fn
     if not isinstance(collate, CollateFnWithEmpty) or collate.first_batch is not None:
         return
+    collate.__class__ = CollateText
     try:
         collate.first_batch = first_records(original)
     except Exception:  # the first batch will tell
         return
     absent = sampling.num_users * math.log1p(-min(sampling.sample_rate, 1 - 1e-16))
     chance = sampling.steps_per_epoch * math.exp(absent)
-    leaves, _ = tree_flatten_with_path(collate.first_batch, is_leaf=_is_closed)
-    odd = [
-        f"a {type(leaf).__name__} at a batch{keystr(path)}"
-        for path, leaf in leaves
-        if not (isinstance(leaf, torch.Tensor) and leaf.dim())
-    ]
-    if odd and chance > NEVER:
-        raise ValueError(
-            f"data_loader yields batches with {odd[0]}, of which Opacus cannot make one for a "
-            f"batch of no records, and Poisson sampling draws such batches (about {chance:.2g} per "
-            "epoch): let collate_fn return tensors in tuples, lists and dictionaries only, or use "
-            "a larger batch_size"
-        )
-
-
-def _is_closed(value: Any) -> bool:
-    """Tells whether a value is a named tuple, which Opacus cannot rebuild."""
-    return isinstance(value, tuple) and type(value) is not tuple
+    try:
+        with random_states_kept():  # a random record of rand_on_empty is drawn
+            collate([])
+    except Exception as error:
+        if chance > NEVER:
+            raise ValueError(
+                f"data_loader yields batches with {error}, of which none can be made for a batch "
+                f"of no records, and Poisson sampling draws such batches (about {chance:.2g} per "
+                "epoch): let collate_fn return tensors and lists of text only, in tuples, lists "
+                "and dictionaries, or use a larger batch_size"
+            ) from error
 
 
 def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:

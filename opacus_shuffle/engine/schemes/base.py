@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -411,7 +412,7 @@ class Scheme:
         if tickets is not None:
             tickets.unsplit = isinstance(asked.module, DistributedDataParallel)
         watch_inputs(asked.module, model, tickets)
-        optimizer.account_with(self.accountant, self.account(run), tickets)
+        optimizer.account_with(self.accountant, *self.account(run), tickets)
         self.name_generators(run, optimizer)
         hold(unwrap(asked.module), model, optimizer)
         generator = asked.shuffling.generator
@@ -421,11 +422,14 @@ class Scheme:
             asked.module, model, optimizer, run.spec, generator=generator
         )
 
-    def account(self, run: Run) -> Callable[[PrivateOptimizer], None]:
-        """Returns the function that accounts for each round before its noise is drawn.
+    def account(
+        self, run: Run
+    ) -> tuple[Callable[[PrivateOptimizer], None], Callable[[PrivateOptimizer, int], Any]]:
+        """Returns a function that accounts for a round, and :meth:`rehearse` of this run.
 
-        A kept network keeps it, and neither data nor engine: these may be gone when :meth:`round`
-        is called, which reads ``run.sampling`` instead.
+        The first is called before a round's noise is drawn. A kept network keeps both, and neither
+        data nor engine: these may be gone when :meth:`round` is called, which reads
+        ``run.sampling`` instead.
         """
         scheme, loader = copy.copy(self), weakref.proxy(run.request.data_loader)
         scheme.engine = weakref.proxy(self.engine)
@@ -437,11 +441,17 @@ class Scheme:
                 scheme.look_at_generators(optimizer)
             scheme.record(run, optimizer)
 
-        return account
+        return account, functools.partial(scheme.rehearse, run)
 
     def record(self, run: Run, optimizer: PrivateOptimizer) -> None:
         """Records the round that is about to be released with the accountant."""
         self.accountant.record(self.round(run, optimizer))
+
+    def rehearse(self, run: Run, optimizer: PrivateOptimizer, steps: int) -> Any:
+        """Returns a copy of the account that holds so many more rounds, with the noise of now."""
+        ahead = copy.deepcopy(self.accountant)
+        ahead.record(self.mechanism(run, optimizer.noise_multiplier), steps)
+        return ahead
 
     def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
         """Returns the mechanism of the round that is about to be released.

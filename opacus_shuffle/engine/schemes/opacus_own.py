@@ -9,6 +9,7 @@ participation are secret instead.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from typing import Any
@@ -207,3 +208,10 @@ class OpacusOwn(Scheme):
             lineage = OpacusLineage()
         with lineage.another_round(self.accountant):
             self.hook(optimizer)
+
+    def rehearse(self, run: Run, optimizer: PrivateOptimizer, steps: int) -> Any:
+        """Returns a copy of Opacus's account that holds so many more steps."""
+        ahead, rate = copy.deepcopy(self.accountant), run.sampling.sample_rate
+        for _ in range(steps):
+            ahead.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
+        return ahead

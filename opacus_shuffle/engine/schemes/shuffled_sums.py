@@ -57,11 +57,11 @@ class VectorSums(EpochScheme):
         return dataclasses.replace(run, noise_multiplier=sigma, aggregator=protocol)
 
     def check_request(self, request: Request) -> None:
-        """Refuses modes without gradients per record, and settings that would show the coins."""
+        """Refuses norms per layer, and gradients that nobody computes for each record."""
         super().check_request(request)
         one_of("clipping (with shuffled_sums)", request.clipping, ("flat",))
-        what = "grad_sample_mode (with shuffled_sums, which needs each record's gradient)"
-        one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))
+        modes = ("hooks", "functorch", "ew", "ghost")
+        one_of("grad_sample_mode (with shuffled_sums)", request.grad_sample_mode, modes)
 
     def check_aggregator(self, request: Request) -> None:
         """Refuses an aggregator that is no protocol, or comes with a noise multiplier."""

@@ -1,0 +1,5 @@
+"""Private runs in other libraries: one file for each, imported by whoever uses that library.
+
+``docs/how_to/`` has an example of each: ``lightning.rst``, ``hugging_face_trainer.rst``,
+``accelerate.rst`` and ``log_epsilon.rst``. Importing this package imports none of the libraries.
+"""

@@ -1,0 +1,101 @@
+"""Other libraries' trainers stay in a privacy budget and may not void its ε.
+
+``docs/how_to/`` trains with each of them: Lightning, Hugging Face's, Accelerate and TensorBoard.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.private_runs import OPACUS, OURS, Run
+from torch import nn
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.integrations.epoch_budget import EpochBudget
+
+lightning = pytest.importorskip("lightning")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+DELTA = 1e-5
+
+
+@pytest.mark.parametrize("name", [*OURS, *OPACUS])
+def test_the_epsilon_that_is_foretold_is_the_one_that_is_spent(name):
+    run = Run(name, **OURS.get(name, {}))
+    if name != "shuffled_sums":  # whose noise nothing changes
+        run.optimizer.noise_multiplier *= 1.5
+    foretold = run.optimizer.epsilon_after(len(run.loader), DELTA)
+    assert run.accounted == 0
+    assert run.train().engine.get_epsilon(DELTA) == foretold
+
+
+@pytest.mark.parametrize("name", ["random_allocation", "rdp"])
+def test_whole_epochs_run_within_a_budget_and_no_step_beyond_it(name):
+    run = Run(name)
+    target = run.optimizer.epsilon_after(2 * len(run.loader), DELTA)
+    budget = EpochBudget(run.engine, delta=DELTA, target_epsilon=target)
+    with pytest.raises(ValueError, match="whose batches nobody accounts for"):
+        budget.start(run.model, run.toy["data_loader"])
+    budget.start(run.model, run.loader)
+    run.train()
+    assert budget.allows_epoch()
+    run.optimizer.noise_multiplier *= 0.99
+    with pytest.raises(ValueError, match="let the noise fall between epochs alone"):
+        budget.check_step()
+    assert not budget.allows_epoch()
+    with pytest.raises(ValueError, match="does not allow this epoch"):
+        budget.check_step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1 .got 2"),
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val=None .got 0.5"),
+        ({"enable_checkpointing": True}, "enable_checkpointing=False .got True"),
+    ],
+)
+def test_lightning_may_not_void_epsilon(settings, said):
+    from opacus_shuffle.integrations.lightning import PrivacyCallback
+
+    run, options = Run(), {"accelerator": "cpu", "enable_checkpointing": False, **settings}
+    with pytest.raises(ValueError, match=said):
+        PrivacyCallback(run.engine, delta=DELTA).on_train_start(
+            lightning.Trainer(**options), run.model
+        )
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x, labels, **more):
+        assert not more, "a loss could be divided by what the batch holds"
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1 .got 2"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm=0 .got 1.0"),
+        ({"save_strategy": "epoch"}, "save_strategy='no'"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0 .got 0.1"),
+        ({}, ""),
+    ],
+)
+def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
+    from opacus_shuffle.integrations.hugging_face import PrivateTrainer
+
+    rows = [{"x": torch.randn(5), "labels": index % 3} for index in range(24)]
+    run = Run(toy={"module": Model(), "data_loader": DataLoader(rows, batch_size=6)})
+    options = {"save_strategy": "no", "max_grad_norm": 0, "report_to": [], **settings}
+    arguments = transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True, **options)
+    common = {"engine": run.engine, "data_loader": run.loader, "delta": DELTA}
+    if settings:
+        with pytest.raises(ValueError, match=said):
+            PrivateTrainer(run.model, arguments, **common)
+    else:
+        PrivateTrainer(run.model, arguments, optimizers=(run.optimizer, None), **common).train()
+        assert run.accounted == run.updates == 12
