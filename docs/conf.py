@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opacus_shuffle import __version__
 
-sys.path.append(str(Path(__file__).parent))  # for relative_links
+sys.path.append(str(Path(__file__).parent))  # for references and relative_links
 
 project = "opacus_shuffle"
 author = copyright = "the opacus_shuffle developers"
@@ -19,8 +19,10 @@ release = version = __version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "myst_nb",
     "sphinx_copybutton",
+    "references",
     "relative_links",
 ]
 root_doc = "docs/index"
