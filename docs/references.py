@@ -63,6 +63,7 @@ PAGES = {
 SHORT = {
     "nn.Module": "torch.nn.Module",
     "Tensor": "torch.Tensor",
+    "torch._C.Generator": "torch.Generator",
     "Path": "pathlib.Path",
     "DPOptimizer": "opacus.optimizers.DPOptimizer",
     "torch.nn.modules.module.Module": "torch.nn.Module",
