@@ -6,7 +6,6 @@ from html import escape
 from typing import Any
 
 from docutils import nodes
-from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.util import logging
@@ -20,7 +19,7 @@ def to_mathml(node: nodes.math | nodes.math_block, *, as_block: bool = False) ->
     tex = node.astext().replace(r"\dots", r"\ldots")  # the first one docutils does not know
     try:
         return str(tex2mathml(tex, as_block=as_block))
-    except MathError as error:
+    except (SyntaxError, ValueError) as error:  # in docutils before 0.22, and from then on
         logger.warning("%s in the formula %s", error, tex, location=node)
         return f"<code>{escape(tex)}</code>"
 

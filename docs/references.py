@@ -7,6 +7,7 @@ names by what is listed here, so that nothing has to be fetched while pages are 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from typing import Any
@@ -73,6 +74,7 @@ SHORT = {
 }
 
 
+@functools.cache
 def public_names() -> dict[str, str]:
     """From where a class or a function lives to its public name."""
     names: dict[str, str] = {}
@@ -85,15 +87,14 @@ def public_names() -> dict[str, str]:
     return names
 
 
-PUBLIC = public_names()
 TEXTS: dict[str, list[str]] = {}
 
 
 def skip(app: Sphinx, what: str, name: str, value: Any, skipped: bool, options: Any) -> bool | None:
     """Leaves a public class or function out of every module but the one that users import."""
     home = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    module = app.env.current_document.autodoc_module
-    if what == "module" and PUBLIC.get(home, f"{module}.{name}") != f"{module}.{name}":
+    module = app.env.temp_data.get("autodoc:module")
+    if what == "module" and public_names().get(home, f"{module}.{name}") != f"{module}.{name}":
         return True
     return None
 
@@ -111,7 +112,7 @@ def restore(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: 
 
 def own_name(target: str, names: Iterable[str]) -> str | None:
     """The public name of what is asked for by where it lives, or by the end of one name alone."""
-    for home, public in PUBLIC.items():
+    for home, public in public_names().items():
         if f"{target}.".startswith(f"{home}."):
             return public + target.removeprefix(home)
     ends = [name for name in names if name.endswith(f".{target}")]
