@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opacus_shuffle import __version__
 
-sys.path.append(str(Path(__file__).parent))  # for relative_links
+sys.path.append(str(Path(__file__).parent))  # for mathml, references and relative_links
 
 project = "opacus_shuffle"
 author = copyright = "the opacus_shuffle developers"
@@ -19,8 +19,11 @@ release = version = __version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "myst_nb",
     "sphinx_copybutton",
+    "mathml",
+    "references",
     "relative_links",
 ]
 root_doc = "docs/index"
@@ -56,6 +59,9 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_title = f"opacus_shuffle {release}"
 templates_path = ["_templates"]
 html_additional_pages = {"index": "redirect.html"}

@@ -20,6 +20,7 @@ NUMBERED = {
             "Theorem 2",
             "Theorem 3",
             "Table 1",
+            "Equation 11 (ICLR), Equation 17 (arXiv)",
             "Figure 1a (arXiv)",
             "Figure 1a (ICLR)",
             "Figure 1b",
@@ -31,7 +32,7 @@ NUMBERED = {
         *(f"Theorem {number}" for number in range(1, 7)),
         *(f"Figure {number}" for number in range(1, 5)),
         *(f"Table {number}," for number in ("I", "II", "III", "IV", "V", "VI", "VII", "VIII")),
-        "Algorithm 1",
+        *("Algorithm 1", "Section VI-B"),
     },
     "private_convex_optimisation": {
         *(
@@ -96,11 +97,36 @@ def test_every_name_on_a_page_is_there(page):
     assert not [file for file in files if not (ROOT / file).exists()]
 
 
+def rows(page):
+    """The statements of a page's table, each with the cell that says which tests it has."""
+    cells = r"^   \* - (.+?)\n     - .+?\n     - (.+?)\n     - "
+    return re.findall(cells, page.read_text(), flags=re.MULTILINE | re.DOTALL)[1:]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_numbered_statement_has_its_row(page):
-    rows = re.findall(
-        r"^   \* - (.+?)(?=\n     - )", page.read_text(), flags=re.MULTILINE | re.DOTALL
-    )
+    names = [name for name, _ in rows(page)]
     assert not [
-        name for name in NUMBERED[page.stem] if not any(row.startswith(name) for row in rows)
+        number for number in NUMBERED[page.stem] if not any(n.startswith(number) for n in names)
     ]
+
+
+def passages(file):
+    """The tests of a file, each with the comment above it."""
+    return [block for block in (ROOT / file).read_text().split("\n\n\n") if "def test_" in block]
+
+
+KINDS = "Definition|Lemma|Theorem|Fact|Claim|Corollary|Algorithm|Conjecture|Table|Figure|Equation"
+LABEL = rf"(?:{KINDS}|Section|Appendix) [\w.-]*\w(?: \((?:arXiv|ICLR)\))?"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_cited_test_names_its_paper_and_a_number_of_the_row(page):
+    paper = page.read_text().partition(":")[0]
+    for name, tests in rows(page):
+        numbers = "|".join(map(re.escape, re.findall(LABEL, name)))
+        named = re.compile(rf"\b{paper}\b.*\b(?:{numbers})(?!\.?\w)")
+        files = re.findall(r"``(tests/[\w/]+\.py)``", tests)
+        assert files or tests.startswith("none: "), name
+        for file in files if numbers else ():
+            assert any(map(named.search, passages(file))), (name, file)

@@ -37,7 +37,18 @@ def privacy_bound(
 ) -> PrivacyBound:
     """Returns the ε of :func:`compute_epsilon` with its meaning, and no warning.
 
-    There must be at least one step.
+    Args:
+        mechanism: One round, or its name, as for :func:`compute_epsilon`.
+        steps: T, rounds, at least 1.
+        delta: δ in (0, 1).
+        bound: ``"certified"``, ``"pair"`` or ``"published"``, or another that the mechanism has.
+        adjacency: ``"zero_out"`` or ``"replace"``, for which some bounds have no value.
+        orders: Rényi orders in place of the adaptive grid, for ``"published"`` of the first three
+            mechanisms.
+        **fields: With a name: the mechanism's fields.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown.
     """
     rounds = [(_mechanism(mechanism, fields), integer("steps", steps))]
     return compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)

@@ -15,7 +15,7 @@ WORTH_COMPILING = 10**6
 
 
 def worth_compiling(numbers: int) -> bool:
-    """Tells whether work on so many numbers is worth it."""
+    """Tells whether an array of so many numbers is large enough that compiling its loop pays."""
     return numbers >= WORTH_COMPILING
 
 

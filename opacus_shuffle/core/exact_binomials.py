@@ -60,7 +60,7 @@ def exact_binomials(
 def _drawn_parts(
     trials: int, probability: float, count: int, source: SecretGenerator
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Yields what adds up to binomial numbers: mostly they themselves."""
+    """Yields arrays of shape (count,) whose sum is binomial; few trials need one array alone."""
     # Parts of one size share a table, and are drawn together as far as memory allows.
     together = max(1, _BLOCK // max(1, count))
     for size, number in _parts(trials, probability):
@@ -73,10 +73,10 @@ def _drawn_parts(
 def binomials_on_gpu(
     trials: int, probability: float, count: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draws such numbers on a generator's device, by its own random bits: int64, shape (count,).
+    """Draws binomial numbers on a generator's device, from its random bits: int64, shape (count,).
 
-    63 of them are compared with the steps, and the other 65 where a step begins with the same ones,
-    which hardly ever happens.
+    Of each number's 128 bits 63 are compared with the steps, and the other 65 where a step begins
+    with the same 63, which hardly ever happens.
     """
     totals = torch.zeros(count, dtype=torch.int64, device=generator.device)
     for size, number in _parts(trials, probability):

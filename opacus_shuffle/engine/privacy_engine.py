@@ -79,6 +79,7 @@ class PrivacyEngine(CheckpointMixin):
         seed: For experiments on data that need no protection: noise, participation and permutations
             are the same whenever the same calls are made on an engine of this seed. Such a run is
             not private, and its report says so.
+        **keywords: Those of :class:`opacus.PrivacyEngine`.
 
     Formal Guarantees:
         That of the accountant's bound, see :meth:`get_epsilon`. With ``local_noise=True`` the sum
@@ -165,33 +166,47 @@ class PrivacyEngine(CheckpointMixin):
         report: str | None = None,
         **others: Any,
     ) -> Any:
-        """As :meth:`opacus.PrivacyEngine.make_private`, with these differences.
+        """Makes a network, an optimizer and a data loader train privately, as Opacus's engine does.
+
+        The arguments are those of :meth:`opacus.PrivacyEngine.make_private`, and ``sampling``,
+        ``local_noise``, ``shuffle_weights``, ``aggregator`` and ``report``.
 
         Args:
-            module: As Opacus's.
-            optimizer: As Opacus's.
-            data_loader: Its sampler is replaced by the one that the accountant accounts for:
-                Poisson for ``shuffled_checkin``, ``secret_checkin``, ``shuffled_fw`` and
-                ``shuffled_sums``, one secret batch of each epoch for every record with
-                ``random_allocation``, fixed-size without replacement for the others.
+            module: The network to train, in training mode. Its layers must work on each record by
+                itself: no batch normalisation.
+            optimizer: An optimizer over the network's parameters.
+            data_loader: A loader of the training data. Its sampler is replaced by the one that the
+                accountant accounts for: Poisson for ``shuffled_checkin``, ``secret_checkin``,
+                ``shuffled_fw`` and ``shuffled_sums``, one secret batch of each epoch for every
+                record with ``random_allocation``, fixed-size without replacement for the others.
             noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C,
                 k the records really in the batch), else the multiplier of the sum, as in Opacus.
                 Above 0 (0 is allowed with Opacus's accountants). With ``shuffled_sums`` a protocol
                 is built that has this much noise or a little more.
-            max_grad_norm: C, or one per parameter with ``clipping="per_layer"``.
-            criterion: As Opacus's (ghost clipping only); by default a fresh ``CrossEntropyLoss``.
-            batch_first: As Opacus's.
-            loss_reduction: As Opacus's.
+            max_grad_norm: C, the norm to which each record's gradient is clipped, or one per
+                parameter with ``clipping="per_layer"``.
+            criterion: The loss, with ``grad_sample_mode="ghost"`` alone, which wraps it; by default
+                a fresh ``CrossEntropyLoss``.
+            batch_first: Whether the first dimension of the network's inputs is the batch; if not,
+                the second one is.
+            loss_reduction: Whether your loss is the ``"mean"`` over a batch's records or their
+                ``"sum"``.
             poisson_sampling: Leave it out. ``False`` with ``shuffle_gauss`` keeps your own loader.
             sampling: ``shuffled_sums`` alone: ``"poisson"``, which it is by default,
                 ``"fixed_size"``, or ``"random_allocation"``, one secret batch of each epoch for
                 every record.
-            clipping: ``"flat"``, ``"per_layer"``; ``"adaptive"`` with Opacus's accountants only.
-            noise_generator: Where the parameters are; with ``shuffled_sums`` on the CPU, if you
-                like. By default seeded by the system.
-            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
-            wrap_model: As Opacus's.
-            rand_on_empty: As Opacus's, with its own accountants alone.
+            clipping: ``"flat"``: one norm for a record's whole gradient; ``"per_layer"``: one for
+                each parameter. ``"adaptive"``, a norm that follows the gradients, with Opacus's
+                accountants only.
+            noise_generator: Draws the noise, on the parameters' device; with ``shuffled_sums`` on
+                the CPU, if you like. By default seeded by the system. With a generator of your own
+                a run is not private.
+            grad_sample_mode: How each record's gradient is found: ``"hooks"``, ``"functorch"``,
+                ``"ew"``, or ``"ghost"``, which finds norms alone and takes less memory.
+            wrap_model: Whether the network comes back in a wrapper. If not, train the network that
+                you passed; its hooks come back in the wrapper's place.
+            rand_on_empty: Whether an empty batch becomes one of random numbers, with Opacus's own
+                accountants alone.
             local_noise: Every record's report carries its own N(0, σ²C²I).
             shuffle_weights: Permute hidden units, attention heads and residual streams after every
                 update; the network's function stays as it is, and **so does ε**. ``True`` for every

@@ -155,12 +155,21 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
     Two classes have the logistic loss, more have the multinomial one, in one run.
 
     Args:
+        epsilon: ε of the fit, in (0, 15], if one user's row and target are replaced by any other.
+        delta: δ of the fit, in (0, ½).
+        row_norm: Longer rows are cut to this length, each by itself. Choose it without looking at
+            the data.
+        weight_norm: The weights (and the intercept, in units of ``row_norm``) stay within this
+            distance of 0.
+        fit_intercept: Whether there is one.
+        solver: ``"gradient_descent"``: every user sends bits in every round, which learns most from
+            few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
+        random_state: None draws rounding, order and noise from the operating system. A number
+            repeats the fit, and then it is not private: whoever knows the number can take the noise
+            off.
         classes: All labels that there may be, known beforehand. None takes those in ``y``, which
             shows that they occur: a label that only one user has gives that user away, and no ε
             counts it.
-
-    The other arguments are those of :class:`ShuffleLinearModel`: ``epsilon``, ``delta``,
-    ``row_norm``, ``weight_norm``, ``fit_intercept``, ``solver``, ``random_state``.
 
     Attributes:
         coef_: Weights, (1, features) for two classes, else (classes, features).
@@ -257,8 +266,19 @@ class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc
     A target may be any number: one user's pull on the weights is bounded by the length of the row.
     Scale targets by a public constant so that weights within ``weight_norm`` can reach them.
 
-    The arguments are those of :class:`ShuffleLinearModel`: ``epsilon``, ``delta``, ``row_norm``,
-    ``weight_norm``, ``fit_intercept``, ``solver``, ``random_state``.
+    Args:
+        epsilon: ε of the fit, in (0, 15], if one user's row and target are replaced by any other.
+        delta: δ of the fit, in (0, ½).
+        row_norm: Longer rows are cut to this length, each by itself. Choose it without looking at
+            the data.
+        weight_norm: The weights (and the intercept, in units of ``row_norm``) stay within this
+            distance of 0.
+        fit_intercept: Whether there is one.
+        solver: ``"gradient_descent"``: every user sends bits in every round, which learns most from
+            few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
+        random_state: None draws rounding, order and noise from the operating system. A number
+            repeats the fit, and then it is not private: whoever knows the number can take the noise
+            off.
 
     Attributes:
         coef_: Weights, (features,).

@@ -24,9 +24,12 @@ class PermutationSpec(PermutationGroup):
     """The group of permutations of a network's parameters under which its function stays as it is.
 
     Attributes:
-        factors, blocks, shapes, buffers, aliases: What moves, as of
-            :class:`~opacus_shuffle.permutation.group.PermutationGroup`, which draws permutations
-            and applies them.
+        factors: What is permuted, and what that lies inside of.
+        blocks: Per tensor that moves, by its name in the network (tied ones once), the axes made of
+            factors that move.
+        shapes: Shapes of these tensors.
+        buffers: Those of them that are buffers.
+        aliases: Other names of tied parameters, by the one used here.
         unmoved: Names of the parameters that stay, with their sizes.
         unknown: Operations without a rule that were met, with their numbers of calls: what they
             touched stays.

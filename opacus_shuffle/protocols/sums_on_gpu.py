@@ -65,7 +65,7 @@ def sum_on_gpu(
 
 
 def draw_key(generator: torch.Generator) -> int:
-    """Draws 63 bits for a counter-based generator of one use."""
+    """Draws a secret key, 63 random bits, with which one counter-based generator is used once."""
     if isinstance(generator, SecretGenerator):  # out of the cipher, without waiting for a GPU
         return int(generator.words(1)[0] >> 1)
     return int(torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device))

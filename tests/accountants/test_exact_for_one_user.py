@@ -88,6 +88,7 @@ ROUNDS = {
 }
 
 
+# SG Definition 1: of either adjacency, replacement having twice the sensitivity.
 @runs
 @example(sigma=3.56829, delta=0.0905, steps=1, adjacency=Adjacency.ZERO_OUT)
 @example(sigma=7.13658, delta=0.0905, steps=1, adjacency=Adjacency.REPLACE)

@@ -63,6 +63,7 @@ def spent(bound="published", **run):
 # ---- certified
 
 
+# WS Definition 1: what is certified is (ε, δ) of DP-SGD.
 @pytest.mark.parametrize(
     ("sigma", "rate", "steps", "delta"),
     [(1.0, 0.01, 1000, 1e-5), (0.7, 0.1, 50, 1e-6), (4.0, 0.5, 100, 1e-5), (0.5, 0.02, 10, 1e-4)],
@@ -157,6 +158,7 @@ def test_one_dimension_is_plain_dp_sgd_by_theorems_1_and_2_and_proved(run):
     assert told.epsilon >= spent("certified", **run) * (1 - 1e-3)
 
 
+# WS Table III's ε = 0.5, and WS Theorem 6 denied.
 def test_at_ws_own_setting_the_noise_is_0_27372_and_the_report_denies_the_budget():
     vit = {"dimension": 85_800_000, "sample_rate": 0.02, "num_users": 50_000, "steps": 500}
     with pytest.warns(PrivacyAssumptionWarning, match="covers no data set for certain"):

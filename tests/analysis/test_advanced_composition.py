@@ -17,6 +17,7 @@ def log_floats(low, high):
     return st.floats(math.log(low), math.log(high)).map(math.exp)
 
 
+# WS Theorem 2.
 @settings(max_examples=200)
 @given(log_floats(1e-6, 1e6), log_floats(1e-6, 1.0))
 @example(699.9999999, 0.3)
@@ -29,6 +30,7 @@ def test_sampling_is_theorem_2_without_overflow(epsilon, rate):
         assert subsample(epsilon, sample_rate=rate) == pytest.approx(float(exact), rel=1e-12)
 
 
+# WS Theorem 1.
 @settings(max_examples=200)
 @given(
     st.lists(

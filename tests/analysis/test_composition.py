@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.analysis import composition, mean_ratio
+from opacus_shuffle.analysis import composition, gaussian, mean_ratio
 from opacus_shuffle.analysis.composition import RELATIVE_ERROR, OrderCapWarning, epsilon_from_rdp
 
 TABLE_1 = {"noise_multiplier": 9.48, "num_users": 60_000}
@@ -21,6 +21,7 @@ def rounds(count):
     return lambda orders: count * mean_ratio.compute_rdp(orders=orders, **TABLE_1)
 
 
+# SG Table 1, row "Ours".
 def test_table_1_of_the_paper_comes_out_with_orders_up_to_thirty():
     ours = [
         epsilon_from_rdp(rounds(count), delta=DELTA, orders=range(2, 31))[0]
@@ -37,6 +38,14 @@ def test_table_1_of_the_paper_comes_out_with_orders_up_to_thirty():
     ]
 
 
+# SG Figure 1a (arXiv), with and without shuffling; no numbers are printed.
+@pytest.mark.parametrize("count", [1, 10, 100, 1000, 10_000])
+def test_shuffling_gains_more_than_a_hundredfold(count):
+    shuffled, _ = epsilon_from_rdp(rounds(count), delta=DELTA)
+    assert shuffled < gaussian.compute_epsilon(mu=count**0.5 / 9.48, delta=DELTA) / 100
+
+
+# SG Lemma 1, SG Lemma 2: rounds add up, and the best order is taken.
 @settings(max_examples=10)
 @given(st.floats(0.5, 30), st.integers(1, 10**5), st.integers(1, 10**4), st.floats(1e-12, 0.1))
 def test_epsilon_is_the_minimum_over_all_orders_and_rounded_up(sigma, users, count, delta):

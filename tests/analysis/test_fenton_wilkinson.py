@@ -67,6 +67,7 @@ ROUNDING = 1e-13
 # ----------------------------------------------------------------------
 
 
+# WS Theorem 6 at the pair of WS Lemma 2, by the terms of WS Lemma 3.
 @settings(max_examples=200)
 @given(epsilons, ratios, dimensions, clips, norms)
 @example(0.1976, 0.27372, 85_800_000, 1.0, 1.0)

@@ -8,6 +8,7 @@ import pytest
 from opacus_shuffle.analysis import gaussian
 
 
+# SG Definition 2, SG Definition 4: (ε, δ) of one Gaussian report.
 @pytest.mark.parametrize(
     ("mu", "delta"), [(1e-12, 1e-30), (1e-12, 1e-14), (1e-10, 1e-30), (1e-8, 1e-13), (1e-4, 1e-9)]
 )

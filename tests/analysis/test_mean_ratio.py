@@ -81,6 +81,7 @@ def test_rdp_matches_the_twenty_digit_values(reference, table, sampling):
         assert rdp == pytest.approx(float(row["rdp"]), rel=RELATIVE_ERROR), row
 
 
+# SG Theorem 1, whose sum is the coefficient of a power of a series (SG Algorithm 1).
 # Fewer users than orders; check-in: 2n + 2 on either side of the order exercises both ways to
 # raise a series to a power.
 @settings(max_examples=40)
@@ -104,6 +105,7 @@ def test_rdp_matches_eighty_digit_series_powers(sigma, users, order, rate, sampl
     assert rdp == pytest.approx(float(exact), rel=RELATIVE_ERROR)
 
 
+# SG Corollary 1.
 @given(sigmas, populations, rates, st.sampled_from([None, "poisson"]))
 def test_rdp_never_exceeds_unshuffled(sigma, users, rate, sampling):
     orders = np.array([1.01, 1.5, 2, 2.5, 3, 7.3, 20, 40])
@@ -118,6 +120,7 @@ def test_rdp_never_exceeds_unshuffled(sigma, users, rate, sampling):
     assert np.all(rdp <= orders / (2 * sigma**2))
 
 
+# SG Definition 3: the divergence as an integral.
 @pytest.mark.zoo
 def test_fractional_orders_lie_above_the_truth():
     sigma = 1.0

@@ -65,6 +65,7 @@ def brute_force(epsilon, *, d, sigma, rate=1.0, points=120):
     return rate / d * float(max(forwards, math.exp(epsilon) * backwards))
 
 
+# WS Definition 6.
 @pytest.mark.parametrize("d", [1, 2, 3])
 @pytest.mark.parametrize(
     ("sigma", "rate", "delta"),
@@ -89,6 +90,7 @@ def test_the_brute_force_is_right():
     assert abs(exact - excess.mean()) <= 5 * excess.std() / math.sqrt(count)
 
 
+# WS Definition 2: how far one record moves the clipped sum.
 @pytest.mark.parametrize("batch_clip", [0.25, 0.9, 1.0, 3.0])
 def test_a_record_whose_sum_is_clipped_below_its_own_norm_moves_less(batch_clip):
     distance = min(1.0, batch_clip)

@@ -74,6 +74,7 @@ PROTOTYPE = [  # n, σ, T, δ, sampling, γ: this library's earlier prototype, f
 ]
 
 
+# SG Figure 1b is among the settings.
 @pytest.mark.parametrize(
     ("users", "sigma", "steps", "delta", "sampling", "rate", "prototype"), PROTOTYPE
 )

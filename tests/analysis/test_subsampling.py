@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 
+from opacus_shuffle import compute_epsilon
 from opacus_shuffle.analysis import mean_ratio, subsampling
 
 
@@ -33,6 +35,7 @@ def theorem_3(order, sigma, users, rate, slack):
     return math.log(few + many) / (order - 1)
 
 
+# SG Theorem 2, SG Theorem 3.
 def test_theorems_match_the_twenty_digit_values(reference):
     for row in reference["subsampled_shuffle_theorem2_rdp"]:
         rdp = subsampling.compute_rdp(
@@ -47,6 +50,48 @@ def test_theorems_match_the_twenty_digit_values(reference):
         setting = row["sigma"], row["n"], row["rate"]
         printed = theorem_3(row["order"], *setting, row["Delta"])
         assert printed == pytest.approx(float(row["rdp"]), rel=1e-9), row
+
+
+# SG Figure 1a (ICLR), SG Appendix D: (12, 1e-5)-local reports have the first σ where any other
+# report is a neighbour, the second where one of zero is. Appendix D's orders end at 20.
+@pytest.mark.parametrize(
+    ("sigma", "users", "steps", "top", "epsilon"),
+    [
+        (0.8633, 60_000, 1000, 2000, 0.522),
+        (0.8633, 60_000, 10_000, 2000, 0.558),
+        (0.8633, 60_000, 100_000, 2000, 0.709),
+        (0.4316, 60_000, 1000, 2000, 3.41),
+        (0.4316, 60_000, 10_000, 2000, 4.97),
+        (0.4316, 60_000, 100_000, 2000, 6.44),
+        (0.8633, 50_000, 8333, 20, 0.578),
+        (0.4316, 50_000, 8333, 20, 5.005),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+def test_the_papers_runs_have_the_epsilon_that_the_errata_say(sigma, users, steps, top, epsilon):
+    run = {"noise_multiplier": sigma, "num_users": users, "sample_rate": 60 / users}
+    how = {"steps": steps, "delta": 1e-5, "bound": "published", "orders": range(2, top + 1)}
+    found = compute_epsilon("subsampled_shuffle", **run, **how)
+    assert float(f"{found:.{len(str(epsilon)) - 2}f}") == epsilon
+
+
+# SG Equation 11 (ICLR), SG Equation 17 (arXiv), with k/n in the place of γ and the round in which
+# nobody reports.
+@settings(max_examples=25)
+@given(st.floats(0.4, 10.0), st.integers(1, 30), st.floats(0.01, 0.99), st.integers(2, 12))
+def test_check_in_is_the_mixture_over_how_many_report(sigma, users, rate, order):
+    setting = {"noise_multiplier": sigma, "num_users": users, "orders": order}
+    moments = [1.0] + [
+        math.exp(
+            (order - 1)
+            * mean_ratio.compute_rdp(sample_rate=k / users, sampling="fixed_size", **setting)
+        )
+        for k in range(1, users + 1)
+    ]
+    mixture = binom.pmf(range(users + 1), users, rate) @ moments
+    exact = mean_ratio.compute_rdp(sample_rate=rate, sampling="poisson", **setting)
+    # 1 + x has an error of 1e-16, and so has x, which may be far below 1.
+    assert math.exp((order - 1) * exact) == pytest.approx(mixture, rel=1e-9)
 
 
 @pytest.mark.parametrize(

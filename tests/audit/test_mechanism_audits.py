@@ -126,6 +126,7 @@ def test_the_largest_coordinate_is_that_of_vectors_drawn_in_full():
         assert stats.ks_2samp(full, short).pvalue > 1e-9
 
 
+# WS Table VI.
 @pytest.mark.zoo
 def test_the_papers_vit_run_has_more_than_its_formula_says():
     result = audit_permuted_gaussian(**VIT, generator=seeded(1))

@@ -202,6 +202,7 @@ def test_the_sum_of_the_shuffled_parameters_is_clipped_and_no_other(options, phy
     assert norm_of(ours, moving) == pytest.approx(min(clip, norm), rel=1e-4)
 
 
+# WS Algorithm 1.
 @pytest.mark.parametrize(
     "options",
     [

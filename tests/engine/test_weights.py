@@ -77,6 +77,7 @@ RUNS = [
 ]
 
 
+# WS Table II.
 @pytest.mark.parametrize(
     ("name", "mode", "optimizer", "physical"),
     [
@@ -191,6 +192,7 @@ def test_what_is_released_is_permuted_by_independent_uniform_draws():
     assert chi2.sf(sum((count - 10) ** 2 / 10 for count in orders.values()), 35) > 1e-4
 
 
+# WS Theorem 5: shuffling is post-processing.
 def test_epsilon_is_the_same_with_and_without_shuffling():
     plain, run = (
         SeededRun(accountant="shuffled_checkin", sigma=2.0, shuffle=shuffle, local_noise=True).fit()

@@ -153,6 +153,7 @@ PLACES = {
 }
 
 
+# WS Table IV, WS Table V: BERT, RoBERTa and GPT-2, small ones with random weights.
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("force_functorch", [False, True], ids=["hooks", "functorch"])
 @pytest.mark.parametrize("name", [*CLASSIFIERS, "GPT2LMHeadModel", *OTHERS])

@@ -21,6 +21,8 @@ from helpers.zoo import (
 )
 from opacus import GradSampleModule
 
+from opacus_shuffle.permutation import find_permutations
+
 
 @pytest.mark.parametrize(
     "name", [*tiered(name for name in ZOO if name != "batch_norm"), "batch_norm"]
@@ -60,6 +62,22 @@ def test_a_specification_serves_every_instance_of_the_architecture(name):
     spec.apply_(shuffled, draw(spec, 0))
     with torch.no_grad():
         assert distance(run(module, sample), run(shuffled, sample)) <= DOUBLE
+
+
+# WS Section VI-B prints ‖ΔW‖ = 1063.02 of a ViT, whose weights then have a norm of about 752.
+def test_a_shuffle_moves_weights_by_the_root_of_two_of_their_norm():
+    network = torch.nn.Sequential(
+        torch.nn.Linear(60, 2000), torch.nn.Tanh(), torch.nn.Linear(2000, 60)
+    )
+    before = torch.nn.utils.parameters_to_vector(network.parameters()).clone()
+    spec = find_permutations(network, torch.zeros(1, 60))
+    spec.apply_(network, spec.sample(torch.Generator().manual_seed(0)))
+    after = torch.nn.utils.parameters_to_vector(network.parameters())
+    # 240,000 products of independent entries: their sum is 0.002 of the norm's square; one in 2000
+    # units stays where it is, and so do the 60 outputs' biases.
+    assert float(((after - before).norm() / before.norm()).detach()) == pytest.approx(
+        2**0.5, abs=0.005
+    )
 
 
 def test_memory_layout_does_not_matter():

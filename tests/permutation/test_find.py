@@ -41,6 +41,7 @@ from opacus_shuffle.permutation import find_permutations
 # ------------------------------------------------------------------------------------------
 
 
+# WS Definition 5.
 @every_network_and_level
 def test_shuffling_again_and_again_changes_no_output(name, level):
     module, sample = entry(name)
@@ -116,6 +117,7 @@ def test_random_networks_keep_their_outputs(examples):
 # ------------------------------------------------------------------------------------------
 
 
+# WS Definition 3, WS Definition 4: perceptrons and encoder blocks are among the networks.
 @pytest.mark.parametrize(
     ("name", "level", "bits"),
     [

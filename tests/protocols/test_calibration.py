@@ -45,6 +45,7 @@ def smallest_bits(g, epsilon, delta, n):
     return b, 90 * g**2 * math.log(2 / delta) / (b * epsilon**2 * n)
 
 
+# SCO Theorem A.6.
 @given(given_numbers=vectors)
 @settings(max_examples=200)
 def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
@@ -64,6 +65,7 @@ def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
     assert plan.honest_users == n
 
 
+# SCO Lemma 3.1, SCO Lemma A.2.
 @given(given_numbers=vectors)
 @settings(max_examples=200)
 def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
@@ -82,6 +84,7 @@ def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
     assert 0 < p < 0.5
 
 
+# SCO Lemma A.1.
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 1 / 3])
 @pytest.mark.parametrize(
     ("n", "d", "epsilon", "delta"),
@@ -107,6 +110,7 @@ def test_the_papers_noise_gives_lemma_a1s_divergence(n, d, epsilon, delta, fract
     assert hockey_stick(scalar.noise, shift=scalar.granularity, epsilon=epsilon) <= delta
 
 
+# SCO Definition A.7.
 @given(num_users=st.integers(1, 10**7), fraction=st.floats(1 / 3, 1.0))
 @settings(max_examples=300)
 def test_honest_users_are_the_fewest_that_the_fraction_allows(num_users, fraction):
@@ -155,6 +159,7 @@ def test_plans_are_those_of_the_release_before():
     assert found == [(14, 8000), (53, 7297), (24, 959)]
 
 
+# SCO Claim A.8: ``fraction``.
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize(
     ("n", "epsilon", "delta"), [(1, 1.0, 0.1), (20, 0.5, 1e-3), (1000, 3.0, 1e-8), (50, 15.0, 0.3)]

@@ -66,6 +66,7 @@ def test_shuffling_keeps_every_coordinates_ones_and_adds_no_bits(bits, users, se
     assert np.unpackbits(result.bits, axis=1)[:, users * bits :].sum() == 0
 
 
+# SCO Definition 2.5.
 @pytest.mark.parametrize("split", [[3, 0], [0, 3], [2, 1]])
 def test_every_arrangement_of_the_bits_is_equally_likely(split):
     reports = [report([ones], bits=4) for ones in split]

@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+# SCO Lemma 3.1: privacy.
 @pytest.mark.parametrize("calibration", ["tight", "published"])
 @pytest.mark.parametrize(("users", "epsilon", "delta", "fraction"), CASES)
 def test_no_two_values_are_told_apart_better_than_promised(
@@ -98,6 +99,7 @@ def test_simulated_answers_have_the_exact_distribution(shape):
     assert_counts_of(answers, 3)
 
 
+# SCO Algorithm 1.
 @pytest.mark.parametrize("reports", [3, 2])
 def test_messages_have_the_exact_distribution_for_those_who_sent(reports):
     protocol, generator = small_protocol(fraction=0.5), torch.Generator().manual_seed(3)

@@ -66,6 +66,7 @@ def test_simulated_counts_have_the_exact_distribution(form):
     assert_of_distribution(counts, *distribution)
 
 
+# SCO Algorithm 2.
 @pytest.mark.parametrize("reports", [4, 3, 2])
 def test_messages_have_the_exact_distribution_and_are_unbiased_for_those_who_sent(reports):
     protocol, generator = small_protocol(WIDE, fraction=0.5), torch.Generator().manual_seed(25)
@@ -141,6 +142,7 @@ def test_the_ends_of_the_range_are_not_rounded():
         assert protocol.encode(ends.repeat(2, 1), generator).item() == 2 * 41
 
 
+# SCO Theorem 3.2: error.
 @pytest.mark.parametrize("calibration", ["tight", "published"])
 def test_the_real_protocols_answers_are_unbiased_with_its_variance(calibration):
     """The published one has so much noise that its binomials are drawn in parts."""

@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+# SCO Definition 2.1, SCO Definition 2.6.
 @pytest.mark.parametrize(("users", "dimension", "epsilon", "delta", "fraction"), CASES)
 def test_no_two_neighbours_are_told_apart_better_than_promised_when_tight(
     users, dimension, epsilon, delta, fraction
@@ -155,6 +156,7 @@ def test_no_two_neighbours_are_told_apart_better_than_promised_when_tight(
     assert worst[0] >= 0.75 * delta
 
 
+# SCO Theorem 3.2, by SCO Lemma 3.3 over coordinates (SCO Lemma A.3).
 @pytest.mark.parametrize(
     ("users", "dimension", "epsilon", "delta", "fraction"),
     [
@@ -178,6 +180,7 @@ def test_no_two_neighbours_are_told_apart_better_than_promised_by_the_paper(
         assert exact_delta(pairs, epsilon, budget=1e-6) <= delta * 1e-2 + 6e-6
 
 
+# SCO Definition A.7, SCO Corollary A.9.
 @pytest.mark.parametrize("reports", [4, 7, 10])
 def test_who_stays_is_protected_whoever_drops_out(reports):
     protocol = ShuffleVectorSum(10, 2, 1.0, 1.0, 1e-2, "tight", 0.4)
@@ -212,6 +215,7 @@ def composed_delta(pairs, epsilon, step, repeats):
     return float(total @ np.maximum(-np.expm1(np.minimum(epsilon - at, 0.0)), 0.0)) + infinite
 
 
+# SCO Lemma 3.3, SCO Lemma A.3.
 @pytest.mark.parametrize("dimension", [5, pytest.param(30, marks=pytest.mark.slow)])
 def test_moves_along_many_coordinates_stay_within_delta(dimension):
     protocol = ShuffleVectorSum(20, dimension, 1.0, 1.0, 1e-3, "tight")
@@ -225,6 +229,7 @@ def test_moves_along_many_coordinates_stay_within_delta(dimension):
             assert composed_delta(way, 1.0, 1e-4 if dimension == 5 else 3e-5, 1) <= 1e-3
 
 
+# SCO Definition 2.9: what all rounds show.
 @pytest.mark.parametrize("calibration", ["tight", "published"])
 @pytest.mark.parametrize("rounds", [2, 10])
 def test_rounds_with_the_same_users_stay_within_delta_together(calibration, rounds):
@@ -268,6 +273,18 @@ def test_exact_epsilon_brackets_the_enumerated_value(calibration):
         assert exact_delta(pairs, lower, 1e-12) >= delta * (1 - 1e-6) or lower == 0
         assert exact_delta(pairs, upper, 1e-12) <= delta
     assert protocol.exact_epsilon()[1] <= protocol.epsilon
+
+
+# SCO Definition 2.2, SCO Fact 2.3: of all events those of the largest ratios are the worst.
+@pytest.mark.parametrize("delta", [0.05, 1e-3])
+def test_the_exact_epsilon_is_the_approximate_max_divergence(delta):
+    protocol = ShuffleVectorSum(6, 1, 1.0, 4.0, 0.05)
+    [(p, q)] = views(protocol, [1.0], [-1.0])
+    order = np.argsort(-p[p > 0] / np.maximum(q[p > 0], 1e-300))
+    of_p, of_q = np.cumsum(p[p > 0][order]), np.cumsum(q[p > 0][order])
+    divergence = np.log((of_p - delta)[of_p > delta] / of_q[of_p > delta]).max()
+    lower, upper = protocol.exact_epsilon(delta)
+    assert lower * (1 - 1e-6) <= divergence <= upper
 
 
 @pytest.mark.zoo

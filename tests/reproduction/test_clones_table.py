@@ -43,6 +43,7 @@ def test_numeric_epsilon_never_exceeds_closed_form_nor_local_epsilon(local_epsil
         assert numeric <= closed <= local_epsilon
 
 
+# SG Table 1, row "Clones".
 @pytest.mark.parametrize(("rounds", "published"), list(enumerate(PRINTED, start=1)))
 def test_the_papers_clones_row_comes_out_to_every_printed_digit(rounds, published):
     assert round(table_epsilon(noise_multiplier=9.476, rounds=rounds, **SETTING), 5) == published

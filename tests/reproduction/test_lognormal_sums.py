@@ -63,6 +63,7 @@ def agreement(samples, others=math.inf):
 # ----------------------------------------------------------------------
 
 
+# WS Lemma 1.
 @pytest.mark.zoo
 @settings(max_examples=150)
 @given(groups, stds)

@@ -25,6 +25,7 @@ def test_the_vits_run_is_five_hundred_steps_of_the_known_budget():
     assert delta == pytest.approx(2.5e-7, rel=1e-12)
 
 
+# WS Figure 3: σ over ε.
 @pytest.mark.parametrize("name", figures.RUNS)
 def test_every_configuration_spends_its_step_and_no_less(name):
     run = figures.RUNS[name]
@@ -37,6 +38,7 @@ def test_every_configuration_spends_its_step_and_no_less(name):
         assert spent == pytest.approx(delta, rel=1e-4)
 
 
+# WS Figure 4.
 @pytest.mark.parametrize("norm", NORMS)
 def test_noise_falls_with_epsilon_and_with_dimension(norm):
     rows = figures.figure_4(norm=norm)
@@ -66,6 +68,7 @@ def test_the_order_is_one_over_the_root_of_log_d(norm):
     assert figures.exponent(figures.RUNS["ViT"], norm=norm) == pytest.approx(-0.5, abs=0.02)
 
 
+# WS Figure 2, WS Figure 4.
 def test_figures_can_be_written_and_read_back(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(figures, "DIMENSIONS", (1, 100, 10**6))

@@ -65,6 +65,7 @@ def test_the_bound_holds_without_noise_on_every_quadratic(curvatures, rounds, sl
     assert value(ac_sa(steps, lambda theta, t: curvatures * theta, start)) <= bound * (1 + 1e-9)
 
 
+# SCO Lemma 4.4, SCO Lemma B.3.
 @settings(max_examples=100)
 @given(st.integers(1, 300), st.floats(0.01, 100), st.floats(0.01, 100), st.floats(0.1, 10))
 def test_the_bound_is_at_most_the_closed_form_and_its_weight_is_the_best(
@@ -113,6 +114,7 @@ def test_the_batch_size_is_the_best_of_all(smoothness, users, variance):
     assert value(chosen) <= min(value(size) for size in range(1, users + 1)) * (1 + 1e-9)
 
 
+# SCO Algorithm 4.
 @pytest.mark.parametrize("radius", [0.3, 50.0])
 def test_a_run_without_noise_is_ac_sa_on_the_batches(silent, radius):
     """Users who all have one record: then the order of the users does not matter."""

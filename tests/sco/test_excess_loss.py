@@ -28,6 +28,7 @@ SMOOTH = {"smoothness": 1.0}
 STRONG = {"smoothness": 1.0, "strong_convexity": 1.0}
 
 
+# SCO Definition 2.12, Theorem 4.1, Theorem 4.3, Theorem 4.8, Theorem 4.9, Theorem C.3, Table 1.
 @pytest.mark.parametrize(
     ("run", "options"),
     [
@@ -63,6 +64,7 @@ def test_no_bound_exceeds_what_the_lipschitz_constant_says(run):
     assert estimate.excess_loss_bound == 1.8 * 2
 
 
+# SCO Theorem 4.7.
 @pytest.mark.parametrize(
     ("run", "options"),
     [

@@ -52,6 +52,7 @@ BOUND = DescentBound(
 # ---- SGD
 
 
+# SCO Definition B.1: ``second_moment`` of its noisy gradients.
 @settings(max_examples=100)
 @given(st.floats(0.1, 10), st.integers(1, 100), st.floats(1e-3, 1e4), st.integers(1, 10_000))
 def test_the_sgd_batch_size_minimises_its_bound(lipschitz, dimension, variance, users):
@@ -67,6 +68,7 @@ def test_the_sgd_batch_size_minimises_its_bound(lipschitz, dimension, variance, 
     assert all(value(chosen) <= value(size) * (1 + 0.25 / chosen**2) for size in neighbours)
 
 
+# SCO Lemma 4.2, SCO Lemma B.2.
 def test_the_sgd_bound_is_lemma_4_2_and_least_at_the_default_step():
     def bound(step, **more):
         return sgd_bound(rounds=100, step_size=step, second_moment=4.0, distance=3.0, **more)
@@ -77,6 +79,7 @@ def test_the_sgd_bound_is_lemma_4_2_and_least_at_the_default_step():
     assert bound(best, diameter=6.0, bias=0.5) == bound(best) + 3
 
 
+# SCO Algorithm 3.
 def test_a_run_of_sgd_without_noise_has_the_mean_of_its_iterates_for_an_answer(silent):
     """Users who all have one record: then their order does not matter."""
     record, ball = normal(2, seed=1), L2Ball(0.7)
@@ -94,6 +97,7 @@ def test_a_run_of_sgd_without_noise_has_the_mean_of_its_iterates_for_an_answer(s
 # ---- gradient descent
 
 
+# SCO Lemma B.4, SCO Lemma B.6: their bounds together.
 @pytest.mark.parametrize("bias", [0.0, 0.01])
 @pytest.mark.parametrize("smoothness", [0.01, 1.0, 20.0, 500.0])
 def test_the_descent_step_is_the_best_allowed(smoothness, bias):
@@ -106,6 +110,7 @@ def test_the_descent_step_is_the_best_allowed(smoothness, bias):
     assert bound.value(2.01 / smoothness, smoothness=smoothness) is None
 
 
+# SCO Lemma B.5.
 def test_two_runs_drift_apart_no_faster_than_is_proved():
     """Huber losses, data that differ in one user, rounding coupled as in the proof; 400 pairs."""
     rng = np.random.default_rng(1)
@@ -150,6 +155,7 @@ def test_the_chosen_number_of_rounds_is_the_best_candidate():
     assert proved(None) == min(proved(rounds) for rounds in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 
 
+# SCO Algorithm 5.
 @pytest.mark.parametrize("radius", [0.5, pytest.param(50.0, marks=pytest.mark.zoo)])
 def test_a_run_without_noise_finds_the_minimiser(silent, radius):
     data = logistic_data(200)

@@ -54,6 +54,7 @@ def huber(theta, batch, beta):
     return torch.where(residual <= kappa, residual**2 / (2 * kappa), residual - kappa / 2)
 
 
+# SCO Definition 4.5.
 @pytest.mark.parametrize("beta", [1e-3, 1.0, 50.0, 1e6])
 def test_the_envelope_of_the_absolute_loss_is_hubers_loss(beta):
     data, theta = (normal(200, 3), normal(200, seed=1)), normal(3, seed=2)
@@ -190,6 +191,7 @@ def test_envelopes_of_a_smooth_loss_within_a_set_are_right(constraint):
 # ---- Lemma 4.6
 
 
+# SCO Lemma 4.6.
 @given(
     beta=st.floats(0.05, 50),
     dimension=st.integers(1, 4),

@@ -74,6 +74,7 @@ def test_a_built_in_loss_is_recognised_and_gives_the_same_as_autograd(loss):
     torch.testing.assert_close(wrapped.losses_and_gradients(theta, data), expected, **CLOSE)
 
 
+# SCO Definition 2.10, SCO Definition 2.11.
 @given(
     loss=st.sampled_from(LINEAR),
     s=st.floats(-50, 50),

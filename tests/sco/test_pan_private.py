@@ -29,6 +29,7 @@ class Flat(Objective):
         return theta.new_zeros(len(batch)), theta.new_zeros(len(batch), self.dimension)
 
 
+# SCO Algorithm 6, SCO Lemma C.4, by SCO Definition C.1 and SCO Definition C.2.
 def test_there_is_noise_before_a_batchs_first_record_and_again_after_its_last(monkeypatch):
     """Then each view is a Gaussian mechanism of sensitivity 2L/b and deviation ζ, or more."""
     log, draw = [], SecretGenerator.precise_normals
@@ -44,6 +45,7 @@ def test_there_is_noise_before_a_batchs_first_record_and_again_after_its_last(mo
         assert low <= norm**2 / (2 * zeta**2) <= high
 
 
+# SCO Lemma C.5.
 def test_the_papers_noise_is_the_formula_and_the_tight_one_the_least():
     paper, tight = (
         pan_private_noise(
@@ -59,6 +61,7 @@ def test_the_papers_noise_is_the_formula_and_the_tight_one_the_least():
     assert tight < paper
 
 
+# SCO Definition C.2.
 def test_the_statement_is_about_one_intrusion():
     run, data = pan_private_accelerated_sgd, torch.zeros(100, 2)
     privacy = solve(run, Quadratic(2), data, batch_size=30, **COMMON).privacy

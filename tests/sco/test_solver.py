@@ -38,6 +38,7 @@ class Recorder(Objective):
         return theta.new_zeros(len(batch)), theta.new_zeros(len(batch), self.dimension)
 
 
+# SCO Definition 2.7.
 @pytest.mark.parametrize("run", SEQUENTIAL)
 @pytest.mark.parametrize("batch_size", [7, 50, 103])
 def test_sequential_algorithms_ask_each_user_at_most_once_and_count_them(run, batch_size):
@@ -61,6 +62,7 @@ def test_phases_share_no_user(method):
     assert len(estimate.history) == estimate.privacy.rounds == 18
 
 
+# SCO Definition 2.8.
 def test_full_interaction_asks_everyone_in_every_round_and_says_so():
     recorder = Recorder()
     privacy = solve(
@@ -103,6 +105,7 @@ def test_every_round_of_full_interaction_has_noise_that_all_rounds_together_need
 # ---- what is said
 
 
+# SCO Corollary B.8, Corollary B.9, Corollary B.10, Corollary B.11: ``bits_per_user``.
 def test_statements_say_what_the_protocols_do():
     data, common = torch.zeros(1000, 2), {**COMMON, "honest_fraction": 0.8}
     estimate = solve(shuffle_sgd, Quadratic(2), data, batch_size=300, **common)
@@ -120,6 +123,7 @@ def test_statements_say_what_the_protocols_do():
     assert phases.privacy == dataclasses.replace(protocol.statement(), rounds=10, num_users=1000)
 
 
+# SCO Fact 2.4: what is published is a post-processing of the rounds.
 @pytest.mark.parametrize(
     ("run", "more"),
     [(shuffle_accelerated_sgd, {}), (shuffle_strongly_convex, {"strong_convexity": 1.0})],

@@ -46,6 +46,7 @@ def test_four_phases_end_nearer_than_one():
     assert single.mean() - several.mean() > 4 * math.sqrt((single.var() + several.var()) / 8)
 
 
+# SCO Theorem 4.8.
 @pytest.mark.parametrize("smoothness", [1.0, pytest.param(None, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize(
     ("users", "epsilon", "convexity"),
@@ -72,6 +73,7 @@ def test_the_bound_of_phases_is_that_of_the_run_and_the_chosen_number_is_the_run
         assert estimate.excess_loss_bound == bound_of_phases(run, 1.0, count)
 
 
+# SCO Lemma B.7.
 def test_a_phase_is_not_taken_to_end_nearer_than_is_proved():
     run = solver(2000, sizes={"batch_size": 50}, diameter=1e-3)
     first = run.bound(1000, Start(run.problem.initial, 1e-3))
@@ -81,6 +83,7 @@ def test_a_phase_is_not_taken_to_end_nearer_than_is_proved():
     assert starts == [1e-3, math.sqrt(2 * first)]
 
 
+# SCO Definition 2.11.
 @pytest.mark.parametrize(("loss", "doubts"), [(logistic_loss, 1), (squared_loss, 0)])
 def test_the_promise_that_a_flat_loss_is_strongly_convex_is_doubted_aloud(loss, doubts):
     data, ball = (torch.eye(2), torch.ones(2)), {"constraint": L2Ball(1.0), "lipschitz": 2.0}

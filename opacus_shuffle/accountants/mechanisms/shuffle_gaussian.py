@@ -30,6 +30,11 @@ class ShuffleGauss(GaussianReports):
     """All ``num_users`` users of the round report (SG Theorem 1).
 
     In training they are the records of the batch.
+
+    Attributes:
+        noise_multiplier: σ of **each report**, over the clipping norm.
+        num_users: n, the users of one round.
+        sample_rate: Leave it at 1: everyone reports.
     """
 
     name: ClassVar[str] = "shuffle_gauss"
@@ -50,6 +55,11 @@ class SubsampledShuffle(GaussianReports):
     """Exactly m = round(γ·n) of the users report, a fresh uniform draw each round (SG Theorem 2).
 
     γ becomes m/n.
+
+    Attributes:
+        noise_multiplier: σ of **each report**, over the clipping norm.
+        num_users: n, all who may be drawn.
+        sample_rate: γ in (0, 1], the share that is.
     """
 
     name: ClassVar[str] = "subsampled_shuffle"
@@ -62,7 +72,13 @@ class SubsampledShuffle(GaussianReports):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledCheckIn(GaussianReports):
-    """Each of the users reports with probability γ, by its own coin (SG Theorem 3)."""
+    """Each of the users reports with probability γ, by its own coin (SG Theorem 3).
+
+    Attributes:
+        noise_multiplier: σ of **each report**, over the clipping norm.
+        num_users: n, all who toss a coin.
+        sample_rate: γ in (0, 1], the probability that a coin says yes.
+    """
 
     name: ClassVar[str] = "shuffled_checkin"
     sampling: ClassVar[Sampling] = "poisson"

@@ -25,6 +25,7 @@ class ShuffledWeights(Mechanism):
         noise_multiplier: σ of the **sum** in units of ``clip`` (DP-SGD's own multiplier), for the
             parameters that are permuted.
         num_users: n; no bound depends on it.
+        sample_rate: γ, the probability that a record is in the batch.
         dimension: d, how many coordinates are permuted; 1 is DP-SGD without shuffling. Several
             numbers are WS's theorem read layer by layer, each layer a release of its own.
         clip: c, the norm that each record's gradient is clipped to.

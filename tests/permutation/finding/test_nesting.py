@@ -97,6 +97,7 @@ def real(model, config, sample, **options):
         return module.eval(), {key: value.to("meta") for key, value in sample.items()}
 
 
+# WS Table I, by WS Theorem 3 and WS Theorem 4 (``groups="paper"``).
 @pytest.mark.zoo
 @pytest.mark.parametrize(
     ("model", "config", "options", "sample", "size", "paper", "still"),
