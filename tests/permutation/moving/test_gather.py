@@ -135,6 +135,24 @@ def test_arguments_that_do_not_fit_are_refused():
         gather_([good, Move(tensor.view(-1), 12, 1, 1, torch.arange(12), None)])
 
 
+def test_views_that_overlap_in_part_are_refused_and_neighbours_are_moved():
+    memory = torch.arange(40.0)
+    before, turned = memory.clone(), torch.arange(31, -1, -1)
+    weight = Move(memory[:32], 32, 1, 1, turned, None)
+    with pytest.raises(ValueError, match="a part of its memory"):
+        gather_([weight, Move(memory[28:36], 8, 1, 1, torch.arange(7, -1, -1), None)])
+    assert torch.equal(memory, before)
+    gather_([weight, Move(memory[32:], 8, 1, 1, torch.arange(7, -1, -1), None)])
+    assert torch.equal(memory, torch.cat([before[:32].flip(0), before[32:].flip(0)]))
+    # Columns of one matrix lie between each other's, and share nothing.
+    matrix = before.view(4, 10).clone()
+    left, right = (
+        Move(part, 4, 5, 1, torch.tensor([3, 2, 1, 0]), None) for part in matrix.split(5, 1)
+    )
+    gather_([left, right])
+    assert torch.equal(matrix, before.view(4, 10).flip(0))
+
+
 def test_a_cuda_graph_that_is_captured_is_refused_before_anything_moves(monkeypatch):
     weight, three = torch.randn(3), torch.tensor([2, 0, 1])
     before = weight.clone()
