@@ -110,6 +110,7 @@ def test_only_slopes_that_are_too_steep_are_left_out(trials, probability):
     noise = BinomialNoise(trials=trials, probability=probability)
     bound = gaussian_bound(noise, shift=3, tail=1e-9)
     assert math.isfinite(bound.slope)
+    assert 0.5e-9 < bound.lost <= 1e-9  # one outcome more or less changes the tails by less
     assert gaussian_bound(noise, shift=3, tail=1e-9, steepest=bound.slope) == bound
     # It is above that of a normal distribution, which is 1 over the deviation.
     steep = gaussian_bound(noise, shift=3, tail=1e-9, steepest=1 / noise.variance**0.5)
