@@ -32,6 +32,7 @@ from opacus_shuffle.core.validation import (
     finite_number,
     integer,
     moderate,
+    noise_level,
     one_of,
     positive,
     sampling_rate,
@@ -291,6 +292,53 @@ def tight_vector_plan(
     return _cheapest(num_users, honest, largest_granularity, limit=1 / mu**2)
 
 
+def plan_with_noise_multiplier(
+    num_users: int,
+    dimension: int,
+    noise_multiplier: float,
+    promise: Promise,
+    *,
+    zero_on_grid: bool,
+    rate: float,
+    rounding_share: float = ROUNDING_SHARE,
+) -> GridPlan:
+    """Returns the grid with the fewest bits whose covering Gaussian has a noise multiplier.
+
+    :meth:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum.with_noise_multiplier` says what
+    the arguments are; of the promise only what the tails may take and the honest fraction count.
+
+    Raises:
+        ValueError: If an argument is out of range, or no protocol gets there.
+    """
+    if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
+        raise ValueError(
+            f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got "
+            f"{noise_multiplier!r}: below, epsilon of a round is in the hundreds, and no tails "
+            "are known so far out"
+        )
+    share = sampling_rate("rate", rate)
+    if share < 1 and not zero_on_grid:
+        raise ValueError(
+            f"rate={rate!r} is for zero_on_grid=True: else vectors of zero are rounded like "
+            "others; pass it too"
+        )
+    if not 0.01 <= positive("rounding_share", rounding_share) <= 1:
+        raise ValueError(
+            f"rounding_share must lie in [0.01, 1], got {rounding_share!r}: a smaller one "
+            "takes too many bits"
+        )
+    return fewest_bits_plan(
+        num_users=num_users,
+        dimension=dimension,
+        mu=math.nextafter(2 / math.nextafter(noise_multiplier, math.inf), 0.0),
+        lost=promise.lost,
+        honest_fraction=promise.honest_fraction,
+        rounding_share=float(rounding_share),
+        rate=share,
+        zero_on_grid=zero_on_grid,
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def fewest_bits_plan(
     *,
@@ -334,8 +382,10 @@ def fewest_bits_plan(
         exact = (1 - math.sqrt(1 - 4 * variance_of_bit)) / 2
         p = math.floor(exact * _PROBABILITY_STEPS) / _PROBABILITY_STEPS
         plan = GridPlan(g, bits, p, honest)
-        fits = p > 0 and gaussian_bound(plan.noise, shift=g, tail=share).slope * g <= mu
-        return plan if fits else None
+        if p <= 0:
+            return None
+        bound = gaussian_bound(plan.noise, shift=g, tail=share, steepest=mu / g)
+        return plan if bound.slope * g <= mu else None
 
     def at(g: int) -> GridPlan | None:
         """Returns the grid of g steps with the fewest noise bits.

@@ -19,12 +19,11 @@ from opacus_shuffle.analysis import binomial_sums
 from opacus_shuffle.core.compiled import worth_compiling
 from opacus_shuffle.core.exact_binomials import draw_binomials
 from opacus_shuffle.core.randomness import stream_of
-from opacus_shuffle.core.validation import integer, moderate, noise_level, positive, sampling_rate
+from opacus_shuffle.core.validation import integer, moderate
 from opacus_shuffle.protocols.calibration import (
     ROUNDING_SHARE,
-    SMALLEST_MULTIPLIER,
     Promise,
-    fewest_bits_plan,
+    plan_with_noise_multiplier,
     published_vector_plan,
     tight_vector_plan,
 )
@@ -158,32 +157,14 @@ class ShuffleVectorSum(GridSum):
             moderate("max_norm", max_norm),
         )
         promise = Promise(1.0, delta, "tight", honest_fraction, rounds)
-        if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
-            raise ValueError(
-                f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got "
-                f"{noise_multiplier!r}: below, epsilon of a round is in the hundreds, and no tails "
-                "are known so far out"
-            )
-        share = sampling_rate("rate", rate)
-        if share < 1 and not zero_on_grid:
-            raise ValueError(
-                f"rate={rate!r} is for zero_on_grid=True: else vectors of zero are rounded like "
-                "others; pass it too"
-            )
-        if not 0.01 <= positive("rounding_share", rounding_share) <= 1:
-            raise ValueError(
-                f"rounding_share must lie in [0.01, 1], got {rounding_share!r}: a smaller one "
-                "takes too many bits"
-            )
-        plan = fewest_bits_plan(
-            num_users=users,
-            dimension=entries,
-            mu=math.nextafter(2 / math.nextafter(noise_multiplier, math.inf), 0.0),
-            lost=promise.lost,
-            honest_fraction=promise.honest_fraction,
-            rounding_share=float(rounding_share),
-            rate=share,
+        plan = plan_with_noise_multiplier(
+            users,
+            entries,
+            noise_multiplier,
+            promise,
             zero_on_grid=zero_on_grid,
+            rate=rate,
+            rounding_share=rounding_share,
         )
         protocol = cls.__new__(cls)
         GridSum.__init__(protocol, users, entries, promise, plan, low=-norm, span=2 * norm)

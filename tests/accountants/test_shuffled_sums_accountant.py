@@ -14,6 +14,7 @@ from scipy.special import ndtr
 from opacus_shuffle import Guarantee, ShuffledSums, ShuffleVectorSum
 from opacus_shuffle.accountants import ShuffleAccountant, compute_bound
 from opacus_shuffle.accountants.bounds.shuffled_sums import round_epsilon
+from opacus_shuffle.accountants.mechanisms.shuffled_sums import ROUND_DELTA
 from opacus_shuffle.analysis import binomial_sums, gaussian, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialNoise, BinomialSum
 from opacus_shuffle.analysis.sampled_sums import SampledSum
@@ -33,6 +34,22 @@ def mechanism_of(protocol, users=1000):
 
 def bound_of(protocol, *, users=1000, steps=20, delta=1e-5, **options):
     return compute_bound([(mechanism_of(protocol, users), steps)], delta=delta, **options)
+
+
+def test_what_is_built_of_plain_numbers_is_the_protocol_of_this_noise():
+    for sampling, reports, who in (
+        ("poisson", 500, {"sample_rate": 0.1}),
+        ("fixed_size", 50, {"num_users": 500}),
+        ("random_allocation", 500, {"num_batches": 10}),
+    ):
+        everyone = {"zero_on_grid": True, "rate": 0.1} if reports == 500 else {}
+        protocol = ShuffleVectorSum.with_noise_multiplier(
+            reports, 20, 1.0, 1.0, delta=ROUND_DELTA, **everyone
+        )
+        built = ShuffledSums.build(
+            noise_multiplier=1.0, num_users=500, sample_rate=0.1, dimension=20, sampling=sampling
+        )
+        assert built == ShuffledSums.of_protocol(protocol, **who)
 
 
 def accountant_of(protocol=TIGHT, *, users=1000, steps=20):

@@ -21,6 +21,7 @@ from opacus_shuffle.analysis.binomial_sums import (
     BinomialNoise,
     BinomialSum,
     compute_epsilon,
+    gaussian_bound,
     lower_epsilon,
 )
 
@@ -101,3 +102,16 @@ def test_the_largest_mu_is_just_private_enough(epsilon, delta):
     mu = gaussian.largest_mu(epsilon=epsilon, delta=delta)
     assert gaussian.log_delta(mu=mu, epsilon=epsilon) <= math.log(delta)
     assert gaussian.log_delta(mu=mu * (1 + 1e-6), epsilon=epsilon) > math.log(delta)
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.07, 0.9])
+@pytest.mark.parametrize("trials", [5000, 10**7])
+def test_only_slopes_that_are_too_steep_are_left_out(trials, probability):
+    noise = BinomialNoise(trials=trials, probability=probability)
+    bound = gaussian_bound(noise, shift=3, tail=1e-9)
+    assert math.isfinite(bound.slope)
+    assert 0.5e-9 < bound.lost <= 1e-9  # one outcome more or less changes the tails by less
+    assert gaussian_bound(noise, shift=3, tail=1e-9, steepest=bound.slope) == bound
+    # It is above that of a normal distribution, which is 1 over the deviation.
+    steep = gaussian_bound(noise, shift=3, tail=1e-9, steepest=1 / noise.variance**0.5)
+    assert steep.slope == math.inf

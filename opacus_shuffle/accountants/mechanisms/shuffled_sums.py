@@ -24,7 +24,9 @@ from opacus_shuffle.core.validation import (
 )
 from opacus_shuffle.protocols.calibration import (
     SMALLEST_MULTIPLIER,
+    Promise,
     honest_users,
+    plan_with_noise_multiplier,
     published_vector_plan,
 )
 
@@ -200,22 +202,35 @@ class ShuffledSums(Mechanism):
         reports = users
         if not everyone_reports:
             reports = integer("round(sample_rate * num_users)", round(rate * users))
-        from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-
-        protocol = ShuffleVectorSum.with_noise_multiplier(
+        # What ShuffleVectorSum.with_noise_multiplier builds, without importing PyTorch.
+        honest_fraction = fields.get("honest_fraction", 1.0)
+        promise = Promise(1.0, ROUND_DELTA, "tight", honest_fraction)
+        plan = plan_with_noise_multiplier(
             reports,
-            fields["dimension"],
-            1.0,
+            integer("dimension", fields["dimension"]),
             fields["noise_multiplier"],
-            delta=ROUND_DELTA,
-            honest_fraction=fields.get("honest_fraction", 1.0),
+            promise,
             zero_on_grid=everyone_reports,
             rate=rate if everyone_reports else 1.0,
         )
+        summed = BinomialSum(
+            noise=plan.noise, shift=plan.granularity, dimension=fields["dimension"]
+        )
+        mu, _ = gaussian_equivalent(summed, lost=promise.lost)
         if sampling == "random_allocation":
-            return cls.of_protocol(protocol, num_batches=_batches(rate))
-        who = {"sample_rate": rate} if everyone_reports else {"num_users": users}
-        return cls.of_protocol(protocol, **who)
+            rate = 1 / _batches(rate)
+        return cls(
+            noise_multiplier=math.nextafter(2 / mu, 0.0),
+            num_users=users,
+            sample_rate=rate if everyone_reports else reports / users,
+            sampling=sampling,
+            dimension=summed.dimension,
+            granularity=plan.granularity,
+            noise_trials=plan.noise.trials,
+            bit_probability=plan.bit_probability,
+            tail=promise.lost,
+            honest_fraction=promise.honest_fraction,
+        )
 
     @classmethod
     def of_protocol(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -38,8 +39,8 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     """Permutes rows and columns of every tensor, bit for bit the same with every executor.
 
     Sizes and indices are trusted: checking would read indices back from a GPU at every step. An
-    index that is no permutation gives wrong entries or an error of PyTorch's, and with Triton it
-    reads memory that is not the tensor's.
+    index that is no permutation gives wrong entries or an error of PyTorch's, and with Triton or
+    Numba it reads memory that is not the tensor's.
 
     Args:
         moves: The tensors, each once; they may differ in dtype and device, and share index tensors.
@@ -47,8 +48,9 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
             ``"auto"``: triton on a GPU where it is installed, else torch.
 
     Raises:
-        ValueError: For an unknown executor, a tensor that comes twice or is expanded, triton on a
-            CPU without its interpreter, or while a CUDA graph is captured.
+        ValueError: For an unknown executor, a tensor that comes twice, shares a part of another
+            one's memory or is expanded, triton on a CPU without its interpreter, or while a CUDA
+            graph is captured.
     """
     one_of("executor", executor, EXECUTORS)
     by_device: defaultdict[torch.device, list[Move]] = defaultdict(list)
@@ -57,16 +59,22 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
         if not stays and move.tensor.numel():
             by_device[move.tensor.device].append(move)
     for device, group in by_device.items():
-        if len({move.tensor.data_ptr() for move in group}) < len(group):
-            raise ValueError(
-                "moves: a tensor (or its memory) comes twice; a second move of it would undo the "
-                "first"
-            )
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 f"moves lie on {device}, whose work a CUDA graph is capturing: every replay would "
                 "move by the same permutation; shuffle outside of the graph"
             )
+        # Where a tensor begins inside of another, they share entries.
+        places = sorted(
+            (move.tensor.data_ptr(), move.tensor.nbytes if move.tensor.is_contiguous() else 1)
+            for move in group
+        )
+        for (start, size), (following, _) in itertools.pairwise(places):
+            if start + size > following:
+                raise ValueError(
+                    "moves: a tensor (or a part of its memory) comes twice; a second move of it "
+                    "would undo the first"
+                )
         for tensor, *_ in group:
             if not tensor.is_contiguous() and _is_expanded(tensor):
                 raise ValueError(

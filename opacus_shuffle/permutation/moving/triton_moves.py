@@ -159,7 +159,8 @@ def _execute_words(moves: Sequence[Move], size: int) -> None:
     device = moves[0].tensor.device
     word = WORDS[size].itemsize
     # All indices, one after the other; many tensors share one.
-    laid = {id(index): index for move in moves for index in move[4:] if index is not None}
+    pairs = [(move.row_index, move.column_index) for move in moves]
+    laid = {id(index): index for pair in pairs for index in pair if index is not None}
     ends = itertools.accumulate(map(torch.Tensor.numel, laid.values()), initial=0)
     offsets = {id(None): -1, **dict(zip(laid, ends, strict=False))}
     targets = [move.tensor.data_ptr() for move in moves]

@@ -11,6 +11,7 @@ from helpers.moves import DTYPES, check, draw_move, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opacus_shuffle.core import compiled as compilation
 from opacus_shuffle.permutation.moving import torch_moves
 from opacus_shuffle.permutation.moving.gather import Move, gather_
 
@@ -31,8 +32,14 @@ moves_drawn = st.lists(
 )
 
 
-@pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 512), (2**20, 2**24)])
-def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, scratch):
+@pytest.mark.parametrize(
+    ("cache", "scratch", "compiled"),
+    [(96, 0, False), (96, 512, False), (2**20, 2**24, False), (2**20, 2**24, True)],
+)
+def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, scratch, compiled):
+    if compiled:
+        pytest.importorskip("numba")
+
     @settings(max_examples=25)
     @given(drawn=moves_drawn, seed=st.integers(0, 2**32))
     def agrees(drawn, seed):
@@ -43,6 +50,8 @@ def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, s
         patch.setattr(torch_moves, "CACHE_BYTES", cache)
         patch.setattr(torch_moves, "SCRATCH_BYTES", scratch)
         patch.setattr(torch_moves, "NARROW_BYTES", cache // 8)
+        patch.setattr(torch_moves, "WIDE_BYTES", 0)
+        patch.setattr(compilation, "WORTH_COMPILING", 0 if compiled else 10**9)
         agrees()
 
 
@@ -124,6 +133,24 @@ def test_arguments_that_do_not_fit_are_refused():
         gather_([good, copy.copy(good)])
     with pytest.raises(ValueError, match="comes twice"):
         gather_([good, Move(tensor.view(-1), 12, 1, 1, torch.arange(12), None)])
+
+
+def test_views_that_overlap_in_part_are_refused_and_neighbours_are_moved():
+    memory = torch.arange(40.0)
+    before, turned = memory.clone(), torch.arange(31, -1, -1)
+    weight = Move(memory[:32], 32, 1, 1, turned, None)
+    with pytest.raises(ValueError, match="a part of its memory"):
+        gather_([weight, Move(memory[28:36], 8, 1, 1, torch.arange(7, -1, -1), None)])
+    assert torch.equal(memory, before)
+    gather_([weight, Move(memory[32:], 8, 1, 1, torch.arange(7, -1, -1), None)])
+    assert torch.equal(memory, torch.cat([before[:32].flip(0), before[32:].flip(0)]))
+    # Columns of one matrix lie between each other's, and share nothing.
+    matrix = before.view(4, 10).clone()
+    left, right = (
+        Move(part, 4, 5, 1, torch.tensor([3, 2, 1, 0]), None) for part in matrix.split(5, 1)
+    )
+    gather_([left, right])
+    assert torch.equal(matrix, before.view(4, 10).flip(0))
 
 
 def test_a_cuda_graph_that_is_captured_is_refused_before_anything_moves(monkeypatch):
