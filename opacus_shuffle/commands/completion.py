@@ -15,7 +15,7 @@ def print_completion(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
         ValueError: If ``shtab``, which writes it, is not installed.
     """
     try:
-        import shtab  # type: ignore[import-untyped, unused-ignore]
+        import shtab  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
         raise ValueError(extras.missing("completion", "shtab", "completion")) from None
     everything, jobs = parsers(*COMMANDS)
