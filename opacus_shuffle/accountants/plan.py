@@ -205,6 +205,10 @@ class Plan:
                 "dimension (--dimension) is given: their noise hardly depends on it."
             )
         for row in self.rows:
+            # What an epsilon counts on besides whom it trusts is said with it.
+            parts = row.bound.meaning.split("; ")
+            counted = [part for part in parts if part.startswith("counts on")]
+            notes += [f"{row.mechanism} {part}." for part in counted]
             if isinstance(row.round, RandomAllocation):
                 batches = f"{row.round.num_batches:,} batches to an epoch"
                 notes.append(f"{row.mechanism}: {batches}, and begun epochs count in full.")
@@ -221,13 +225,12 @@ class Plan:
 
 
 LEGEND = (
-    "noise: the multiplier to pass, of one report or of the sum. on mean: noise on one coordinate "
-    "of the mean gradient, in clipping norms. server's: DP-SGD's multiplier with as much. users: "
-    "how many reach the last row's. bits: of a coordinate, in each report. Trusting nobody, each "
-    "report is seen with its sender; a shuffler, in random order; the aggregation, only sums are. "
-    f"zero_out: {Adjacency.ZERO_OUT.meaning}."
+    "noise: multiplier to pass, of a report or the sum. on mean: noise per coordinate of the mean "
+    "gradient, in clipping norms. server's: DP-SGD's multiplier for as much. users: how many reach "
+    "the last row's. bits: per coordinate and report. Seen are named reports (trusting nobody), "
+    f"shuffled ones, or sums (aggregation). zero_out: {Adjacency.ZERO_OUT.meaning}."
 )
-"""What the words of the table mean."""
+"""What the words of the table mean; each row's own meaning is in its values for JSON."""
 
 
 def plan(

@@ -183,8 +183,10 @@ def test_a_number_that_is_infinite_or_none_is_null(capsys, monkeypatch):
 def test_bash_completes_commands_flags_and_choices(typed, completed, capsys):
     pytest.importorskip("shtab")
     assert main(["completion", "bash"]) == 0
-    words = f"COMP_WORDS=(opacus-shuffle {typed}); COMP_CWORD={len(typed.split())}"
-    ask = f'{words}\n_shtab_opacus_shuffle\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    ask = (
+        f"COMP_WORDS=(opacus-shuffle {typed}); COMP_CWORD={len(typed.split())}\n"
+        '_shtab_opacus_shuffle\nprintf "%s\\n" "${COMPREPLY[@]}"'
+    )
     command = ["bash", "-c", f"{capsys.readouterr().out}\n{ask}"]
     assert completed in subprocess.run(command, capture_output=True, text=True).stdout.split()
 
