@@ -28,17 +28,20 @@ MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism by its name."""
 
 
-def described(text: str, metavar: str, *, varies: bool = False, **options: Any) -> Any:
+def described(
+    text: str, metavar: str, *, varies: bool = False, choices: Any = (), **options: Any
+) -> Any:
     """A dataclass field with what the command line says of it.
 
     Args:
         text: One line of help.
         metavar: The letter that stands for a value.
         varies: Whether it may differ from round to round of one run, as noise may.
+        choices: The values that it may have, where these are a few words.
         **options: As :func:`dataclasses.field`'s.
     """
     return dataclasses.field(
-        metadata={"help": text, "metavar": metavar, "varies": varies}, **options
+        metadata={"help": text, "metavar": metavar, "varies": varies, "choices": choices}, **options
     )
 
 

@@ -131,7 +131,7 @@ AUDITS: dict[str, list[Callable[[AuditSettings], AuditResult]]] = {
 }
 
 
-def run_audits(options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def run_audits(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Runs the audits and returns what they found."""
     kind = options.pop("kind")
     settings = AuditSettings(**options)
@@ -140,4 +140,9 @@ def run_audits(options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     results = [
         audit(settings) for name in (AUDITS if kind == "all" else [kind]) for audit in AUDITS[name]
     ]
-    return [result.to_dict() for result in results], "\n\n".join(map(str, results)) + "\n"
+    # The findings are about the pair of data sets that the claims compare.
+    values = {
+        "adjacency": str(results[0].claims[0].bound.adjacency),
+        "audits": [result.to_dict() for result in results],
+    }
+    return values, "\n\n".join(map(str, results)) + "\n"

@@ -30,7 +30,7 @@ from opacus_shuffle.accountants.report import not_private, promise
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.commands.flags import CompareSettings, check_file, check_picture
 from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.progress import show_progress
+from opacus_shuffle.commands.progress import SILENT, Progress
 from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
@@ -51,6 +51,12 @@ MOMENTUM = 0.9
 CLASSES = 10  # of all the data sets there are
 SAMPLED_BATCH = 4000
 """Records of a sampled round at most (expected); half of the records where there are fewer."""
+
+MINUTES_TO_BEGIN, MINUTES_A_RUN = 1 / 3, 2 / 3
+"""Of two idle cores: for features and noise, and to train all rows once on 4,000 records.
+
+Measured; what a run takes grows with the number of records.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,6 +187,7 @@ class Outcome:
         return {
             "trusted": self.kind.trusted,
             "how": self.kind.how,
+            "runs": len(self.accuracies),
             "test_accuracy": self.accuracy,
             "test_accuracies": list(self.accuracies),
             "bytes_per_user": self.bytes_per_user,
@@ -219,7 +226,10 @@ class Comparison:
 
     def foot(self) -> str:
         """Returns what the words of the table mean."""
-        return f"zero_out: {Adjacency.ZERO_OUT.meaning}. accuracy: {self.what_accuracies_are()}."
+        sent = "" if self.settings.runs == 1 else ", and so is what a user sends"
+        return (
+            f"zero_out: {Adjacency.ZERO_OUT.meaning}. accuracy: {self.what_accuracies_are()}{sent}."
+        )
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the table's cells."""
@@ -249,12 +259,12 @@ class Comparison:
             (accuracy * (1 - accuracy) / self.test_records) ** 0.5
             for accuracy in (server, ours, nobody)
         )
-        of_ours = self.outcomes[1]
         return (
-            f"A linear model whose training is {promise(of_ours.bound)}, classifies "
+            f"A linear model whose training is {promise(self.outcomes[1].bound)}, classifies "
             f"{ours:.1%} of {self.test_records:,} "
-            f"held-out images of {self.settings.data} rightly ({of_ours.kind.how}); within the "
-            f"same epsilon it is {server:.1%} trusting a server, and {nobody:.1%} trusting nobody "
+            f"held-out images of {self.settings.data} rightly ({self.outcomes[1].kind.how}); "
+            f"within the same epsilon it is {server:.1%} trusting a server, and {nobody:.1%} "
+            "trusting nobody "
             f"(one run each; so few images leave a standard error of {error:.1%} at most)."
         )
 
@@ -283,8 +293,21 @@ class Comparison:
         return "\n".join([self.quote(), "", *table, "", self.foot(), "", CAVEAT, ""])
 
 
-def compare(settings: CompareSettings) -> Comparison:
+def cost(runs: int, records: int) -> str:
+    """Returns in a line what a comparison will train, and about how long that takes."""
+    minutes = MINUTES_TO_BEGIN + MINUTES_A_RUN * runs * records / 4000
+    return (
+        f"trains {len(KINDS)} rows × {runs} run{'' if runs == 1 else 's'} on {records:,} images; "
+        f"about {math.ceil(minutes)} min on two idle cores"
+    )
+
+
+def compare(settings: CompareSettings, *, progress: Progress = SILENT) -> Comparison:
     """Trains for every kind of trust, each as often as the settings say.
+
+    Args:
+        settings: On what, and within which budget.
+        progress: What says beforehand how long it takes, and then how far it is.
 
     Raises:
         ValueError: If a setting is out of range, no noise meets the budget, or the data are not
@@ -301,8 +324,10 @@ def compare(settings: CompareSettings) -> Comparison:
     integer("seed", settings.seed or 0, minimum=0)
     runs = integer("runs", settings.runs, minimum=1)
     sets = load_image_dataset(settings.data, settings.data_root)
+    progress(cost(runs, len(sets[0])))
     train_set, test_set = (
-        TensorDataset(scattering_features(images.tensors[0]), images.tensors[1]) for images in sets
+        TensorDataset(scattering_features(images.tensors[0], progress=progress), images.tensors[1])
+        for images in sets
     )
     outcomes = tuple(
         train_kind(
@@ -313,6 +338,7 @@ def compare(settings: CompareSettings) -> Comparison:
             delta=settings.delta,
             runs=runs,
             seed=settings.seed,
+            progress=progress,
         )
         for kind in KINDS
     )
@@ -328,6 +354,7 @@ def train_kind(
     delta: float,
     runs: int = 1,
     seed: int | None = None,
+    progress: Progress = SILENT,
 ) -> Outcome:
     """Trains a linear model several times, each within a budget of its own.
 
@@ -339,6 +366,7 @@ def train_kind(
         delta: At this δ.
         runs: How often to train, at least once.
         seed: To repeat all runs, which then protect nobody.
+        progress: What says how far it is.
 
     Returns:
         The accuracies, and the ε that one run spent, which is proved for every data set.
@@ -347,6 +375,8 @@ def train_kind(
         ValueError: If no noise meets the budget.
     """
     records, entries = train_set.tensors[0].shape
+    row = f"trusting {kind.trusted}: {kind.how}"
+    progress(f"{row}, finding the noise")
     # Features have unit length: a bias would be half of every gradient's squared norm, and clipping
     # would halve the rest.
     network = nn.Linear(entries, CLASSES, bias=False)
@@ -381,14 +411,14 @@ def train_kind(
     held_out, labels = test_set.tensors
     accuracies: list[float] = []
     for number in range(1, runs + 1):
-        show_progress(f"training, trusting {kind.trusted}: {kind.how}, run {number} of {runs}")
         # Every run begins at the same weights without momentum, and draws on from the engine's
         # randomness: no two runs share noise, and a seed repeats them all. The noise multiplier,
         # whose search takes seconds, is the first run's.
         nn.init.zeros_(network.weight)
         sgd.state.clear()
-        for _ in range(epochs):
+        for epoch in range(1, epochs + 1):
             for x, y in loader:
+                progress(f"{row}, run {number} of {runs}, pass {epoch} of {epochs} over the data")
                 loss(model(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -447,11 +477,12 @@ def run_comparison(
 ) -> tuple[dict[str, Any], Comparison, Callable[[], None]]:
     """Trains, and returns the results with functions that write and draw them."""
     output, statement = options.pop("output"), options.pop("statement")
+    progress = Progress(quiet=options.pop("quiet"))
     if output is not None:
         check_picture(output)
     if statement is not None:
         check_file("--statement", statement, (".md", ".json"))
-    comparison = compare(CompareSettings(**options))
+    comparison = compare(CompareSettings(**options), progress=progress)
 
     def write() -> None:
         if statement is not None:

@@ -1,4 +1,4 @@
-"""``opacus-shuffle epsilon``, ``noise``, ``report`` and ``plot``: what rounds cost."""
+"""``opacus-shuffle epsilon``, ``noise``, ``plan``, ``report``, ``plot``: what rounds cost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from opacus_shuffle.accountants.compute import (
     privacy_report,
 )
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.accountants.plan import plan
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.commands import flags
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
@@ -36,18 +37,18 @@ def print_noise(options: dict[str, Any]) -> Printed:
     found = ("noise_multiplier", "sample_rate") if chooses else ("noise_multiplier",)
     fields, chosen = flags.fields_of_run(options, without=found), ""
     if chooses:
-        asked = ("target_epsilon", "target_delta", "steps", "adjacency")
-        budget = {name: options[name] for name in asked}
+        budget = {
+            name: options[name] for name in ("target_epsilon", "target_delta", "steps", "adjacency")
+        }
         fields["sample_rate"] = best_sample_rate(**fields, **budget)
         chosen = f", at sample rate {fields['sample_rate']:g}, about the best one"
     sigma = compute_noise_multiplier(**fields, **options)
     target, delta = options.pop("target_epsilon"), options.pop("target_delta")
     run = {**fields, **options, "delta": delta, "noise_multiplier": sigma}
     answer = privacy_bound(**run)
-    local = MECHANISMS[answer.mechanism].noise_is_local
     whose = (
         "local noise multiplier (one report's own sigma"
-        if local
+        if MECHANISMS[answer.mechanism].noise_is_local
         else "noise multiplier of the sum (sigma"
     )
     what = (
@@ -100,6 +101,12 @@ def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) 
         "certified_epsilon": certified.epsilon,
         **(sent.to_dict() if sent else {}),
     }, text
+
+
+def print_plan(options: dict[str, Any]) -> Printed:
+    """Returns the table of what a budget costs with each kind of trust."""
+    costs = plan(**options)
+    return costs.to_dict(), costs
 
 
 def print_report(options: dict[str, Any]) -> Printed:

@@ -9,6 +9,7 @@ is left out of the options, so that defaults are written in one place, the class
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -77,7 +78,7 @@ class TrainingSettings:
         instead=f"{DEFAULT_NOISE_MULTIPLIER}, or sqrt(batch size) times that for the sum",
     )
     target_epsilon: float | None = setting(
-        None, "find the noise for this budget", metavar="EPSILON"
+        None, "find the noise for this budget", metavar="EPSILON", also=("--epsilon",)
     )
     bound: str | None = setting(
         None, "which epsilon --target-epsilon is about", choices=all_bounds, instead="certified"
@@ -125,31 +126,41 @@ SETTINGS = {"compare": CompareSettings, "train": TrainingSettings, "audit": Audi
 PLAN = (
     (("--num-users",), "n, the whole population", "N", True),
     (("--steps",), "rounds (training steps)", "T", True),
-    (("--target-epsilon", "--epsilon"), "epsilon to stay within", None, True),
-    (("--target-delta", "--delta"), "delta of every epsilon", None, True),
+    (("--target-epsilon", "--epsilon"), "epsilon to stay within", "EPSILON", True),
+    (("--target-delta", "--delta"), "delta of every epsilon", "DELTA", True),
     (("--sample-rate",), "expected share of the users in a round (default: all)", "GAMMA", False),
     (
         ("--dimension",),
-        "how many parameters are trained; sums of bits are planned for a number alone",
+        "how many parameters are trained (default: 1000000, for sums of bits)",
         "D",
         False,
     ),
 )
 """Flags of ``plan``: names, help, metavar, and whether it must be given."""
 
+PRIVACY = ("epsilon", "delta", "target_epsilon", "target_delta", "bound")
+"""Settings that stand under a heading of their own."""
+
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    """Adds a command's flags."""
+    """Adds a command's flags, in groups."""
+    what, privacy, single, output = (
+        parser.add_argument_group(title)
+        for title in ("what runs", "privacy", "what some mechanisms have alone", "output")
+    )
+    if command == "completion":
+        what.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
     if command in SETTINGS:
         for field in dataclasses.fields(SETTINGS[command]):
             said = field.metadata.get("instead", field.default)
             default = "" if said is None else f" (default: {said})"
-            _add(parser, field, [SETTINGS[command]], help=field.metadata["help"] + default)
+            group = privacy if field.name in PRIVACY else what
+            _add(group, field, [SETTINGS[command]], help=field.metadata["help"] + default)
     if command in ("epsilon", "noise", "report", "plot"):
-        add_run_flags(parser, command)
+        add_run_flags(what, privacy, single, command)
     if command == "plan":
         for names, text, metavar, required in PLAN:
-            parser.add_argument(
+            (privacy if "--delta" in names or "--epsilon" in names else what).add_argument(
                 *names,
                 type=number,
                 metavar=metavar,
@@ -158,7 +169,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
                 help=text,
             )
     if command == "audit":
-        parser.add_argument(
+        what.add_argument(
             "--kind",
             choices=("all", "published", "training"),
             default="all",
@@ -166,7 +177,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         )
     if command in ("compare", "plot"):
         also = "also draw the accuracies" if command == "compare" else "picture to write"
-        parser.add_argument(
+        output.add_argument(
             "-o",
             "--output",
             required=command == "plot",
@@ -174,20 +185,32 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             help=f"{also}: .png, .pdf or .svg",
         )
     if command == "compare":
-        parser.add_argument(
+        output.add_argument(
             "--statement",
             metavar="FILE",
             help="also write the sentence to quote and the table: .md or .json",
         )
+    if command in ("compare", "train"):
+        output.add_argument(
+            "--quiet", action="store_true", help="say nothing of how far it is (on standard error)"
+        )
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object in the place of text, unrounded"
+    )
 
 
-def add_run_flags(parser: argparse.ArgumentParser, command: str) -> None:
+def add_run_flags(
+    what: argparse._ArgumentGroup,
+    privacy: argparse._ArgumentGroup,
+    single: argparse._ArgumentGroup,
+    command: str,
+) -> None:
     """Adds the flags that describe rounds: mechanism, its fields, number of rounds, δ.
 
     ``noise`` finds the noise multiplier for a target in the place of taking it.
     """
     noise = command == "noise"
-    parser.add_argument(
+    what.add_argument(
         "--mechanism", "--accountant", required=True, **among(MECHANISMS, "what a round is")
     )
     for name, owners in all_fields().items():
@@ -199,11 +222,12 @@ def add_run_flags(parser: argparse.ArgumentParser, command: str) -> None:
             said = "; ".join(
                 text if shared else f"{', '.join(names)}: {text}" for text, names in texts.items()
             )
-            _add(parser, next(iter(owners.values())), owners, help=said)
-    parser.add_argument(
+            common = len(owners) > len(MECHANISMS) / 2
+            _add(what if common else single, next(iter(owners.values())), owners, help=said)
+    what.add_argument(
         "--steps", required=True, type=number, metavar="T", help="rounds (training steps)"
     )
-    parser.add_argument(
+    privacy.add_argument(
         "--adjacency",
         choices=[adjacency.value for adjacency in Adjacency],
         default=Adjacency.ZERO_OUT.value,
@@ -211,15 +235,20 @@ def add_run_flags(parser: argparse.ArgumentParser, command: str) -> None:
         "becomes any other",
     )
     names = ("--target-delta", "--delta") if noise else ("--delta",)
-    parser.add_argument(
-        *names, required=True, type=float, help="delta of the (epsilon, delta)-differential privacy"
+    privacy.add_argument(
+        *names,
+        required=True,
+        type=number,
+        metavar="DELTA",
+        help="delta of the (epsilon, delta)-differential privacy",
     )
     if noise:
-        parser.add_argument(
+        privacy.add_argument(
             "--target-epsilon",
             "--epsilon",
             required=True,
-            type=float,
+            type=number,
+            metavar="EPSILON",
             help="epsilon to stay within",
         )
     if command in ("epsilon", "noise"):
@@ -227,9 +256,9 @@ def add_run_flags(parser: argparse.ArgumentParser, command: str) -> None:
             "which formula; only certified is proved for every data set, whatever the mechanism "
             "(default: certified)"
         )
-        parser.add_argument("--bound", default="certified", **among(all_bounds(), which))
+        privacy.add_argument("--bound", default="certified", **among(all_bounds(), which))
     if command in ("epsilon", "report"):
-        parser.add_argument(
+        privacy.add_argument(
             "--orders",
             type=orders,
             metavar="FIRST:LAST",
@@ -265,10 +294,9 @@ def check_file(flag: str, path: str, endings: tuple[str, ...]) -> None:
         or os.path.isdir(path)
         or not os.path.isdir(os.path.dirname(path) or ".")
     ):
-        named = ", ".join(endings)
         raise ValueError(
-            f"{flag} must name a file in a folder that is there and end in one of {named}, got "
-            f"{path!r}"
+            f"{flag} must name a file in a folder that is there and end in one of "
+            f"{', '.join(endings)}, got {path!r}"
         )
 
 
@@ -312,10 +340,10 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
 
 def number(text: str) -> float:
     """Reads a number such as ``60000`` or ``6e4``."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number: for instance 60000, 6e4 or 0.01")
 
 
 def numbers(text: str) -> float | tuple[float, ...]:
@@ -328,11 +356,7 @@ def numbers(text: str) -> float | tuple[float, ...]:
             f"{text!r} is one number or several: write {text.replace(',', '')}, or "
             f"'{text.replace(',', ', ')}'"
         )
-    try:
-        found = tuple(map(number, text.split(",")))
-    except ValueError:
-        message = f"{text!r} is no number, nor numbers with commas between: for instance 85.8e6"
-        raise argparse.ArgumentTypeError(message) from None
+    found = tuple(map(number, text.split(",")))
     return found[0] if len(found) == 1 else found
 
 
@@ -347,7 +371,7 @@ def orders(text: str) -> tuple[float, ...]:
 
 
 def _add(
-    parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iterable[type], *, help: str
+    flags: argparse._ArgumentGroup, field: dataclasses.Field, owners: Iterable[type], *, help: str
 ) -> None:
     """Adds one flag."""
     hints = [typing.get_type_hints(owner)[field.name] for owner in owners]
@@ -361,4 +385,4 @@ def _add(
     if choices := field.metadata.get("choices"):
         options |= among(choices() if callable(choices) else choices, options["help"])
     options["type"] = numbers if tuple in kinds else number if kinds & {int, float} else str
-    parser.add_argument(flag(field.name), *field.metadata.get("also", ()), **options)
+    flags.add_argument(flag(field.name), *field.metadata.get("also", ()), **options)

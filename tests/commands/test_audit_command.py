@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from helpers.command_json import checked_answer
 
 from opacus_shuffle.commands.audit import AuditSettings, audit_small_training
 from opacus_shuffle.commands.main import main
@@ -28,7 +27,7 @@ def test_a_small_training_run_is_re_aligned_and_contradicts_the_formula_but_not_
 ):
     arguments = ["audit", "--kind", "training", "--training-steps", "600", "--seed", "1", "--json"]
     assert main(arguments) == 0
-    (result,) = json.loads(capsys.readouterr().out)
+    (result,) = checked_answer(capsys.readouterr().out)["audits"]
     found = {finding["name"]: finding for finding in result["findings"]}
     claimed = {claim["bound"]: claim["epsilon"] for claim in result["claims"]}
     assert list(found) == ["gradient", "shuffled gradient", "re-aligned"]

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from helpers.command_json import checked_answer
 from torch.utils.data import TensorDataset
 
 from opacus_shuffle.analysis import gaussian
@@ -39,10 +40,11 @@ def ran(tmp_path_factory):
         patch.setattr(compare, "KINDS", kinds)
         patch.setattr(compare, "SAMPLED_BATCH", RECORDS // ROUNDS)
         written = {"output": str(folder / "found.png"), "statement": str(folder / "found.json")}
-        values, found, write = compare.run_comparison({**written, "runs": RUNS, "seed": 0})
+        options = {**written, "runs": RUNS, "seed": 0, "quiet": True}
+        values, found, write = compare.run_comparison(options)
     assert not any(folder.iterdir())
     write()
-    assert json.loads((folder / "found.json").read_text()) == json.loads(json.dumps(values))
+    assert checked_answer((folder / "found.json").read_text()) == json.loads(json.dumps(values))
     assert (folder / "found.png").read_bytes().startswith(b"\x89PNG")
     return found, json.loads(json.dumps(values))
 
@@ -53,7 +55,7 @@ def test_a_file_that_cannot_be_written_costs_no_result(
 ):
     """That a device is full is known only when it is written to."""
     (tmp_path / name).symlink_to("/dev/full")
-    monkeypatch.setattr(compare, "compare", lambda settings: ran[0])
+    monkeypatch.setattr(compare, "compare", lambda settings, **_: ran[0])
     assert main(["compare", flag, str(tmp_path / name)]) == 2
     printed = capsys.readouterr()
     assert printed.out == f"{ran[0]}\n"
@@ -102,7 +104,10 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
         assert (
             "zero_out: compared with a run in which one record reports zero." in text
         )  # no epsilon without what it compares
-        assert f"mean ± sample standard deviation of {RUNS} runs; epsilon is one run's" in text
+        assert (
+            f"mean ± sample standard deviation of {RUNS} runs; epsilon is one run's, and so is "
+            "what a user sends" in text
+        )
     assert found.markdown().count("\n| ") == 6
     for row, shown in zip(exported["rows"], found.rows(), strict=True):
         assert float(shown[2]) >= row["privacy"]["epsilon"]

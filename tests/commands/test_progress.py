@@ -1,24 +1,26 @@
-"""Long commands say on a terminal what they do, and write nothing into files and pipes."""
+"""Long commands say what they do: a line at once, and one every ten seconds, unless quiet."""
 
 from __future__ import annotations
 
-import io
-import sys
-
 import pytest
 
-from opacus_shuffle.commands.progress import show_progress
+from opacus_shuffle.commands.compare import cost
+from opacus_shuffle.commands.progress import Progress
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+@pytest.mark.parametrize(("quiet", "told"), [(False, "0\n10\n21\n"), (True, "")])
+def test_a_line_at_once_and_then_one_every_ten_seconds(quiet, told, capsys):
+    """The clock is not the computer's."""
+    seconds = [0, 1, 9.9, 10, 19, 21, 30]
+    progress = Progress(quiet=quiet, clock=iter(seconds).__next__)
+    for second in seconds:
+        progress(str(second))
+    assert capsys.readouterr() == ("", told)
 
 
 @pytest.mark.parametrize(
-    ("stream", "told"), [(Terminal(), "epoch 1 of 2\n"), (io.StringIO(), ""), (None, None)]
+    ("runs", "records", "said"),
+    [(1, 4000, "4 rows × 1 run on 4,000 images; about 1 min"), (3, 60_000, "3 runs on 60,000")],
 )
-def test_progress_is_shown_on_a_terminal_alone(stream, told, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", stream)
-    show_progress("epoch 1 of 2")
-    assert (stream and stream.getvalue()) == told
+def test_a_comparison_says_beforehand_what_it_trains(runs, records, said):
+    assert said in cost(runs, records)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from helpers.command_json import checked_answer
 from torch.utils.data import TensorDataset
 
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
@@ -52,7 +51,7 @@ def test_a_budget_is_met_by_the_bound_it_is_about_and_said_to_be_no_more(
 ):
     budget = ["--target-epsilon", "2", "--bound", bound]
     assert main([*SHORT, "--accountant", accountant, *budget, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = checked_answer(capsys.readouterr().out)
     spent = {row["bound"]: row["epsilon"] for row in printed["bounds"]}
     assert 1.99 < spent[bound] <= 2.0 < spent["certified"]
     quoted = next(row for row in printed["bounds"] if row["bound"] == printed["quote"])

@@ -54,8 +54,9 @@ class SecretCheckIn(GaussianReports):
     num_users: int = described("n, all of whom report in every round", "N")
     sample_rate: float = described("q, with which a user's vector is in its report", "Q")
     report: str = described(
-        "linear, gaussian or step: the shape of the reports of who takes part",
+        "the shape of the reports of who takes part",
         "SHAPE",
+        choices=tuple(SHAPES),
         default="linear",
     )
     honest_fraction: float = described(

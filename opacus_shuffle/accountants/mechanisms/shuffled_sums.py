@@ -98,6 +98,7 @@ class ShuffledSums(Mechanism):
         "who takes part: poisson (all report, each takes part by a secret coin), fixed_size, or "
         "random_allocation (all report, each takes part once in 1/GAMMA rounds)",
         "KIND",
+        choices=SAMPLINGS,
         default="poisson",
     )
     dimension: int = described("entries of a vector, the trainable parameters", "D")

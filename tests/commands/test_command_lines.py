@@ -1,0 +1,197 @@
+"""A command line answers, or exits with status 2 and a line of why; its help and JSON are true."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from helpers.command_json import checked_answer
+
+from opacus_shuffle.commands import compare, epsilon
+from opacus_shuffle.commands.main import main
+from opacus_shuffle.commands.parser import COMMANDS, PURPOSES, parsers
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RUN = "--mechanism subsampled_shuffle --num-users 400 --steps 10 --sample-rate 0.1"
+VIT = "--mechanism shuffled_fw --num-users 50000 --steps 500 --sample-rate 0.02"
+EPSILON = f"epsilon {RUN} --noise-multiplier 1 --delta 1e-5"
+WRONG = [
+    (f"epsilon {RUN} --noise-multiplier -1 --delta 1e-5", "--noise-multiplier must be"),
+    (f"epsilon {RUN} --noise-multiplier nan --delta 1e-5", "--noise-multiplier must be"),
+    (f"epsilon {RUN} --noise-multiplier 1e-170 --delta 1e-5", "--noise-multiplier must"),
+    (f"epsilon {RUN} --noise-multiplier 1 --delta 2", ": --delta must lie"),
+    (f"{EPSILON} --bound pair --adjacency replace", "certified"),
+    (f"{EPSILON} --bound published_optimised", "bound"),
+    (f"{EPSILON} --steps 0", "--steps must be"),
+    (f"{EPSILON} --num-users {'9' * 400}", "--num-users must be"),
+    (f"{EPSILON} --dimension 10", "subsampled_shuffle has no --dimension"),
+    (f"{EPSILON} --orders 30:2 --bound published", "orders must be"),
+    (f"{EPSILON} --orders 1:30 --bound published", "orders must be"),
+    (f"{EPSILON} --orders 2,4", "--orders=(2, 4): leave them out"),
+    (f"epsilon {RUN} --delta 1e-5", "subsampled_shuffle needs --noise-multiplier"),
+    (f"report {RUN[:-18]} --delta 1e-5", "needs --noise-multiplier, --sample-rate"),
+    (f"noise {RUN} --target-epsilon 0 --delta 1e-5", "--target-epsilon must"),
+    (f"noise {RUN} --batch-clip 1 --target-epsilon 1 --target-delta 1e-5", "--batch-clip"),
+    (f"epsilon {VIT} --noise-multiplier 1 --delta 1e-5", "dimension"),
+    (f"epsilon {VIT} --dimension 2.5 --noise-multiplier 1 --delta 1e-5", "dimension"),
+    (f"epsilon {VIT} --dimension 10,0 --noise-multiplier 1 --delta 1e-5", "dimension"),
+    (f"epsilon {VIT} --dimension 9 --clip 0 --noise-multiplier 1 --delta 1e-5", "clip"),
+    (f"plot {RUN} --noise-multiplier 1 --delta 1e-5 -o ladder.xyz", "--output must name a file"),
+    (f"{EPSILON} --target", "arguments: --target; see opacus-shuffle epsilon --help"),
+    ("train --data mnist", "data-root"),
+    ("train --data cifar10 --data-root /nowhere", "cifar10"),
+    ("train --data-root /tmp", "mnist-5k"),
+    ("train --epochs 0", "--epochs must be"),
+    ("train --bound pair", "--bound='pair' says which epsilon --target-epsilon is about"),
+    ("train --noise-multiplier 1 --target-epsilon 1", "not both"),
+    ("train --batch-size 5000", "--batch-size must not exceed"),
+    ("train --seed -1", "seed"),
+    ("train --noise-multiplier 0", "--noise-multiplier must"),
+    ("train --delta 0", "delta"),
+    ("train --batch-clip 1", "--batch-clip"),
+    ("compare --epsilon 0", ": --epsilon must be positive"),
+    ("compare --target-epsilon 0.05", "--target-epsilon must be at least 0.1"),
+    ("compare --delta 1", "delta"),
+    ("compare --seed -1", "seed"),
+    ("compare --runs 0", "runs"),
+    ("compare --data mnist", "data-root"),
+    ("compare --statement found.txt", "--statement"),
+    ("compare --statement /nowhere/found.md", "--statement"),
+    ("compare --output picture", "--output"),
+    ("audit --trials 10", "trials must be a whole number of at least 1000"),
+    ("audit --training-steps 7", "--training-steps must be a whole number of at least 100"),
+    ("audit --target-epsilon nan", "--target-epsilon must be a finite number"),
+    ("audit --seed -1", "seed must be a whole number of at least 0"),
+    ("plan --num-users 0 --steps 1 --target-epsilon 1 --target-delta 1e-5", "--num-users must"),
+    ("", "which command? opacus-shuffle compare is the one to begin with"),
+    (f"epsilon {VIT} --dimension many --noise-multiplier 1 --delta 1e-5", "'many' is no number"),
+    (f"epsilon {VIT} --dimension 10,128 --delta 1e-5", "write 10128, or '10, 128'"),
+    *((f"{EPSILON} --orders {text}", "--orders") for text in ("2:1000000000", "2:", "a")),
+    ("epsilon --steps 1", "arguments are required: --mechanism"),
+    ("compar", "invalid choice: 'compar' (choose from 'compare'"),
+]
+MEANT = [  # what a newcomer types, and what was meant
+    ("compar", "compare"),
+    ("Train", "train"),
+    ("epsilon --mechansim shuffle_gauss", "--mechanism"),
+    ("epsilon -mechanism shuffle_gauss", "--mechanism"),
+    ("epsilon --mechanism shuffle-gauss", "shuffle_gauss"),
+    ("epsilon --num_users 10", "--num-users"),
+    ("epsilon --users=10", "--num-users"),
+    ("epsilon --sigma 3", "--noise-multiplier"),
+    (f"{EPSILON} --bound certifed", "certified"),
+    ("epsilon --mechanism shuffled_sums --sampling posson", "poisson"),
+    ("train --accountant shuffled_sum", "shuffled_sums"),
+    ("compare --data cifar", "cifar10"),
+    ("audit --kind publshed", "published"),
+    ("completion bsh", "bash"),
+]
+
+
+PLOT = f"plot {RUN} --noise-multiplier 2 --delta 1e-5"
+PICTURES = ["", ".", "/nowhere/x.png", "/etc/passwd/x.png", "x", "x.xyz", "a" * 300 + ".png"]
+FOLDERS = ["", "/nowhere", "/dev/null", "/etc/passwd", "/dev/full", "\x00", "a" * 5000]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        *WRONG,
+        *((line, f"(did you mean {meant}?); see opacus-shuffle ") for line, meant in MEANT),
+        *(
+            (f"train --data={data} --data-root={folder}", "root")
+            for data in ("mnist", "fashion-mnist", "cifar10")
+            for folder in FOLDERS
+        ),
+        *((f"{PLOT} --output={path}", "output") for path in PICTURES),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_status_2_before_any_work(
+    capsys, monkeypatch, tmp_path, line, named
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "train_kind", lambda *_, **__: pytest.fail("it trains"))
+    assert main(line.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert named in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [EPSILON, "--help", f"{EPSILON} --delta=2"])
+@pytest.mark.parametrize(
+    "stream", ["> /dev/full", "2> /dev/full", ">&-", "2>&-", ">&- 2>&-", "| true", "| head -c 1"]
+)
+def test_output_that_has_nowhere_to_go_is_no_traceback(job, stream):
+    command = f"{sys.executable} -W error::RuntimeWarning -m opacus_shuffle {job} {stream}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Exception ignored" not in done.stdout + done.stderr
+    assert done.returncode in (0, 2)
+    # Without a stdout argparse writes its help to stderr.
+    assert job == "--help" or len(done.stderr.splitlines()) <= 1
+
+
+# --- help, JSON and completion
+
+
+def test_every_command_stands_under_a_purpose():
+    assert sorted(name for names in PURPOSES.values() for name in names) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_every_help_has_two_examples_that_a_shell_can_run(name, capsys, tmp_path, monkeypatch):
+    """The cheap ones run, and print JSON that is all on the page, no ε without its meaning."""
+    monkeypatch.chdir(tmp_path)
+    for package in {"plot": ["matplotlib"], "completion": ["shtab"]}.get(name, []):
+        pytest.importorskip(package)
+    with pytest.raises(SystemExit, match="0"):
+        main([*name.split(), "--help"])
+    shown = capsys.readouterr().out.split("examples:")[1].replace("\\\n", " ")
+    examples = [line.split() for line in shown.strip().splitlines()]
+    assert [words[0] for words in examples] == ["opacus-shuffle"] * 2
+    for _, command, *words in examples:
+        assert parsers(command)[0].parse_args([command, *words])
+        if name in ("epsilon", "noise", "report", "plot", "completion"):
+            assert main([command, *words, "--json"]) == 0
+            assert checked_answer(capsys.readouterr().out)
+
+
+def test_a_number_that_is_infinite_or_none_is_null(capsys, monkeypatch):
+    values = {"lower": -math.inf, "rows": [{"noise": math.inf}, {"noise": math.nan}]}
+    monkeypatch.setattr(epsilon, "print_epsilon", lambda options: (values, ""))
+    assert main([*COMMANDS["epsilon"].examples[0].split(), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed == {"lower": None, "rows": [{"noise": None}, {"noise": None}]}
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("tra", "train"),
+        ("epsilon --num-", "--num-users"),
+        ("epsilon --mechanism secret", "secret_checkin"),
+        ("train --data cif", "cifar10"),
+    ],
+)
+def test_bash_completes_commands_flags_and_choices(typed, completed, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    ask = (
+        f"COMP_WORDS=(opacus-shuffle {typed}); COMP_CWORD={len(typed.split())}\n"
+        '_shtab_opacus_shuffle\nprintf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    command = ["bash", "-c", f"{capsys.readouterr().out}\n{ask}"]
+    assert completed in subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+
+def test_a_shell_cannot_complete_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "zsh"]) == 2
+    assert "pip install '.[completion]'" in capsys.readouterr().err
