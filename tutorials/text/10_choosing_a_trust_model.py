@@ -27,6 +27,7 @@ from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.picture_styles import TRUST_COLOURS
 
 plt.style.use("figures.mplstyle")
+# The last is about the RDP by which Opacus's PRV chooses its grid alone: no ε here is from it.
 warnings.filterwarnings(
     "ignore",
     message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest",
