@@ -8,7 +8,6 @@ def check_every_picture() -> None:
     """Has matplotlib check a picture's layout before it writes it."""
     import sys
     from pathlib import Path
-    from typing import Any
 
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -17,7 +16,7 @@ def check_every_picture() -> None:
 
     written = FigureCanvasBase.print_figure
 
-    def print_figure(canvas: Any, *arguments: Any, **keywords: Any) -> Any:
+    def print_figure(canvas, *arguments, **keywords):
         check_layout(canvas.figure)
         return written(canvas, *arguments, **keywords)
 
