@@ -325,7 +325,7 @@ def _write(rows: list[dict[str, Any]], folder: Path) -> None:
         import matplotlib.pyplot as plt
     except ImportError:
         return
-    figure, panels = plt.subplots(1, 3, figsize=(15, 5), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(10, 5.6), sharey=True, layout="constrained")
     kinds = ("convex,", "smooth,", "strongly")
     for panel, kind in zip(panels, kinds, strict=True):
         for row in rows:
@@ -339,7 +339,7 @@ def _write(rows: list[dict[str, Any]], folder: Path) -> None:
                     users, guide, ":", color=line.get_color(), label=f"n^{row['theorem_slope']:.2f}"
                 )
         panel.set_xlabel("users n")
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     panels[0].set_ylabel(f"excess population loss, ε = {EPSILON}, δ = {DELTA:g}")
     figure.savefig(folder / "convex_optimisation.png", dpi=150)
 

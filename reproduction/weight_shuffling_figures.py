@@ -359,21 +359,25 @@ def draw_2(data: dict[str, Any]) -> Any:
     """Figure 2 as a picture, one panel a reading."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(data), figsize=(5.2 * len(data), 4.0), layout="constrained")
+    figure, axes = plt.subplots(1, len(data), figsize=(9.6, 4.0), sharey=True, layout="constrained")
     for ax, (name, reading) in zip(axes, data.items(), strict=True):
+        # The last panel's values differ in their fifth digit: they are drawn from the smallest on.
+        least = min(reading["x"])
         for method, values in reading["cdf"].items():
+            # A band, which shows on both sides of the curves that lie on it.
+            style = {"color": "#BBBBBB", "linewidth": 6, "linestyle": "-"}
             ax.plot(
-                reading["x"],
+                [x - least for x in reading["x"]],
                 values,
-                "k-" if method == "truth" else "--",
                 label=method,
-                linewidth=1.6,
+                **(style if method == "truth" else {"linewidth": 1.6}),
             )
         ax.set_title(name, fontsize=10)
-        ax.set_xlabel("log S")
-        ax.locator_params(axis="x", nbins=4)
+        ax.set_xlabel(f"log S − {least:.6g}")
+        ax.locator_params(axis="x", nbins=3)
     axes[0].set_ylabel("CDF")
-    axes[0].legend(fontsize=8)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
@@ -381,15 +385,16 @@ def draw_3(rows: Rows) -> Any:
     """Figure 3 as a picture, one panel a configuration."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 3, figsize=(12, 7), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(9.6, 6.4), sharey=True, layout="constrained")
     for ax, model in zip(axes.flat, RUNS, strict=True):
         mine = [row for row in rows if row["model"] == model]
-        for name in list(mine[0])[2:]:
-            style = {"unshuffled": "ks-", "RDP": "k^:"}.get(name, "o--")
+        for name, marker in zip(list(mine[0])[2:], "s^ovDPX", strict=True):
+            style = {"unshuffled": "k-", "RDP": "k:"}.get(name, "--")
             ax.plot(
                 [row["epsilon"] for row in mine],
                 [row[name] for row in mine],
                 style,
+                marker=marker,
                 markersize=4,
                 label=name,
             )
@@ -401,8 +406,10 @@ def draw_3(rows: Rows) -> Any:
         )
         ax.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
         ax.minorticks_off()
-    axes[0, 0].set_ylabel("σ")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("σ")
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
@@ -413,8 +420,9 @@ def draw_4(rows: Rows) -> Any:
 
     names = list(rows[0])[1:]
     values = np.array([[row[name] for name in names] for row in rows])
-    figure, ax = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    figure, ax = plt.subplots(figsize=(8, 4.4), layout="constrained")
     image = ax.imshow(values, norm=LogNorm(), cmap="viridis", aspect="auto")
+    ax.grid(visible=False)
     for (i, j), value in np.ndenumerate(values):
         ax.text(
             j,
@@ -425,10 +433,11 @@ def draw_4(rows: Rows) -> Any:
             color="white" if value < 3 else "black",
             fontsize=9,
         )
-    ax.set_xticks(range(len(names)), names)
+    exponents = [round(math.log10(dimension)) for dimension in DIMENSIONS]
+    ax.set_xticks(range(len(names)), [f"$10^{{{exponent}}}$" for exponent in exponents])
     ax.set_yticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows])
-    ax.set(ylabel="ε", title="σ (WS Theorem 6, an estimate), c' = c")
-    figure.colorbar(image)
+    ax.set(xlabel="d", ylabel="ε", title="σ (WS Theorem 6, an estimate), c' = c")
+    figure.colorbar(image, label="σ")
     return figure
 
 

@@ -26,6 +26,7 @@ from opacus_shuffle.accountants.deployment_registry import registry_statement
 from opacus_shuffle.accountants.lineage import first_rounds, rewound_sentence
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
+from opacus_shuffle.core.picture_styles import BOUND_STYLES
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import paragraph, text_table
 from opacus_shuffle.core.validation import (
@@ -68,19 +69,6 @@ HOW_IT_RAN = {
 
 POINTS = 9
 """Of each curve of the picture."""
-
-STYLES: dict[str, dict[str, Any]] = {
-    "local": {"color": "#000000", "linestyle": (0, (1, 1))},
-    "composition": {"color": "#000000", "linestyle": (0, (4, 2))},
-    "certified": {"color": "#0072B2", "marker": "s"},
-    "published": {"color": "#CC79A7", "linestyle": "-.", "marker": "^"},
-    "published_optimised": {"color": "#CC79A7", "linestyle": ":"},
-    "pair": {"color": "#D55E00", "marker": "o"},
-    "secure_aggregation": {"color": "#666666", "linestyle": (0, (5, 2, 1, 2))},
-    # A band that shows on both sides of a curve that lies on it, as the pair's often does.
-    "central": {"color": "#BBBBBB", "linewidth": 6.0, "zorder": 1.5},
-}
-"""The lines of the picture, in Okabe and Ito's palette."""
 
 _COMPARABLE = ("mechanism", "rounds", "delta", "adjacency", "adversary", "trusted")
 """What two values must have in common to speak of the same thing."""
@@ -383,11 +371,12 @@ class PrivacyReport:
                 if bound.epsilon > 0:
                     curves[bound.bound][count] = bound.epsilon
         for entry in self.entries:
-            if points := curves[entry.name]:
-                style: dict[str, Any] = {"markersize": 4, "linewidth": 1.6, "color": "#444444"}
-                label = f"{entry.name}: {entry.legend or entry.covers}"
-                style |= STYLES.get(entry.name, {})
-                ax.plot(list(points), list(points.values()), label=label, **style)
+            points = curves[entry.name]
+            words = (entry.legend or entry.covers) if points else "nothing above 0 to draw"
+            label = textwrap.fill(f"{entry.name}: {words}", 44)
+            style: dict[str, Any] = {"markersize": 4, "linewidth": 1.6, "color": "#444444"}
+            style |= BOUND_STYLES.get(entry.name, {})
+            ax.plot(list(points), list(points.values()), label=label, **style)
         low, high = curves.get("pair", {}), curves.get("certified", {})
         if both := [count for count in low if count in high]:
             ax.fill_between(

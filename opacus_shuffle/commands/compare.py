@@ -33,6 +33,7 @@ from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.progress import SILENT, Progress
 from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
+from opacus_shuffle.core.picture_styles import TRUST_COLOURS
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import WIDTH, paragraph, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive
@@ -445,9 +446,10 @@ def draw(comparison: Comparison) -> Any:
 
     figure, settings = Figure(figsize=(7.5, 3.2), layout="constrained"), comparison.settings
     axes = figure.subplots()
-    # Labels stand beside the bars, where an accuracy of nearly 100 would have them cross a frame.
+    # Labels stand beside the bars, where an accuracy of nearly 100 would have them cross a frame,
+    # and a user's style might have them cross a grid.
     axes.spines[["top", "right"]].set_visible(False)
-    colours = {"a server": "#999999", "a shuffler": "#0072B2", "nobody": "#D55E00"}
+    axes.grid(visible=False)
     for outcome in comparison.outcomes:
         name = f"trusting {outcome.kind.trusted}:\n{outcome.kind.how}"
         bar = axes.barh(
@@ -455,7 +457,7 @@ def draw(comparison: Comparison) -> Any:
             100 * outcome.accuracy,
             xerr=None if outcome.spread is None else 100 * outcome.spread,
             capsize=4,
-            color=colours[outcome.kind.trusted],
+            color=TRUST_COLOURS[outcome.kind.trusted.split()[-1]],
         )
         axes.bar_label(bar, [outcome.accuracy_with_spread()], padding=4)
     axes.axvline(100 / CLASSES, color="black", linestyle=":", linewidth=1)

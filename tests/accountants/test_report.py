@@ -20,6 +20,8 @@ from helpers.pictures import check_layout
 from opacus_shuffle import Guarantee, PrivacyReport
 from opacus_shuffle.accountants.bounds.registry import entries_of
 from opacus_shuffle.accountants.mechanisms import (
+    MECHANISMS,
+    RandomAllocation,
     ShuffledCheckIn,
     ShuffledSums,
     ShuffledWeights,
@@ -27,12 +29,14 @@ from opacus_shuffle.accountants.mechanisms import (
 )
 from opacus_shuffle.accountants.report import contradiction, promise
 from opacus_shuffle.core.guarantees import InconsistentBound, PrivacyBound
+from opacus_shuffle.core.picture_styles import BOUND_STYLES
 from opacus_shuffle.core.rounding import round_up
 
 LADDER = ("local", "certified", "published", "pair", "secure_aggregation", "central")
 CHECK_IN = [(ShuffledCheckIn(noise_multiplier=3.0, num_users=5000, sample_rate=0.1), 200)]
 FEW = [(ShuffledCheckIn(noise_multiplier=3.0, num_users=100, sample_rate=0.3), 5)]
 SUMS = [(ShuffledSums.build(noise_multiplier=1.0, num_users=100, dimension=4), 3)]
+ALLOCATION = [(RandomAllocation(noise_multiplier=1.0, num_batches=10), 20)]
 WEIGHTS = [(ShuffledWeights(noise_multiplier=1.0, sample_rate=0.5, dimension=10), 1)]
 LARGE = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
 
@@ -174,20 +178,29 @@ def test_an_estimate_is_contradicted_by_a_pair_of_the_same_adversary_alone():
 # --- the picture
 
 
-def test_the_picture_has_a_line_per_bound_that_ends_at_its_epsilon(monkeypatch):
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_picture_has_a_line_per_bound_in_its_colour_that_ends_at_its_epsilon(name, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     monkeypatch.setattr("opacus_shuffle.accountants.report.POINTS", 3)
-    report = PrivacyReport(CHECK_IN, delta=1e-5)
+    given = {"shuffled_sums": SUMS, "random_allocation": ALLOCATION}
+    report = PrivacyReport(given.get(name) or report_of(MECHANISMS[name]).rounds, delta=1e-5)
     ax = report.plot()
-    assert [line.get_label().split(":")[0] for line in ax.lines] == list(LADDER)
-    for line in ax.lines:
-        epsilons = line.get_ydata().tolist()
+    names = [line.get_label().split(":")[0] for line in ax.lines]
+    assert names == list(epsilons_of(report))
+    for name, line in zip(names, ax.lines, strict=True):
+        assert line.get_color() == BOUND_STYLES[name]["color"]
+        epsilons = [0, *line.get_ydata()]
         assert epsilons == sorted(epsilons)
-        assert epsilons[-1] == epsilons_of(report)[line.get_label().split(":")[0]]
-    assert "sampling rate" in ax.get_title()
+        assert epsilons[-1] == epsilons_of(report)[name]
+    assert "noise multiplier" in ax.get_title()
     check_layout(ax.figure)
     matplotlib.pyplot.close("all")
+
+
+def test_no_two_bounds_are_told_apart_by_colour_alone():
+    grey = [str({**style, "color": "", "zorder": 0}) for style in BOUND_STYLES.values()]
+    assert len(set(grey)) == len(grey)
 
 
 def test_a_report_says_how_noisy_the_gradient_is_by_which_training_steps():

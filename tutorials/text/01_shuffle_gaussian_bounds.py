@@ -18,6 +18,7 @@ import numpy as np
 
 import opacus_shuffle
 from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.core.picture_styles import BOUND_STYLES
 
 sys.path.append("../reproduction")
 from clones_table import table_epsilon
@@ -112,16 +113,22 @@ curves = {
     "certified (every data set)": epsilons("certified", many),
     "pair (exact for one pair)": epsilons("pair", many),
 }
-figure, axes = plt.subplots()
-for name, curve in curves.items():
-    axes.plot(many, curve, label=name)
+styles = [
+    BOUND_STYLES["local"],
+    {**BOUND_STYLES["published"], "linestyle": ":", "marker": None},
+    *(BOUND_STYLES[bound] for bound in ("published", "certified", "pair")),
+]
+figure, axes = plt.subplots(figsize=(8, 4.6))
+for (name, curve), style in zip(curves.items(), styles, strict=True):
+    axes.plot(many, curve, label=name, **style)
 axes.set(
     xscale="log",
     yscale="log",
     xlabel="rounds",
-    ylabel=f"ε at δ = 1/60,000, σ = {run.noise_multiplier}, zero-out",
+    ylabel="ε at δ = 1/60,000",
+    title=f"{USERS:,} users, σ = {run.noise_multiplier}, zero-out adjacency",
 )
-_ = axes.legend()
+_ = figure.legend(loc="outside lower center", ncols=2)
 assert all(
     np.array(curves["certified (every data set)"]) < np.array(curves["no shuffling (exact)"])
 )

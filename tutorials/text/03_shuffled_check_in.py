@@ -15,20 +15,17 @@
 # %%
 import json
 import sys
-import warnings
 
 import matplotlib.pyplot as plt
 import numpy as np
 
 import opacus_shuffle
+from opacus_shuffle.core.picture_styles import BOUND_STYLES
 
 sys.path.append("../reproduction")
 import check_in_run
 
 plt.style.use("figures.mplstyle")
-warnings.filterwarnings(
-    "ignore", category=opacus_shuffle.PrivacyAssumptionWarning
-)  # every bound is shown with its meaning
 FULL = False
 DELTA = 1 / 60_000
 
@@ -77,16 +74,22 @@ rounds, accuracy = np.array(recorded["rounds"]), np.array(recorded["accuracy"])
 shown = np.unique(np.linspace(0, len(rounds) - 1, 12).astype(int))
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
 left.plot(rounds, 100 * accuracy)
-left.set(xlabel="rounds", ylabel="test accuracy in percent")
+left.set(
+    xlabel="rounds", ylabel=f"test accuracy in percent, {recorded['data']}", title="the training"
+)
 curves = {}
 for bound in ("certified", "pair", "published"):
     curves[bound] = [
-        opacus_shuffle.compute_epsilon(run, steps=int(rounds[place]), delta=DELTA, bound=bound)
+        opacus_shuffle.privacy_bound(
+            run, steps=int(rounds[place]), delta=DELTA, bound=bound
+        ).epsilon
         for place in shown
     ]
-    right.plot(curves[bound], 100 * accuracy[shown], marker="o", markersize=3, label=bound)
-right.set(xscale="log", xlabel="ε at δ = 1/60,000, zero-out")
-_ = right.legend()
+    right.plot(curves[bound], 100 * accuracy[shown], label=bound, **BOUND_STYLES[bound])
+right.set(
+    xscale="log", xlabel="ε at δ = 1/60,000, zero-out", title="what it spent, by three bounds"
+)
+_ = right.legend(loc="lower center")
 
 # %%
 print(f"after {rounds[-1]:,} rounds: {accuracy[-1]:.1%} (the paper: 80 % on MNIST)")

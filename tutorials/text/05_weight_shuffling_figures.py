@@ -28,7 +28,6 @@ sys.path.append("../reproduction")
 import weight_shuffling_figures as figures
 
 plt.style.use("figures.mplstyle")
-plt.rcParams["figure.dpi"] = 60  # small files
 FULL = False
 
 # %% [markdown]
@@ -49,7 +48,7 @@ def density_around(*points):
 
 plain = density_around((-2, 0)), density_around((2, 0))
 mixed = density_around((-2, 0), (0, -2)), density_around((2, 0), (0, 2))
-panels, axes = plt.subplots(1, 2, figsize=(8, 3.8))
+panels, axes = plt.subplots(1, 2, figsize=(7.2, 3.6))
 for ax, pair, title in zip(
     axes, (plain, mixed), ("without shuffling", "with shuffling"), strict=True
 ):

@@ -24,6 +24,7 @@ from opacus_shuffle.commands.audit import (
     audit_published_setting,
     audit_small_training,
 )
+from opacus_shuffle.core.picture_styles import BOUND_STYLES
 from opacus_shuffle.core.rounding import round_down, round_up
 
 plt.style.use("figures.mplstyle")
@@ -85,16 +86,24 @@ print(steps[0])
 names = [finding.name for finding in steps[0].findings]
 values = [[result.findings[place].lower.epsilon for result in steps] for place in range(len(names))]
 published = next(claim.epsilon for claim in steps[0].claims if claim.name == "published")
-figure, axes = plt.subplots(figsize=(8, 2.6))
-axes.barh(names, [min(each) for each in values], color="#0072B2")
+figure, axes = plt.subplots(figsize=(8, 3.2))
+least = [min(epsilons) for epsilons in values]
+bars = axes.barh(names, least, height=0.6, color="#666666", label="found by an attack")
+axes.bar_label(bars, [round_down(epsilon, digits=3) for epsilon in least], padding=4)
 axes.axvline(
-    published, color="black", linestyle="--", label=f"published: {round_up(published, digits=3)}"
+    published,
+    color=BOUND_STYLES["published"]["color"],
+    linestyle="--",
+    label=f"published: at most {round_up(published, digits=3)}",
 )
 axes.set(
-    xlabel="ε is at least this, one step, 95 % confidence for each bar (all three together: at least 85 %)"
+    xlim=(0, 1.15 * max(least)),
+    xlabel="ε is at least this, with 95 % confidence for each bar (all three together: at least 85 %)",
+    title="one step of training: what the formula allows, and what three attackers found",
 )
+axes.grid(visible=False)
 axes.invert_yaxis()
-_ = axes.legend()
+_ = figure.legend(loc="outside lower center", ncols=2)
 
 # %%
 by_name = dict(zip(names, values, strict=True))

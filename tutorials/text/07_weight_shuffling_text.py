@@ -29,6 +29,7 @@ import opacus_shuffle
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+# The last is about the RDP by which Opacus's PRV chooses its grid alone: no ε here is from it.
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook|Optimal order")
 FULL = False
 CHECKPOINT, REUTERS = os.environ.get("MINILM"), os.environ.get("REUTERS")

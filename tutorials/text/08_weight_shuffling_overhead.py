@@ -19,7 +19,9 @@ import torch
 sys.path.append("../benchmarks")
 import weight_shuffling as benchmark
 
-warnings.simplefilter("ignore")  # Opacus's about secure noise: this is a measurement
+warnings.filterwarnings(
+    "ignore", message="Secure RNG|Full backward hook|Sparse CSR tensor support|IProgress not found"
+)
 FULL = False
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 print(

@@ -94,13 +94,13 @@ for row in rows:
     assert row["bound_slope"] < -0.4
 
 # %%
-panels, axes = plt.subplots(1, 3, figsize=(11, 4), sharey=True)
-for ax, kind in zip(axes, ("convex,", "smooth,", "strongly"), strict=True):
+panels, axes = plt.subplots(1, 3, figsize=(9.6, 4.4), sharey=True)
+for ax, kind in zip(axes, ("convex", "smooth", "strongly convex"), strict=True):
     for row in rows:
-        if row["row"].startswith(kind):
+        if row["row"].startswith((f"{kind},", f"{kind} (")):
             ax.loglog(row["users"], row["excess"], marker="o", label=row["row"])
-    ax.set(xlabel="users n")
-    ax.legend(fontsize=7)
+    ax.set(xlabel="users n", title=f"{kind} losses")
+    ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15))
 _ = axes[0].set_ylabel("excess population loss, ε = 0.1")
 
 # %% [markdown]

@@ -31,6 +31,7 @@ from opacus_shuffle.analysis import (
     subsampling,
 )
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound
+from opacus_shuffle.core.picture_styles import BOUND_STYLES
 from opacus_shuffle.sco.accelerated_sgd import accelerated_step_sizes
 
 sys.path.append("../reproduction")
@@ -180,13 +181,22 @@ assert 0 < claimed <= 2.5e-7
 assert shown.max() > 1.5e-3
 
 figure, axes = plt.subplots()
-axes.plot(t, np.maximum(shown, 1e-8), label="lower bound of δ by the test")
-axes.axhline(claimed, color="#D55E00", linestyle="--", label="δ by Theorem 6")
+positive = shown > 0  # a test with a lower threshold shows nothing
+axes.plot(
+    t[positive],
+    shown[positive],
+    color=BOUND_STYLES["pair"]["color"],
+    label="lower bound of δ by the test",
+)
+axes.axhline(
+    claimed, color=BOUND_STYLES["published"]["color"], linestyle="-.", label="δ by Theorem 6"
+)
 axes.set(
     yscale="log",
     ylim=(1e-8, 1e-2),
     xlabel="threshold t, in clipping norms",
     ylabel=f"δ of one step at ε = {epsilon}",
+    title="one step of weight shuffling: what Theorem 6 says, and what a test shows",
 )
 _ = axes.legend()
 # %% [markdown]
@@ -278,8 +288,14 @@ assert as_proved[-1] < 1e-5
 figure, axes = plt.subplots()
 axes.plot(rounds, as_printed, label="steps as printed")
 axes.plot(rounds, as_proved, label="steps of the proof, (2β + s)/(t + 1)")
-axes.set(yscale="log", xlabel="round", ylabel="distance from the minimiser")
-_ = axes.legend()
+axes.set(
+    yscale="log",
+    yticks=10.0 ** np.arange(-80, 40, 20),
+    xlabel="round",
+    ylabel="distance from the minimiser",
+    title="accelerated gradient descent on θ²/2, without noise",
+)
+_ = axes.legend(loc="lower left")
 # %% [markdown]
 # ## SCO, Theorem 4.1: one L too many
 #

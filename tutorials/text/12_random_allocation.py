@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_shuffle
 from opacus_shuffle.commands.image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
 from opacus_shuffle.commands.scattering import scattering_features
+from opacus_shuffle.core.picture_styles import BOUND_STYLES
 
 plt.style.use("figures.mplstyle")
+# The last is about the RDP by which Opacus's PRV chooses its grid alone: no ε here is from it.
 warnings.filterwarnings(
     "ignore",
     message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest",
@@ -66,22 +68,25 @@ def private(accountant, **noise):
 # those they are a secret: $\varepsilon$ is far larger for whoever sees them. (This notebook looks, because it holds the data anyway.)
 
 # %%
-figure, (often, sizes) = plt.subplots(1, 2, figsize=(9, 3.2))
-for place, (name, accountant) in enumerate(
-    [("Poisson", "prv"), ("allocation", "random_allocation")]
-):
+ways = {"Poisson": "prv", "allocation": "random_allocation"}
+colours = [BOUND_STYLES[bound]["color"] for bound in ("poisson", "certified")]
+shares, lengths = [], []
+for accountant in ways.values():
     *_, loader = private(accountant, noise_multiplier=1.0)
     drawn = list(loader.batch_sampler)
     counts = np.bincount(
         np.concatenate([np.asarray(batch, dtype=int) for batch in drawn]), minlength=records
     )
-    shares = np.bincount(counts, minlength=5)[:5] / records
-    often.bar(np.arange(5) + 0.4 * place - 0.2, shares, width=0.4, label=name)
-    sizes.hist([len(batch) for batch in drawn], bins=range(60, 145, 5), alpha=0.6, label=name)
+    shares.append(np.bincount(counts, minlength=5)[:5] / records)
+    lengths.append([len(batch) for batch in drawn])
     if accountant == "random_allocation":
         assert set(counts) == {1}
-often.set(xlabel="how often in one epoch", ylabel="share of the records")
-sizes.set(xlabel="records in a batch", ylabel="batches")
+figure, (often, sizes) = plt.subplots(1, 2, figsize=(9, 3.6))
+for place, (name, share, colour) in enumerate(zip(ways, shares, colours, strict=True)):
+    often.bar(np.arange(5) + 0.4 * place - 0.2, share, width=0.4, color=colour, label=name)
+sizes.hist(lengths, bins=range(60, 145, 5), color=colours)
+often.set(xlabel="how often in one epoch", ylabel="share of the records", title="a record")
+sizes.set(xlabel="records in it", ylabel="batches", title="a batch")
 _ = often.legend()
 
 # %% [markdown]
@@ -105,15 +110,18 @@ for sigma in noises:
     for bound in report.bounds:
         rows[bound.bound].append(bound.epsilon)
 figure, axes = plt.subplots()
-for (name, epsilons), style in zip(rows.items(), ("-", "--", ":"), strict=True):
-    axes.plot(noises, epsilons, style, label=name)
+for name, epsilons in rows.items():
+    axes.plot(noises, epsilons, label=name, **BOUND_STYLES[name])
 axes.set(
+    xlim=(0.55, 4.4),
     xscale="log",
     yscale="log",
     xlabel="noise multiplier",
     ylabel="ε",
     title=f"{epochs} epochs of {batches} batches, δ = {DELTA:g}",
 )
+axes.set_xticks([0.6, 1, 2, 3, 4], ["0.6", "1", "2", "3", "4"])
+axes.minorticks_off()
 axes.legend()
 assert np.all(np.array(rows["certified"]) < rows["poisson"])
 
