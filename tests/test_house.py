@@ -45,21 +45,21 @@ LONGEST = 700
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
-    "accountants": 1_745,
-    "analysis": 1_695,
+    "accountants": 1_835,
+    "analysis": 1_710,
     "audit": 695,
-    "commands": 735,
-    "core": 830,
-    "engine": 3_190,
+    "commands": 825,
+    "core": 835,
+    "engine": 3_225,
     "estimators": 140,
-    "federated": 995,
-    "integrations": 130,
+    "federated": 1_195,
+    "integrations": 135,
     "networks": 600,
-    "permutation": 2_195,
-    "protocols": 800,
+    "permutation": 2_230,
+    "protocols": 805,
     "sco": 965,
 }
-TESTS_WEIGHT = 15_800
+TESTS_WEIGHT = 16_300
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",
@@ -280,7 +280,7 @@ import importlib, importlib.abc, sys
 
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        extras = "matplotlib mlxtend numba tqdm transformers triton sklearn pandas".split()
+        extras = "matplotlib mlxtend numba pandas shtab sklearn tqdm transformers triton uvicorn".split()
         if name.split(".")[0] in extras:
             raise ModuleNotFoundError(name)
 

@@ -99,8 +99,7 @@ class ReportFormat(ABC):
             may be dishonest.
         plan: What follows from the settings by a computation, which clients, shuffler and server
             must have in common, too.
-        num_batches: t, where each client takes part in one of every t rounds; None where it tosses
-            a coin in each.
+        num_batches: t, where each client takes part in one of every t rounds; else None.
     """
 
     kind: ClassVar[str]
@@ -130,10 +129,9 @@ class ReportFormat(ABC):
         self.honest_reports = self.min_reports - dishonest
         if self.honest_reports < 1:
             raise ValueError(
-                f"min_reports={self.min_reports} may all come from the {dishonest} of "
-                f"num_users={self.num_users} that are "
-                f"dishonest with honest_fraction={honest_fraction}: nothing hides a report then; "
-                "raise min_reports"
+                f"min_reports={self.min_reports} may all come from the {dishonest} of num_users="
+                f"{self.num_users} that are dishonest with honest_fraction={honest_fraction}: "
+                "nothing hides a report then; raise min_reports"
             )
 
     @staticmethod
@@ -178,8 +176,7 @@ class ReportFormat(ABC):
         if fingerprint != self.fingerprint:
             raise ValueError(
                 f"{whose} goes by other settings than these, {self.settings}: give everyone the "
-                "same file of settings, and the "
-                "same version of this package and of SciPy"
+                "same file of settings, and the same version of this package and of SciPy"
             )
 
     @abstractmethod
@@ -289,12 +286,10 @@ class ReportFormat(ABC):
         norm = float(torch.linalg.vector_norm(point))
         if norm <= self.max_norm:
             return point
+        if not math.isfinite(norm):
+            return torch.zeros_like(point)
         # A hair less, so that no rounding makes it longer than the noise is made for.
-        return (
-            point * (self.max_norm / norm * (1 - 2**-40))
-            if math.isfinite(norm)
-            else torch.zeros_like(point)
-        )
+        return point * (self.max_norm / norm * (1 - 2**-40))
 
     def open(self, report: bytes) -> tuple[int, bytes]:
         """Reads a report's round and numbers, which do not say who sent it.
@@ -316,9 +311,9 @@ class ReportFormat(ABC):
 class BitSums(ReportFormat):
     """Reports a vector as bits on a grid with noise bits; the shuffler adds up the ones.
 
-    A client hands the shuffler the number of its ones in each coordinate. If its
-    coin says no, it reports zero, which nobody can tell from another vector. The sum is as private
-    as a trusted server's with Poisson batches.
+    A client hands the shuffler the number of its ones in each coordinate. If its coin says no, it
+    reports zero, which nobody can tell from another vector. The sum is as private as a trusted
+    server's.
 
     Args:
         dimension: d.
@@ -328,14 +323,12 @@ class BitSums(ReportFormat):
         sample_rate: γ, the chance that a client's vector is in its report.
         sampling: ``"poisson"``: each client tosses a coin for every round. ``"random_allocation"``:
             γ is 1/t, and each client's vector is in one of every t reports that it sends, by a
-            uniform draw of its own. ε is smaller mostly, and begun epochs of t rounds count in
-            full.
+            uniform draw of its own. Begun epochs of t rounds count in full.
         delta: δ of the whole run, of which binomial tails take a millionth.
         rounds: Rounds of the run, which share those tails.
         honest_fraction: The share of the clients that is certain to follow the protocol.
         min_reports: So many clients must have reported, by default all. The accountant counts on
-            the noise of so many less those that may be dishonest; that must be a third of all
-            clients at least.
+            the noise of so many less those that may be dishonest: a third of all at least.
 
     Formal Guarantees:
         What the shuffler hands over tells one number per coordinate, the sum of all ones: the round
@@ -370,9 +363,8 @@ class BitSums(ReportFormat):
         if 3 * self.honest_reports < self.num_users:
             raise ValueError(
                 f"min_reports={self.min_reports} and honest_fraction={honest_fraction} make "
-                f"{self.honest_reports} honest "
-                f"reports certain, BitSums needs {-(-self.num_users // 3)}, a third of "
-                f"num_users={self.num_users}: raise min_reports"
+                f"{self.honest_reports} honest reports certain, BitSums needs "
+                f"{-(-self.num_users // 3)}, a third of num_users={self.num_users}: raise min_reports"
             )
         self.protocol = ShuffleVectorSum.with_noise_multiplier(
             self.num_users,
