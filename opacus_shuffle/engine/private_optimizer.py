@@ -20,6 +20,7 @@ ValueError: parameters were frozen or thawed after make_private (frozen: one of 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -309,7 +310,8 @@ class PrivateOptimizer(OpenOptimizer):
         if self.first_batch is not None and self.num_records:
             self.first_batch.warn_if_not_called()
         if self.before_release is not None:
-            self.before_release()
+            with contextlib.suppress(ReferenceError):  # what was to look is gone
+                self.before_release()
         if self._account is not None:
             self._account(self)
         if self.tickets is not None:

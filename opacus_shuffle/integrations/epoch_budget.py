@@ -8,7 +8,9 @@ ValueError: Trainer must have gradient_clip_val=None (got 0.5): the engine clips
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,8 +64,9 @@ def check_loader(optimizer: PrivateOptimizer, loader: Any) -> None:
 class EpochBudget:
     """A privacy budget that is asked before each epoch whether the whole epoch fits.
 
-    Once it has begun, the optimizer refuses every step beyond it, whoever asks for the step.
-    What else the engine trains in the same epoch is not foreseen: take one budget at a time.
+    Once it has begun, and as long as it is kept, the optimizer refuses every step beyond it,
+    whoever asks for the step. What else the engine trains in the same epoch is not foreseen: train
+    one network at a time.
 
     Args:
         engine: It accounts for the run.
@@ -109,8 +112,10 @@ class EpochBudget:
         self.optimizer, self.steps = owners[0], len(loader)
         self.allows_epoch()
         self.check_step()
-        # A trainer's own hooks see no step that a script takes with the optimizer itself.
-        self.optimizer.before_release = self.check_step
+        # A trainer's own hooks see no step that a script takes with the optimizer itself. A kept
+        # network keeps no engine, which knows the data.
+        check = functools.partial(EpochBudget.check_step, weakref.proxy(self))
+        self.optimizer.before_release = check
 
     @property
     def spent(self) -> float:
