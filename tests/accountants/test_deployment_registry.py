@@ -203,13 +203,14 @@ def test_an_answer_that_is_none_is_refused_by_name(arguments, refused):
 
 
 def test_an_entry_says_of_secure_mode_and_sampling_what_ran():
-    report = PrivacyReport(ROUNDS, delta=1e-5, pytorch_noise=True)
     with pytest.raises(ValueError, match="secure_mode=True is not what ran"):
-        report.statement(format="registry", secure_mode=True)
+        PrivacyReport(ROUNDS, delta=1e-5, pytorch_noise=True).statement(
+            format="registry", secure_mode=True
+        )
     common = {"noise_multiplier": 1.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 9}
     both = [(ShuffledSums.build(sampling=s, **common), 2) for s in ("poisson", "fixed_size")]
-    said = PrivacyReport(both, delta=1e-5).statement(format="registry")
-    assert "accounts for: fixed_size, poisson." in " ".join(said.split())
+    words = PrivacyReport(both, delta=1e-5).statement(format="registry").split()
+    assert "accounts for: fixed_size, poisson." in " ".join(words)
 
 
 def test_every_text_and_number_is_read_again_as_it_was_written():
