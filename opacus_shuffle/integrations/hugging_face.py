@@ -123,6 +123,21 @@ class PrivateTrainer(transformers.Trainer):
         self.budget.optimizer.zero_grad()  # the trainer clears the model's gradients alone
         return super().training_step(model, inputs)
 
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Computes the model's own loss, which has to be a mean over records.
+
+        Raises:
+            ValueError: If a label is −100 in training, which losses of models ignore.
+        """
+        labels, own = inputs.get("labels"), getattr(self, "compute_loss_func", None)
+        if own is None and model.training and labels is not None and (labels == -100).any():
+            raise ValueError(
+                "labels hold -100: the model's loss divides by how many labels of the batch do "
+                "not, so that one record rescales the gradients of others; override compute_loss by a "
+                "mean over records of each record's own loss"
+            )
+        return super().compute_loss(model, inputs, *arguments, **keywords)
+
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """Logs ε, and nothing that was computed from private records without noise."""
         kept = {name: value for name, value in logs.items() if name not in RAW}
