@@ -114,8 +114,9 @@ class EpochBudget:
         self.check_step()
         # A trainer's own hooks see no step that a script takes with the optimizer itself. A kept
         # network keeps no engine, which knows the data.
-        check = functools.partial(EpochBudget.check_step, weakref.proxy(self))
-        self.optimizer.before_release = check
+        self.optimizer.before_release = functools.partial(
+            EpochBudget.check_step, weakref.proxy(self)
+        )
 
     @property
     def spent(self) -> float:

@@ -133,8 +133,8 @@ class PrivateTrainer(transformers.Trainer):
         if own is None and model.training and labels is not None and (labels == -100).any():
             raise ValueError(
                 "labels hold -100: the model's loss divides by how many labels of the batch do "
-                "not, so that one record rescales the gradients of others; override compute_loss by a "
-                "mean over records of each record's own loss"
+                "not, so that one record rescales the gradients of others; override compute_loss "
+                "by a mean over records of each record's own loss"
             )
         return super().compute_loss(model, inputs, *arguments, **keywords)
 
