@@ -103,7 +103,8 @@ def registry_statement(
         compared: What the adjacency compares with, in words.
 
     Raises:
-        ValueError: If an answer has an unknown name, is no string, or is none of its choices.
+        ValueError: If an answer has an unknown name, is no string, is none of its choices, or is
+            not what ran.
     """
     # Where reports are bits, nobody needs to be asked what their last bits might tell.
     bits = report.noisiest.count_bits_per_coordinate is not None
@@ -123,6 +124,11 @@ def registry_statement(
             said[name] = CHOICES[name][one_of(name, answer, CHOICES[name])]
         else:
             said[name] = instance_of(name, answer, (str,))
+    if answers.get("secure_mode") and report.pytorch_noise:
+        raise ValueError(
+            "secure_mode=True is not what ran, its noise is PyTorch's own: answer False, or train "
+            "with PrivacyEngine(secure_mode=True)"
+        )
     body = "\n".join(yaml_lines(_entry(report, model, said, settings=settings, compared=compared)))
     why = no_guarantee(report)
     head = f"Nothing to file: {why}. " if why else ""
@@ -138,6 +144,8 @@ def no_guarantee(report: Any) -> str:
     """Returns why the report's best ε is no guarantee of what ran; empty if it is one."""
     if report.predictable:
         return f"whoever knows {' or '.join(report.predictable)} can draw the noise again"
+    if report.rewound:
+        return f"its epsilon leaves out {report.rewound:,} rounds that ran"
     worth = report.best.guarantee
     return "" if worth is Guarantee.PROVED else f"its epsilon is {worth.value}"
 
@@ -151,6 +159,7 @@ def _entry(
     # Rounds that know no number of users say 0 or 1.
     users = report.num_users or max(mechanism.num_users for mechanism, _ in report.rounds)
     ran = [f"{count:,} rounds of {mechanism!r}" for mechanism, count in report.rounds]
+    sampling = sorted({mechanism.sampling or "none" for mechanism, _ in report.rounds})
     rows = [
         f"{bound.bound} {round_up(bound.epsilon)} (trusting {bound.trusted}; "
         f"{bound.guarantee.value})"
@@ -246,7 +255,7 @@ def _entry(
                 ),
                 "composition": _sentences(
                     f"All {best.rounds:,} rounds together, by {best.bound!r} ({proof})",
-                    f"Sampling that it accounts for: {report.rounds[0][0].sampling or 'none'}",
+                    f"Sampling that it accounts for: {', '.join(sampling)}",
                     f"It covers {best.covers}",
                 ),
                 "post_processing": said["post_processing"],
@@ -283,6 +292,8 @@ def yaml_lines(values: Mapping[str, Any] | list[Any], indent: str = "") -> list[
             lines += [head.rstrip(), *yaml_lines(value, f"{indent}  ")]
             continue
         text = json.dumps(value, ensure_ascii=False)
+        # YAML ends lines at characters that JSON leaves as they are, and takes no others unseen.
+        text = "".join(sign if sign.isprintable() else f"\\U{ord(sign):08x}" for sign in text)
         if isinstance(value, float) and "." not in text:
             text = text.replace("e", ".0e")  # YAML 1.1 knows no number without a point
         # A quoted string may go on in the next line, which counts as one space, never as two.

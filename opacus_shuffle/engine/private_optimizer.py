@@ -20,6 +20,7 @@ ValueError: parameters were frozen or thawed after make_private (frozen: one of 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -57,6 +58,7 @@ class PrivateOptimizer(OpenOptimizer):
         num_records: Records of the current logical batch that have been clipped and summed so far.
         tickets: Of the loader; None where Opacus lets users train on any batches.
         accountant: Of the engine that accounts for the steps.
+        before_release: Is called before each step is accounted, and may refuse it; None for not.
         released: What this step has released for the update: each gradient, and how often it had
             been written to.
         batch_clip: c′, to which the sum over the shuffled parameters is clipped; None for not.
@@ -77,6 +79,7 @@ class PrivateOptimizer(OpenOptimizer):
     first_batch: Any = None
     rank: int = 0
     world_size: int = 1
+    before_release: Callable[[], Any] | None = None
     _account: Callable[[Any], Any] | None = None
     _rehearse: Callable[[Any, int], Any]
     _accounted: bool = False
@@ -285,7 +288,8 @@ class PrivateOptimizer(OpenOptimizer):
 
         Raises:
             ValueError: If it is no whole batch, none of this run, clipped to another norm than the
-                noise is made for, or to be divided by another number than was planned.
+                noise is made for, to be divided by another number than was planned, or beyond a
+                budget.
         """
         if self.tickets is not None:
             self.tickets.check_release()
@@ -305,6 +309,9 @@ class PrivateOptimizer(OpenOptimizer):
         self.clipping.check_release(self)
         if self.first_batch is not None and self.num_records:
             self.first_batch.warn_if_not_called()
+        if self.before_release is not None:
+            with contextlib.suppress(ReferenceError):  # what was to look is gone
+                self.before_release()
         if self._account is not None:
             self._account(self)
         if self.tickets is not None:

@@ -26,7 +26,8 @@ def prepare(
 
     ``accelerator.prepare`` would put another sampler into the loader, whose batches are not those
     that are accounted. So batches are not moved for you: send each to ``accelerator.device``.
-    ``accelerator.save_state`` is refused from now on, as it saves weights without their account.
+    ``accelerator.save_state`` and ``load_state`` are refused from now on: states of it hold weights
+    without their account.
 
     Args:
         accelerator: In one process, without gradient accumulation or float16.
@@ -51,16 +52,17 @@ def prepare(
     )
     check_loader(instance_of("optimizer", optimizer, (PrivateOptimizer,)), data_loader)
     accelerator.register_save_state_pre_hook(_refuse_state)
+    accelerator.register_load_state_pre_hook(_refuse_state)
     return *accelerator.prepare(model, optimizer), data_loader
 
 
 def _refuse_state(*_: Any) -> NoReturn:
-    """Refuses to save weights without their account.
+    """Refuses to save or load weights without their account.
 
     Raises:
         ValueError: Always.
     """
     raise ValueError(
-        "accelerator.save_state saves weights and not what they cost: call "
-        "engine.save_checkpoint(path=..., module=..., optimizer=...)"
+        "a state of Accelerate holds weights and not what they cost: call "
+        "engine.save_checkpoint(path=..., module=..., optimizer=...) and load_checkpoint"
     )

@@ -8,7 +8,9 @@ ValueError: Trainer must have gradient_clip_val=None (got 0.5): the engine clips
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +41,8 @@ def check_settings(name: str, settings: Mapping[str, tuple[Any, Any]]) -> None:
     if wrong:
         raise ValueError(
             f"{name} must have {', '.join(wrong)}: the engine clips, takes each batch as one step, "
-            "in one process, and saves weights only with their account (engine.save_checkpoint)"
+            "in one process, and saves and loads weights only with their account "
+            "(engine.save_checkpoint and load_checkpoint)"
         )
 
 
@@ -60,6 +63,10 @@ def check_loader(optimizer: PrivateOptimizer, loader: Any) -> None:
 
 class EpochBudget:
     """A privacy budget that is asked before each epoch whether the whole epoch fits.
+
+    Once it has begun, and as long as it is kept, the optimizer refuses every step beyond it,
+    whoever asks for the step. What else the engine trains in the same epoch is not foreseen: train
+    one network at a time.
 
     Args:
         engine: It accounts for the run.
@@ -105,6 +112,11 @@ class EpochBudget:
         self.optimizer, self.steps = owners[0], len(loader)
         self.allows_epoch()
         self.check_step()
+        # A trainer's own hooks see no step that a script takes with the optimizer itself. A kept
+        # network keeps no engine, which knows the data.
+        self.optimizer.before_release = functools.partial(
+            EpochBudget.check_step, weakref.proxy(self)
+        )
 
     @property
     def spent(self) -> float:

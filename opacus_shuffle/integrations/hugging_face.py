@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
@@ -26,20 +26,21 @@ REQUIRED = {
     "label_smoothing_factor": 0,  # whose mean is over labels, of which records have various numbers
     "max_grad_norm": 0,
     "save_strategy": "no",
+    "include_num_input_tokens_seen": "no",  # which counts the records that were drawn
     "parallel_mode": ParallelMode.NOT_PARALLEL,
 }
 """What the arguments of a private run's training have to be, attribute by attribute."""
 
-RAW = ("loss", "train_loss", "grad_norm")
+RAW = ("loss", "train_loss", "grad_norm", "total_flos")
 """What a trainer logs of private records without noise."""
 
 
 class PrivateTrainer(transformers.Trainer):
     """A trainer on what ``make_private`` returned, which logs ``epsilon`` in the place of losses.
 
-    It takes the very steps that a loop of your own takes. Losses of private batches and norms of
-    their gradients are releases without noise: they are left out of what is logged (not of what
-    ``train()`` returns).
+    It takes the very steps that a loop of your own takes. Losses of private batches, norms of
+    their gradients and the work that they took are releases without noise: they are left out of
+    what is logged (not of what ``train()`` returns).
 
     Args:
         model: Of ``make_private``.
@@ -55,8 +56,9 @@ class PrivateTrainer(transformers.Trainer):
 
     Raises:
         ValueError: If an argument is out of range, or the training arguments accumulate or clip
-            gradients, smooth labels, write checkpoints, or are for several processes or GPUs.
-            ``train()`` is refused before its first step if not even one epoch is within the target.
+            gradients, smooth labels, count tokens, write checkpoints, or are for several processes
+            or GPUs. ``train()`` is refused before its first step if it would resume a checkpoint,
+            or not even one epoch is within the target.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class PrivateTrainer(transformers.Trainer):
         target_epsilon: float | None = None,
         **keywords: Any,
     ) -> None:
-        settings = {name: (getattr(args, name), value) for name, value in REQUIRED.items()}
+        # Older versions say False or None for what is off.
+        settings = {name: (getattr(args, name) or value, value) for name, value in REQUIRED.items()}
         check_settings("TrainingArguments", settings)
         super().__init__(model, args, **keywords)
         self.budget = EpochBudget(engine, delta=delta, target_epsilon=target_epsilon)
@@ -78,6 +81,34 @@ class PrivateTrainer(transformers.Trainer):
         # The forward method of a private model names no columns, so all would be dropped.
         self.args.remove_unused_columns = False
         self.add_callback(BudgetCallback(self.budget))
+
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
+        """Trains, from the weights that the model has.
+
+        Raises:
+            ValueError: If a checkpoint is to be resumed, or not even one epoch is within the
+                target.
+        """
+        check_settings(
+            "train()", {"resume_from_checkpoint": (resume_from_checkpoint or None, None)}
+        )
+        return super().train(None, trial, ignore_keys_for_eval)
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses the trainer's checkpoints, which a callback may ask for, too.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "a checkpoint of the trainer holds weights and not what they cost: call "
+            "engine.save_checkpoint(path=..., module=..., optimizer=...)"
+        )
 
     def get_train_dataloader(self) -> DataLoader:
         """Returns the private loader, in which Accelerate would put another sampler."""
@@ -89,9 +120,23 @@ class PrivateTrainer(transformers.Trainer):
         The number of items is not handed on. A loss that divides by what a batch holds lets one
         record rescale the gradients of others.
         """
-        self.budget.check_step()
         self.budget.optimizer.zero_grad()  # the trainer clears the model's gradients alone
         return super().training_step(model, inputs)
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Computes the model's own loss, which has to be a mean over records.
+
+        Raises:
+            ValueError: If a label is −100 in training, which losses of models ignore.
+        """
+        labels, own = inputs.get("labels"), getattr(self, "compute_loss_func", None)
+        if own is None and model.training and labels is not None and (labels == -100).any():
+            raise ValueError(
+                "labels hold -100: the model's loss divides by how many labels of the batch do "
+                "not, so that one record rescales the gradients of others; override compute_loss "
+                "by a mean over records of each record's own loss"
+            )
+        return super().compute_loss(model, inputs, *arguments, **keywords)
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """Logs ε, and nothing that was computed from private records without noise."""

@@ -27,9 +27,9 @@ class PrivacyCallback(lightning.Callback):
 
     Raises:
         ValueError: If an argument is out of range. Besides, ``fit`` is refused before its first
-            step if the trainer accumulates gradients, clips them, writes checkpoints or has several
-            processes, if the engine has not made the module's network private, or if not even one
-            epoch is within the target.
+            step if the trainer accumulates gradients, clips them, writes or resumes checkpoints or
+            has several processes, if the engine has not made the module's network private, or if
+            not even one epoch is within the target.
     """
 
     def __init__(
@@ -46,13 +46,10 @@ class PrivacyCallback(lightning.Callback):
                 "gradient_clip_val": (trainer.gradient_clip_val, None),
                 "enable_checkpointing": (bool(trainer.checkpoint_callbacks), False),
                 "devices": (trainer.world_size, 1),
+                "ckpt_path": (trainer.ckpt_path, None),
             },
         )
         self.budget.start(pl_module, trainer.train_dataloader)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Refuses a step beyond the budget."""
-        self.budget.check_step()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs ε, and stops where the next epoch does not fit."""

@@ -137,7 +137,8 @@ class PermutationGroup:
         """Refuses plans of another group.
 
         Raises:
-            ValueError: The plan has other tables than this group's.
+            ValueError: The plan has other tables than this group's, or a table leads out of its
+                factor. What moves memory trusts it.
         """
         shapes = [
             (*self._outer_shape(number), factor.size) if factor.free else None
@@ -147,6 +148,11 @@ class PermutationGroup:
             None if table is None else tuple(table.shape) for table in plan.tables
         ]:
             raise ValueError("plan is not from this PermutationSpec: draw it with spec.sample()")
+        for factor, table in zip(self.factors, plan.tables, strict=True):
+            if table is not None and not 0 <= table.min() <= table.max() < factor.size:
+                raise ValueError(
+                    f"plan has an entry outside of [0, {factor.size}): draw it with spec.sample()"
+                )
 
     def free_tables(self, plan: PermutationPlan) -> list[tuple[int, torch.Tensor]]:
         """Returns the number and the table of every free factor."""

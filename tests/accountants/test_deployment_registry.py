@@ -8,7 +8,7 @@ from helpers.toy import make_toy, run_epoch
 from opacus_shuffle import PrivacyEngine, PrivacyReport
 from opacus_shuffle.accountants.bounds.registry import entries_of
 from opacus_shuffle.accountants.deployment_registry import ASK, QUESTIONS, yaml_lines
-from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffledWeights
+from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffledSums, ShuffledWeights
 
 yaml = pytest.importorskip("yaml")
 ROUNDS = [(ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1), 5540)]
@@ -172,6 +172,7 @@ LOCAL, PAIR = (row for row in entries_of(ShuffledCheckIn) if row.name in ("local
         ),
         ({"entries": [PAIR]}, "Shuffle", "none: its epsilon is about one pair"),
         ({"predictable": ["seed=0"]}, "Shuffle", "none: whoever knows seed=0"),
+        ({"rewound": 7}, "Shuffle", "none: its epsilon leaves out 7 rounds that ran"),
     ],
 )
 def test_an_entry_says_whom_its_epsilon_trusts_and_files_none_that_is_no_guarantee(
@@ -201,10 +202,22 @@ def test_an_answer_that_is_none_is_refused_by_name(arguments, refused):
         PrivacyReport(ROUNDS, delta=1e-5).statement(**arguments)
 
 
+def test_an_entry_says_of_secure_mode_and_sampling_what_ran():
+    with pytest.raises(ValueError, match="secure_mode=True is not what ran"):
+        PrivacyReport(ROUNDS, delta=1e-5, pytorch_noise=True).statement(
+            format="registry", secure_mode=True
+        )
+    common = {"noise_multiplier": 1.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 9}
+    both = [(ShuffledSums.build(sampling=s, **common), 2) for s in ("poisson", "fixed_size")]
+    words = PrivacyReport(both, delta=1e-5).statement(format="registry").split()
+    assert "accounts for: fixed_size, poisson." in " ".join(words)
+
+
 def test_every_text_and_number_is_read_again_as_it_was_written():
     values = {
         "texts": [
             *('"quoted": #1', "- item\n  two  spaces", " a ", "", "true", "1e-5", "ε ≤ 1\t\\"),
+            *("\x85--- a \u2028... b \x7f\ufeff\ud800", "\u2028 \U0001f600 " * 20),
             *("back\\slashes \\ at \\ ends \\ " * 9, "# no comment " * 20),
         ],
         "long": "long" * 40 + " word " * 9,

@@ -43,8 +43,8 @@ def test_whole_epochs_run_within_a_budget_and_no_step_beyond_it(name):
     with pytest.raises(ValueError, match="let the noise fall between epochs alone"):
         budget.check_step()
     assert not budget.allows_epoch()
-    with pytest.raises(ValueError, match="does not allow this epoch"):
-        budget.check_step()
+    with run.refused("does not allow this epoch", goes_on=False):
+        run.step()
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,17 @@ def test_whole_epochs_run_within_a_budget_and_no_step_beyond_it(name):
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1 .got 2"),
         ({"gradient_clip_val": 0.5}, "gradient_clip_val=None .got 0.5"),
         ({"enable_checkpointing": True}, "enable_checkpointing=False .got True"),
+        ({"ckpt_path": "last.ckpt"}, "ckpt_path=None .got 'last.ckpt'"),
     ],
 )
 def test_lightning_may_not_void_epsilon(settings, said):
     from opacus_shuffle.integrations.lightning import PrivacyCallback
 
     run, options = Run(), {"accelerator": "cpu", "enable_checkpointing": False, **settings}
+    trainer = lightning.Trainer(**{name: options[name] for name in options if name != "ckpt_path"})
+    trainer.ckpt_path = settings.get("ckpt_path")
     with pytest.raises(ValueError, match=said):
-        PrivacyCallback(run.engine, delta=DELTA).on_train_start(
-            lightning.Trainer(**options), run.model
-        )
+        PrivacyCallback(run.engine, delta=DELTA).on_train_start(trainer, run.model)
 
 
 class Model(nn.Module):
@@ -82,6 +83,7 @@ class Model(nn.Module):
         ({"max_grad_norm": 1.0}, "max_grad_norm=0 .got 1.0"),
         ({"save_strategy": "epoch"}, "save_strategy='no'"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0 .got 0.1"),
+        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen='no'"),
         ({}, ""),
     ],
 )
@@ -97,5 +99,16 @@ def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
         with pytest.raises(ValueError, match=said):
             PrivateTrainer(run.model, arguments, **common)
     else:
-        PrivateTrainer(run.model, arguments, optimizers=(run.optimizer, None), **common).train()
+        trainer = PrivateTrainer(run.network, arguments, optimizers=(run.optimizer, None), **common)
+        with pytest.raises(ValueError, match="resume_from_checkpoint=None"):
+            trainer.train(resume_from_checkpoint=str(tmp_path))
+        trainer.train()
         assert run.accounted == run.updates == 12
+        assert not {"loss", "total_flos"} & {
+            name for logs in trainer.state.log_history for name in logs
+        }
+        with pytest.raises(ValueError, match="labels hold -100"):
+            trainer.compute_loss(run.network, {"labels": torch.tensor([0, -100])})
+        arguments.save_strategy = "epoch"
+        with pytest.raises(ValueError, match="holds weights and not what they cost"):
+            trainer.train()

@@ -159,3 +159,13 @@ def test_names_of_wrappers_are_seen_through():
 def test_networks_that_do_not_fit_are_refused_by_parameter(other):
     with pytest.raises(ValueError, match=r"0\.weight"):
         spec_of("mlp").apply_(copy.deepcopy(entry(other)[0]), draw(spec_of("mlp"), 0))
+
+
+@pytest.mark.parametrize("entry", [-1, 6])
+def test_a_plan_that_leads_out_of_a_tensor_is_refused_before_it_moves_memory(entry):
+    network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    spec = find_permutations(network)
+    plan = spec.sample()
+    next(table for table in plan.tables if table is not None)[..., 3] = entry
+    with pytest.raises(ValueError, match=r"outside of \[0, 6\)"):
+        spec.apply_(network, plan)

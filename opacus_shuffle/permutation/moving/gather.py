@@ -39,8 +39,8 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     """Permutes rows and columns of every tensor, bit for bit the same with every executor.
 
     Sizes and indices are trusted: checking would read indices back from a GPU at every step. An
-    index that is no permutation gives wrong entries or an error of PyTorch's, and with Triton or
-    Numba it reads memory that is not the tensor's.
+    index that is no permutation gives wrong entries or an error of PyTorch's; one that leads out of
+    the tensor reads other memory with Triton, and writes it with Numba.
 
     Args:
         moves: The tensors, each once; they may differ in dtype and device, and share index tensors.
