@@ -327,9 +327,9 @@ class BitSums(ReportFormat):
         num_users: n, all clients; each sends a report in every round.
         sample_rate: γ, the chance that a client's vector is in its report.
         sampling: ``"poisson"``: each client tosses a coin for every round. ``"random_allocation"``:
-            γ is 1/t, and each client's vector is in one of every t reports that it sends, by a
-            uniform draw of its own. ε is smaller mostly, and begun epochs of t rounds count in
-            full.
+            γ is 1/t, and each client's vector is in one of every t rounds, by a uniform draw of its
+            own at the first of them; whoever misses that one sits them all out. ε is smaller
+            mostly, and begun epochs of t rounds count in full.
         delta: δ of the whole run, of which binomial tails take a millionth.
         rounds: Rounds of the run, which share those tails.
         honest_fraction: The share of the clients that is certain to follow the protocol.
