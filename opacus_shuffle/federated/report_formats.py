@@ -208,8 +208,12 @@ class ReportFormat(ABC):
         held.append(numbers)
 
     @abstractmethod
-    def merge(self, held: list[Any], mixed: bytes) -> None:
-        """Adds what another shuffler has mixed of its reports to what the shuffler holds."""
+    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
+        """Adds what another shuffler has mixed of its reports to what the shuffler holds.
+
+        Raises:
+            ValueError: If so many reports cannot have been mixed to that.
+        """
 
     @abstractmethod
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
@@ -311,6 +315,14 @@ class ReportFormat(ABC):
         numbers = report[_HEADER.size :]
         self.check_numbers(numbers)
         return round_, numbers
+
+
+def _check_mixed(possible: bool) -> None:
+    if not possible:
+        raise ValueError(
+            "what a part has mixed is not of so many reports as it says: are all shufflers of the "
+            "same version?"
+        )
 
 
 class BitSums(ReportFormat):
@@ -434,9 +446,12 @@ class BitSums(ReportFormat):
         """Adds a report's counts to their sum, so that a shuffler holds one number a coordinate."""
         self._add(held, np.frombuffer(numbers, self._count_type))
 
-    def merge(self, held: list[Any], mixed: bytes) -> None:
+    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's sum of counts."""
-        self._add(held, np.frombuffer(mixed, "<i8"))
+        _check_mixed(len(mixed) == 8 * self.dimension)
+        counts = np.frombuffer(mixed, "<i8")
+        _check_mixed(counts.min() >= 0 and counts.max() <= num_reports * self.bits)
+        self._add(held, counts)
 
     def _add(self, held: list[Any], counts: npt.NDArray[Any]) -> None:
         if not held:
@@ -518,10 +533,14 @@ class VectorReports(ReportFormat):
                 f"{self.longest_report:.3g} of: it is not taken"
             )
 
-    def merge(self, held: list[Any], mixed: bytes) -> None:
+    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's reports."""
         size = self.bytes_per_report
-        held += [mixed[start : start + size] for start in range(0, len(mixed), size)]
+        _check_mixed(len(mixed) % size == 0 and len(mixed) <= num_reports * size)
+        reports = [mixed[start : start + size] for start in range(0, len(mixed), size)]
+        for report in reports:
+            self.check_numbers(report)
+        held += reports
 
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns the reports in random order."""
