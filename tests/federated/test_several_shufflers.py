@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +112,36 @@ def test_what_no_part_has_mixed_is_refused_and_nothing_is_counted_twice(reports,
     released = lead.close_round(1)
     apart = [reports.estimate(part.close_round(1).mixed, half) for part in parts]
     assert torch.allclose(reports.estimate(released.mixed, 2 * half), sum(apart))
+
+
+class SlowPart(Shuffler):
+    """A part that answers when it is let."""
+
+    let = threading.Event()
+
+    def open_round(self, *asked):
+        self.let.wait(60)
+        super().open_round(*asked)
+
+
+def test_while_a_part_is_waited_for_others_are_heard_and_no_client_piles_up_reports():
+    part = SlowPart(SUMS, is_part=True)
+    with ShufflerService(
+        Shuffler(SUMS, parts=[part]), clients=CLIENTS, server=SERVER
+    ).start() as service:
+        server = threading.Thread(
+            target=FarShuffler(service.url, SERVER).open_round, args=(1, SUMS.fingerprint)
+        )
+        server.start()
+        restless = FarShuffler(service.url, CLIENTS[0], timeout=0.5, attempts=1)
+        for _ in range(2):  # the service keeps what it was sent, until the part has answered
+            with pytest.raises(ConnectionError, match="timed out"):
+                restless.submit(SUMS.encode(1, None))
+        with pytest.raises(ValueError, match="429"):
+            restless.submit(SUMS.encode(1, None))
+        part.let.set()
+        server.join()
+        FarShuffler(service.url, CLIENTS[1]).submit(SUMS.encode(1, None))
 
 
 def test_one_shuffler_is_no_two_parts():
