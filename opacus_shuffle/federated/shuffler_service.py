@@ -259,7 +259,8 @@ class ShufflerService:
             seconds=positive("seconds", seconds),
         )
         self.server_address = self._door.getsockname()[:2]
-        self.url = f"{'http' if certificate is None else 'https'}://{host}:{self.server_address[1]}"
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"{'http' if certificate is None else 'https'}://{name}:{self.server_address[1]}"
         self._server = uvicorn.Server(self._config)
         self._thread: threading.Thread | None = None
         self._turn = asyncio.Lock()
@@ -296,11 +297,13 @@ class ShufflerService:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answers one request, as ASGI has it."""
         unread = False
+        # What is wrong in chunks that come after an answer would be written down by asyncio.
+        chunked = b"transfer-encoding" in dict(scope["headers"])
         try:
             content = await self._answer(scope, receive)
             status = 200 if content else 204
         except RefusedRequestError as error:
-            status, content, unread = error.status, str(error).encode(), True
+            status, content, unread = error.status, str(error).encode(), not chunked
         except UnknownRoundError as error:
             status, content = 404, str(error).encode()
         except ValueError as error:

@@ -114,12 +114,22 @@ def test_what_no_part_has_mixed_is_refused_and_nothing_is_counted_twice(reports,
     assert torch.allclose(reports.estimate(released.mixed, 2 * half), sum(apart))
 
 
+def test_a_ledger_goes_on_with_nothing_that_a_part_has_released_by_itself():
+    ledger = ledger_of(SUMS, Shuffler(SUMS, is_part=True))
+    with pytest.raises(ValueError, match=r"handed over with 9 reports, and min_reports=10"):
+        ledger.run(lambda number: all_report(ledger.shuffler, number, 9), lambda total: total)
+    assert len(ledger.accountant) == 1
+
+
 class SlowPart(Shuffler):
     """A part that answers when it is let."""
 
-    let = threading.Event()
+    def __init__(self, *of_all, **options):
+        super().__init__(*of_all, **options)
+        self.asked, self.let = threading.Event(), threading.Event()
 
     def open_round(self, *asked):
+        self.asked.set()
         self.let.wait(60)
         super().open_round(*asked)
 
@@ -133,6 +143,7 @@ def test_while_a_part_is_waited_for_others_are_heard_and_no_client_piles_up_repo
             target=FarShuffler(service.url, SERVER).open_round, args=(1, SUMS.fingerprint)
         )
         server.start()
+        part.asked.wait(60)
         restless = FarShuffler(service.url, CLIENTS[0], timeout=0.5, attempts=1)
         for _ in range(2):  # the service keeps what it was sent, until the part has answered
             with pytest.raises(ConnectionError, match="timed out"):
