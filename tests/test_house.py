@@ -40,7 +40,7 @@ STOREYS = [  # from the ground up: a module imports from its own storey and from
     "__main__",
 ]
 COMPAT = f"{PACKAGE}.core.opacus_compat"
-LONGEST = 700
+LONGEST = 725
 
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
@@ -50,16 +50,16 @@ WEIGHTS = {
     "audit": 695,
     "commands": 825,
     "core": 835,
-    "engine": 3_225,
+    "engine": 3_230,
     "estimators": 140,
     "federated": 1_195,
-    "integrations": 135,
+    "integrations": 140,
     "networks": 600,
-    "permutation": 2_230,
+    "permutation": 2_235,
     "protocols": 805,
     "sco": 965,
 }
-TESTS_WEIGHT = 16_300
+TESTS_WEIGHT = 16_360
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",
@@ -280,7 +280,7 @@ import importlib, importlib.abc, sys
 
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        extras = "matplotlib mlxtend numba pandas shtab sklearn tqdm transformers triton uvicorn".split()
+        extras = "matplotlib mlxtend numba tqdm transformers triton sklearn pandas shtab".split()
         if name.split(".")[0] in extras:
             raise ModuleNotFoundError(name)
 

@@ -139,14 +139,26 @@ class Ledger:
         self._write(accountant=accountant, round=self.round + 1, begun=True)
 
     def close(self) -> Released:
-        """Accounts for the open round, then takes it from the shuffler."""
+        """Accounts for the open round, then takes it from the shuffler.
+
+        Raises:
+            ValueError: If that hands over fewer reports than a round is accounted with, as a part
+                of a shuffler does.
+        """
         if not self.begun:
             self.begin()
         try:
-            return self.shuffler.close_round(self.round)
+            released = self.shuffler.close_round(self.round)
         except UnknownRoundError:
             # The shuffler was started anew: it has nothing of this round, and nobody ever will.
             return Released(self.round, 0, b"")
+        if 0 < released.num_reports < self.format.min_reports:
+            raise ValueError(
+                f"round {self.round} was handed over with {released.num_reports} reports, and "
+                f"min_reports={self.format.min_reports} are accounted for: this shuffler is a part "
+                "of another one, so ask that, and count no ε on what was seen of this round"
+            )
+        return released
 
     def finish(self, result: Any = None) -> None:
         """Writes down a round's result, and has the shuffler forget the round.

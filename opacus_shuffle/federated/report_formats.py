@@ -205,8 +205,12 @@ class ReportFormat(ABC):
         held.append(numbers)
 
     @abstractmethod
-    def merge(self, held: list[Any], mixed: bytes) -> None:
-        """Adds what another shuffler has mixed of its reports to what the shuffler holds."""
+    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
+        """Adds what another shuffler has mixed of its reports to what the shuffler holds.
+
+        Raises:
+            ValueError: If so many reports cannot have been mixed to that.
+        """
 
     @abstractmethod
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
@@ -308,6 +312,14 @@ class ReportFormat(ABC):
         return round_, numbers
 
 
+def _check_mixed(possible: bool) -> None:
+    if not possible:
+        raise ValueError(
+            "what a part has mixed is not of so many reports as it says: are all shufflers of the "
+            "same version?"
+        )
+
+
 class BitSums(ReportFormat):
     """Reports a vector as bits on a grid with noise bits; the shuffler adds up the ones.
 
@@ -322,8 +334,9 @@ class BitSums(ReportFormat):
         num_users: n, all clients; each sends a report in every round.
         sample_rate: γ, the chance that a client's vector is in its report.
         sampling: ``"poisson"``: each client tosses a coin for every round. ``"random_allocation"``:
-            γ is 1/t, and each client's vector is in one of every t reports that it sends, by a
-            uniform draw of its own. Begun epochs of t rounds count in full.
+            γ is 1/t, and each client's vector is in one of every t rounds, by a uniform draw of its
+            own at the first of them; whoever misses that one sits them all out. Begun epochs count
+            in full.
         delta: δ of the whole run, of which binomial tails take a millionth.
         rounds: Rounds of the run, which share those tails.
         honest_fraction: The share of the clients that is certain to follow the protocol.
@@ -363,8 +376,8 @@ class BitSums(ReportFormat):
         if 3 * self.honest_reports < self.num_users:
             raise ValueError(
                 f"min_reports={self.min_reports} and honest_fraction={honest_fraction} make "
-                f"{self.honest_reports} honest reports certain, BitSums needs "
-                f"{-(-self.num_users // 3)}, a third of num_users={self.num_users}: raise min_reports"
+                f"{self.honest_reports} honest reports certain, BitSums needs a third of "
+                f"num_users={self.num_users}, {-(-self.num_users // 3)}: raise min_reports"
             )
         self.protocol = ShuffleVectorSum.with_noise_multiplier(
             self.num_users,
@@ -426,9 +439,12 @@ class BitSums(ReportFormat):
         """Adds a report's counts to their sum, so that a shuffler holds one number a coordinate."""
         self._add(held, np.frombuffer(numbers, self._count_type))
 
-    def merge(self, held: list[Any], mixed: bytes) -> None:
+    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's sum of counts."""
-        self._add(held, np.frombuffer(mixed, "<i8"))
+        _check_mixed(len(mixed) == 8 * self.dimension)
+        counts = np.frombuffer(mixed, "<i8")
+        _check_mixed(counts.min() >= 0 and counts.max() <= num_reports * self.bits)
+        self._add(held, counts)
 
     def _add(self, held: list[Any], counts: npt.NDArray[Any]) -> None:
         if not held:
@@ -510,10 +526,14 @@ class VectorReports(ReportFormat):
                 f"{self.longest_report:.3g} of: it is not taken"
             )
 
-    def merge(self, held: list[Any], mixed: bytes) -> None:
+    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's reports."""
         size = self.bytes_per_report
-        held += [mixed[start : start + size] for start in range(0, len(mixed), size)]
+        _check_mixed(len(mixed) % size == 0 and len(mixed) <= num_reports * size)
+        reports = [mixed[start : start + size] for start in range(0, len(mixed), size)]
+        for report in reports:
+            self.check_numbers(report)
+        held += reports
 
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns the reports in random order."""

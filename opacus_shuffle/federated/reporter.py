@@ -49,7 +49,7 @@ class ClientBook:
     Attributes:
         state: ``rounds``, how many it has answered, ``last``, the last of them, and ``settings``,
             the fingerprint of its reports' format in hexadecimal; empty before the first round.
-            With random allocation also ``epoch`` and ``place``: which of the epoch's rounds the
+            With random allocation also ``epoch`` and ``place``: which of that epoch's rounds the
             client's vector is in, which nobody else may learn.
     """
 
@@ -62,9 +62,10 @@ class ClientBook:
         """Notes a round as answered, before anything is sent.
 
         With random allocation it also says whether the client's vector is in it. An epoch are
-        ``num_batches`` rounds **that this client has answered**: no numbers that a server gives to
-        rounds make it take part twice in one. Its place is drawn at the epoch's first round and
-        kept, as a second draw within an epoch would be another mechanism.
+        ``num_batches`` rounds by the ledger's numbers, from round 1 on. Its place is drawn at its
+        first round, and at no other: a client that has not answered that one, or whose book has
+        been lost or is an older copy, sits the epoch out, as a second draw within an epoch would
+        be another mechanism.
 
         Args:
             number: The round.
@@ -76,8 +77,9 @@ class ClientBook:
             Whether it takes part in this one; None without ``num_batches``.
 
         Raises:
-            ValueError: If it was answered before, all that were agreed to are, the book is of other
-                settings or cannot be read, or an argument is no whole number.
+            ValueError: If it was answered before, all that were agreed to are, its number says so
+                with random allocation, the book is of other settings or cannot be read, or an
+                argument is no whole number.
         """
         number = integer("number", number, minimum=0, maximum=LARGEST_ROUND)  # NaN is below nothing
         integer("max_rounds", max_rounds)
@@ -93,7 +95,8 @@ class ClientBook:
                     f"round {number} was answered already (the last was {last}): a second "
                     "report costs again; a new run is another agreement, with another book"
                 )
-            if rounds >= max_rounds:
+            # Numbers that leave rounds out would begin more epochs than were agreed to.
+            if rounds >= max_rounds or (num_batches is not None and number > max_rounds):
                 raise ValueError(
                     f"all max_rounds={max_rounds} rounds that this client agreed to are over: it "
                     "sends no more"
@@ -101,11 +104,11 @@ class ClientBook:
             state.update(settings=settings, rounds=rounds + 1, last=number)
             if num_batches is None:
                 return None
-            epoch, place = divmod(rounds, num_batches)
-            if state.get("epoch") != epoch:
+            epoch, place = divmod(number - 1, num_batches)
+            if place == 0:
                 (drawn,) = subset(num_batches, 1, SecretGenerator())
                 state.update(epoch=epoch, place=drawn)
-            return bool(state["place"] == place)
+            return bool(state.get("epoch") == epoch and state["place"] == place)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[MutableMapping[str, Any]]:

@@ -20,6 +20,7 @@ interface.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import reprlib
 import threading
@@ -111,6 +112,10 @@ class Shuffler:
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
         self.parts = [instance_of("each of parts", part, (RoundsOfAShuffler,)) for part in parts]
+        if len({getattr(part, "url", id(part)) for part in self.parts}) < len(self.parts):
+            raise ValueError(
+                "parts must be other shufflers, each once: its reports would count twice"
+            )
         self.is_part = is_part
         self.min_reports = 1 if is_part else format.min_reports
         check_generator("generator", generator)
@@ -218,11 +223,13 @@ class Shuffler:
                     f"round {number} has {reports} reports, the format has "
                     f"num_users={self.format.num_users}: give each client to one shuffler alone"
                 )
+            # A copy, as this may fail halfway, and the server asks again.
+            held = copy.deepcopy(self._held)
             for part in from_parts:
-                self.format.merge(self._held, part.mixed)
+                self.format.merge(held, part.mixed, part.num_reports)
             released = Released(number, 0, b"")
             if reports >= self.min_reports:
-                released = Released(number, reports, self.format.mix(self._held, self._generator))
+                released = Released(number, reports, self.format.mix(held, self._generator))
             self._open, self._digests, self._held, self._closed = None, {}, [], released
             return released
 

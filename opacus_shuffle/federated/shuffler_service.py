@@ -48,7 +48,7 @@ _SERVER = "the server"
 _MOST_REQUESTS = 100
 """So often a client may ask within a round."""
 _MOST_AT_ONCE = 2
-"""So many requests of one party may be under way at once."""
+"""So many requests of one client may be under way at once."""
 _WAITING_AT_THE_DOOR = 4096
 """So many connections wait to be accepted, as all clients of a round may come at once."""
 _MOST_IN_A_ROW = 32
@@ -259,7 +259,8 @@ class ShufflerService:
             seconds=positive("seconds", seconds),
         )
         self.server_address = self._door.getsockname()[:2]
-        self.url = f"{'http' if certificate is None else 'https'}://{host}:{self.server_address[1]}"
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"{'http' if certificate is None else 'https'}://{name}:{self.server_address[1]}"
         self._server = uvicorn.Server(self._config)
         self._thread: threading.Thread | None = None
         self._turn = asyncio.Lock()
@@ -296,11 +297,13 @@ class ShufflerService:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answers one request, as ASGI has it."""
         unread = False
+        # What is wrong in chunks that come after an answer would be written down by asyncio.
+        chunked = b"transfer-encoding" in dict(scope["headers"])
         try:
             content = await self._answer(scope, receive)
             status = 200 if content else 204
         except RefusedRequestError as error:
-            status, content, unread = error.status, str(error).encode(), True
+            status, content, unread = error.status, str(error).encode(), not chunked
         except UnknownRoundError as error:
             status, content = 404, str(error).encode()
         except ValueError as error:
@@ -336,7 +339,8 @@ class ShufflerService:
         if b"transfer-encoding" in headers or not _is_number(length) or int(length) > longest:
             said = f"Content-Length must be that of a report at most, {longest}"
             raise RefusedRequestError(413, said)
-        if self._asked[party] >= _MOST_REQUESTS or self._under_way[party] >= _MOST_AT_ONCE:
+        at_once = 0 if party == _SERVER else self._under_way[party]  # it may ask anew while we mix
+        if self._asked[party] >= _MOST_REQUESTS or at_once >= _MOST_AT_ONCE:
             raise RefusedRequestError(429, "that is too often for one round, or too much at once")
         if self._under_way.total() >= self._door.most_connections:
             raise RefusedRequestError(503, "all places are taken: ask again")
@@ -347,14 +351,16 @@ class ShufflerService:
         self._under_way[party] += 1
         try:
             body = await _receive(receive, longest)
-        finally:
-            self._under_way[party] -= 1
+            if len(body) < int(length):
+                raise RefusedRequestError(400, "the request was cut off")
             if party == _SERVER:  # whose answers take long; a client's are short, and end in time
                 timer.cancel()
-        if len(body) < int(length):
-            raise RefusedRequestError(400, "the request was cut off")
-        async with self._turn:
-            return await self._act(party, path, body)
+            # Whoever waits for its turn holds its report meanwhile, and so is under way still.
+            async with self._turn:
+                return await self._act(party, path, body)
+        finally:
+            self._under_way[party] -= 1
+            self._under_way += Counter()  # forgets those that are zero
 
     async def _act(self, party: str, path: str, body: bytes) -> bytes:
         """Does what the request asks of the shuffler, and returns the answer's content."""
@@ -364,17 +370,17 @@ class ShufflerService:
                 self._asked[party] += 1
                 shuffler.submit(party, body)
             case ["", "rounds", number, "open"] if _is_number(number):
-                shuffler.open_round(int(number), body)
+                # It may ask parts, and mixing takes long: meanwhile others are to be heard.
+                await asyncio.to_thread(shuffler.open_round, int(number), body)
                 self._asked.clear()
                 _note("opened", int(number))
             case ["", "rounds", number, "close"] if _is_number(number):
-                # Mixing takes long, and meanwhile others are to be heard.
                 released = await asyncio.to_thread(shuffler.close_round, int(number))
                 event = "dropped" if released.dropped else "closed"
                 _note(event, released.round, reports=released.num_reports)
                 return released.num_reports.to_bytes(4, "little") + released.mixed
             case ["", "rounds", number, "forget"] if _is_number(number):
-                shuffler.forget_round(int(number))
+                await asyncio.to_thread(shuffler.forget_round, int(number))
                 _note("forgotten", int(number))
             case _:
                 raise UnknownRoundError("no such request")

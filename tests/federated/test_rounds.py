@@ -208,27 +208,41 @@ def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_p
     assert 29 in answered
 
 
-def test_a_client_takes_part_once_in_every_epoch_of_rounds_that_it_answers(tmp_path):
-    """Whatever numbers the server gives to rounds, and however often the client is restarted."""
-    took, trained = [], []
+def takes_part(book: ClientBook, number: int) -> bool | None:
+    return book.note(number, max_rounds=12, fingerprint=ONCE.fingerprint, num_batches=4)
 
-    def train() -> torch.Tensor:
-        trained.append(True)
-        return torch.ones(3)
 
-    for number in (1, 2, 3, 9, 17, 18, 40, 41, 80, 81, 82, 83):
-        Reporter(ONCE, max_rounds=12, book=FileBook(tmp_path / "book")).answer(
-            number, train, lambda report: None, always_train=False
-        )
-        took.append(len(trained) - sum(took))
+def test_a_client_takes_part_once_in_every_epoch_however_often_it_is_restarted(tmp_path):
+    took = [takes_part(FileBook(tmp_path / "book"), number) for number in range(1, 13)]
     assert [sum(took[start : start + 4]) for start in (0, 4, 8)] == [1, 1, 1]
+    assert not any(takes_part(ClientBook(), 0) for _ in range(40))  # that is in no epoch
+
+
+def test_a_client_that_has_lost_its_draw_takes_no_part_until_the_next_epoch(tmp_path):
+    """Each book of a round alone would draw again: the coins of another mechanism, at its ε."""
+    for number in (2, 3, 4):
+        assert not any(takes_part(ClientBook(), number) for _ in range(40))
+    for _ in range(20):
+        book = ClientBook()
+        took = takes_part(book, 1)
+        older = ClientBook(dict(book.state))
+        took += sum(takes_part(book, number) for number in (2, 3, 4))
+        assert took + sum(takes_part(older, number) for number in (6, 7, 8)) == 1
+
+
+def test_numbers_that_leave_rounds_out_begin_no_more_epochs_than_were_agreed_to():
+    book = ClientBook()
+    for number in (1, 5, 9):
+        takes_part(book, number)
+    with pytest.raises(ValueError, match="all max_rounds=12 rounds"):
+        takes_part(book, 13)
 
 
 def test_which_round_of_an_epoch_it_is_comes_from_a_uniform_draw():
     def places() -> list[bool | None]:
         book = ClientBook()
         noted = {"max_rounds": 4, "fingerprint": ONCE.fingerprint, "num_batches": 4}
-        return [book.note(number, **noted) for number in range(4)]
+        return [book.note(number, **noted) for number in (1, 2, 3, 4)]
 
     counts = np.sum([places() for _ in range(400)], axis=0)
     assert stats.chisquare(counts).pvalue > 1e-9

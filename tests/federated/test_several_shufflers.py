@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from helpers.federation import CLIENTS, GAUSSIAN, SECRET, SERVER, SUMS, all_report, ledger_of
 
 from opacus_shuffle.federated import FarShuffler, Shuffler, ShufflerService
-from opacus_shuffle.federated.shuffler import UnknownRoundError
+from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 
 
 def split(reports, parts: int) -> tuple[Shuffler, list[Shuffler]]:
@@ -87,6 +89,76 @@ def test_a_part_that_was_started_anew_is_missing_and_more_reports_than_users_are
         all_report(part, 2)
     with pytest.raises(ValueError, match=r"round 2 has 40 reports.*num_users=20"):
         lead.close_round(2)
+
+
+@pytest.mark.parametrize("reports", [SUMS, GAUSSIAN, SECRET], ids=lambda reports: reports.kind)
+def test_what_no_part_has_mixed_is_refused_and_nothing_is_counted_twice(reports, monkeypatch):
+    lead, parts = split(reports, 2)
+    lead.open_round(1)
+    sent_to(parts, 1)
+    half, sound = reports.num_users // 2, parts[1].close_round(1)
+    for num_reports, mixed in (
+        (half, sound.mixed[:8]),
+        (half, sound.mixed + bytes(4)),
+        (half, b"\xff" * len(sound.mixed)),
+        (-1, sound.mixed),
+        (2**32, b""),
+    ):
+        lie = Released(1, num_reports, mixed)
+        with monkeypatch.context() as patched:
+            patched.setattr(parts[1], "close_round", lambda _, lie=lie: lie)
+            with pytest.raises(ValueError, match="report"):
+                lead.close_round(1)
+    released = lead.close_round(1)
+    apart = [reports.estimate(part.close_round(1).mixed, half) for part in parts]
+    assert torch.allclose(reports.estimate(released.mixed, 2 * half), sum(apart))
+
+
+def test_a_ledger_goes_on_with_nothing_that_a_part_has_released_by_itself():
+    ledger = ledger_of(SUMS, Shuffler(SUMS, is_part=True))
+    with pytest.raises(ValueError, match=r"handed over with 9 reports, and min_reports=10"):
+        ledger.run(lambda number: all_report(ledger.shuffler, number, 9), lambda total: total)
+    assert len(ledger.accountant) == 1
+
+
+class SlowPart(Shuffler):
+    """A part that answers when it is let."""
+
+    def __init__(self, *of_all, **options):
+        super().__init__(*of_all, **options)
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def open_round(self, *asked):
+        self.asked.set()
+        self.let.wait(60)
+        super().open_round(*asked)
+
+
+def test_while_a_part_is_waited_for_others_are_heard_and_no_client_piles_up_reports():
+    part = SlowPart(SUMS, is_part=True)
+    with ShufflerService(
+        Shuffler(SUMS, parts=[part]), clients=CLIENTS, server=SERVER
+    ).start() as service:
+        server = threading.Thread(
+            target=FarShuffler(service.url, SERVER).open_round, args=(1, SUMS.fingerprint)
+        )
+        server.start()
+        part.asked.wait(60)
+        restless = FarShuffler(service.url, CLIENTS[0], timeout=0.5, attempts=1)
+        for _ in range(2):  # the service keeps what it was sent, until the part has answered
+            with pytest.raises(ConnectionError, match="timed out"):
+                restless.submit(SUMS.encode(1, None))
+        with pytest.raises(ValueError, match="429"):
+            restless.submit(SUMS.encode(1, None))
+        part.let.set()
+        server.join()
+        FarShuffler(service.url, CLIENTS[1]).submit(SUMS.encode(1, None))
+
+
+def test_one_shuffler_is_no_two_parts():
+    for part in (Shuffler(SUMS, is_part=True), FarShuffler("http://localhost:9", SERVER)):
+        with pytest.raises(ValueError, match="each once"):
+            Shuffler(SUMS, parts=[part, part])
 
 
 def test_parts_are_processes_that_take_the_lead_for_their_server():

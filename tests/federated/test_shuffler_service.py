@@ -203,6 +203,18 @@ def test_a_stranger_is_answered_before_anything_of_a_report_has_come(service):
 
 
 @pytest.mark.parametrize("secret", [CLIENTS[0], "a-stranger-of-no-name"])
+def test_chunks_that_go_wrong_after_the_answer_fill_no_log(service, secret, caplog):
+    with connected(
+        service, asking("/report", "Transfer-Encoding: chunked", secret=secret)
+    ) as client:
+        assert client.recv(1000).startswith(b"HTTP/1.1 4")
+        with contextlib.suppress(OSError):  # the connection may have ended
+            client.sendall(b"no chunk\r\n")
+            answer(client)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("secret", [CLIENTS[0], "a-stranger-of-no-name"])
 def test_a_request_that_comes_byte_by_byte_ends_in_its_time(secret):
     head = asking("/report", f"Content-Length: {SUMS.report_size}", secret=secret)
     with (
@@ -312,6 +324,14 @@ def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(c
                 FarShuffler(service.url, SERVER, **{names: "no.crt"})
         for client in silent:
             client.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_service_on_ipv6_says_where_it_is(certificate):
+    with ShufflerService(
+        Shuffler(SUMS), clients=CLIENTS, server=SERVER, host="::1", certificate=certificate
+    ) as service:
+        assert FarShuffler(service.url, SERVER).url == f"https://[::1]:{service.server_address[1]}"
 
 
 def test_where_both_sides_show_certificates_a_secret_is_not_enough(certificate):
