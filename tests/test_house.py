@@ -49,7 +49,7 @@ WEIGHTS = {
     "analysis": 1_710,
     "audit": 695,
     "commands": 825,
-    "core": 835,
+    "core": 840,
     "engine": 3_230,
     "estimators": 140,
     "federated": 1_195,

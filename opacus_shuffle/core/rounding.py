@@ -1,12 +1,16 @@
-"""Numbers as text, never below the number.
+"""Numbers as text or in single precision, never below the number.
 
 >>> round_up(0.00140628), round_up(634.201), round_up(123456.1), round_up(0.0), round_up(1.2345e28)
 ('0.001407', '634.3', '123457', '0', '1.235E+28')
+>>> up_to_single(0.7), up_to_single(0.5)
+(0.7000000476837158, 0.5)
 """
 
 from __future__ import annotations
 
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+
+import numpy as np
 
 
 def round_up(value: float, digits: int = 4) -> str:
@@ -26,3 +30,10 @@ def round_up(value: float, digits: int = 4) -> str:
 def round_down(value: float, digits: int = 4) -> str:
     """The same, never above the number."""
     return f"{Context(prec=digits, rounding=ROUND_FLOOR).plus(Decimal(value)):f}" if value else "0"
+
+
+def up_to_single(value: float) -> float:
+    """Returns the smallest number of single precision that is not below; loggers keep no more."""
+    nearest = np.float32(value)
+    # NumPy would compare in single precision.
+    return float(nearest if float(nearest) >= value else np.nextafter(nearest, np.float32(np.inf)))

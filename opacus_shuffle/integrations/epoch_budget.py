@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import instance_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
@@ -142,9 +143,10 @@ class EpochBudget:
         """
         if not self.fits:
             raise ValueError(
-                f"target_epsilon={self.target} does not allow this epoch: ε is {self.spent:.6g}, "
-                f"and would be {self.ahead:.6g} after it; train fewer epochs (and leave out a "
-                "least number of them), or take the noise that make_private_with_epsilon finds"
+                f"target_epsilon={self.target} does not allow this epoch: ε is "
+                f"{round_up(self.spent)}, and would be {round_up(self.ahead)} after it; train "
+                "fewer epochs (and leave out a least number of them), or take the noise that "
+                "make_private_with_epsilon finds"
             )
         if self.target < math.inf and self.optimizer.noise_multiplier < self.noise:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from opacus_shuffle.core import extras
+from opacus_shuffle.core.rounding import up_to_single
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.integrations.epoch_budget import EpochBudget, check_settings
 
@@ -53,7 +54,7 @@ class PrivacyCallback(lightning.Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs ε, and stops where the next epoch does not fit."""
-        pl_module.log("epsilon", self.budget.spent, prog_bar=True)
+        pl_module.log("epsilon", up_to_single(self.budget.spent), prog_bar=True)
         trainer.should_stop = trainer.should_stop or not self.budget.allows_epoch()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> NoReturn:

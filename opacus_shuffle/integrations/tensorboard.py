@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.core.rounding import up_to_single
 
 
 def log_privacy(writer: Any, report: PrivacyReport, step: int) -> None:
@@ -28,5 +29,5 @@ def log_privacy(writer: Any, report: PrivacyReport, step: int) -> None:
             once an epoch.
         step: Where on the horizontal axis.
     """
-    writer.add_scalar("privacy/epsilon", report.best.epsilon, step)
+    writer.add_scalar("privacy/epsilon", up_to_single(report.best.epsilon), step)
     writer.add_text("privacy/statement", report.statement(), step)
