@@ -53,7 +53,7 @@ WEIGHTS = {
     "engine": 3_230,
     "estimators": 140,
     "federated": 1_195,
-    "integrations": 140,
+    "integrations": 145,
     "networks": 600,
     "permutation": 2_235,
     "protocols": 805,
