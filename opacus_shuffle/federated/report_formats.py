@@ -529,7 +529,8 @@ class VectorReports(ReportFormat):
     def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's reports."""
         size = self.bytes_per_report
-        _check_mixed(len(mixed) % size == 0 and len(mixed) <= num_reports * size)
+        _check_mixed(len(mixed) % size == 0)
+        _check_mixed(len(mixed) <= num_reports * size <= self.num_users * size)
         reports = [mixed[start : start + size] for start in range(0, len(mixed), size)]
         for report in reports:
             self.check_numbers(report)

@@ -9,7 +9,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from opacus_shuffle.core.validation import reject_unknown
 from opacus_shuffle.federated import FarShuffler, ReportFormat, Shuffler, ShufflerService
+
+_KEYS_OF_A_PART = ("url", "secret-file", "certificate", "own-certificate")
 
 
 def _read_json(path: str) -> Any:
@@ -22,6 +25,22 @@ def _read_json(path: str) -> Any:
         return json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
+
+
+def _part_of(settings: dict[str, Any]) -> FarShuffler:
+    """Returns one of the other shufflers.
+
+    Raises:
+        ValueError: If it has a key that none has.
+    """
+    unknown = {name: value for name, value in settings.items() if name not in _KEYS_OF_A_PART}
+    reject_unknown("each of parts", unknown, _KEYS_OF_A_PART)
+    return FarShuffler(
+        settings["url"],
+        Path(settings["secret-file"]).read_text(),
+        certificate=settings.get("certificate"),
+        own_certificate=settings.get("own-certificate"),
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -43,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--parts",
         metavar="FILE",
         help="JSON file with other shufflers, to whom the rest of the clients report: a list of "
-        '{"url": ..., "secret-file": ..., "certificate": ...}',
+        '{"url": ..., "secret-file": ..., "certificate": ..., "own-certificate": ...}',
     )
     parser.add_argument(
         "--part",
@@ -76,18 +95,16 @@ def main(arguments: list[str] | None = None) -> None:
         default=20.0,
         help="that a request may take to come (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-metrics",
+        action="store_true",
+        help="do not answer /metrics: behind a proxy on this machine everyone could read them",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what becomes of rounds
     try:
         reports = ReportFormat.of_settings(_read_json(options.settings))
-        parts = [
-            FarShuffler(
-                part["url"],
-                Path(part["secret-file"]).read_text(),
-                certificate=part.get("certificate"),
-            )
-            for part in (_read_json(options.parts) if options.parts else [])
-        ]
+        parts = [_part_of(part) for part in (_read_json(options.parts) if options.parts else [])]
         service = ShufflerService(
             Shuffler(reports, parts=parts, is_part=options.part),
             clients=Path(options.secrets).read_text().split(),
@@ -99,8 +116,9 @@ def main(arguments: list[str] | None = None) -> None:
             client_certificates=options.client_certificates,
             most_connections=options.most_connections,
             seconds=options.seconds,
+            metrics=not options.no_metrics,
         )
-    except (KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError):
         parser.error(f"{options.parts} must be a list of shufflers, each with url and secret-file")
     except (OSError, ValueError) as error:  # a file is missing or wrong, or a port is taken
         parser.error(str(error))

@@ -22,6 +22,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import json
+import logging
 import reprlib
 import threading
 from collections.abc import Sequence
@@ -33,9 +35,20 @@ from opacus_shuffle.core.randomness import SecretGenerator, check_generator, is_
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
+log = logging.getLogger("opacus_shuffle.shuffler")
+"""What happened to rounds, a line of JSON each: never who sent what, nor when."""
+
 
 class RefusedReportError(ValueError):
-    """The report is refused: malformed, late, early, or a sender's second one."""
+    """The report is refused: malformed, late, early, or a sender's second one.
+
+    Attributes:
+        reason: A word for that, by which a service counts them.
+    """
+
+    def __init__(self, said: str, reason: str = "malformed") -> None:
+        super().__init__(said)
+        self.reason = reason
 
 
 class UnknownRoundError(ValueError):
@@ -47,7 +60,8 @@ class Released(NamedTuple):
 
     Attributes:
         round: Which one.
-        num_reports: How many clients reported, or 0 if they were too few to release.
+        num_reports: How many clients reported, or 0 if they were too few to release, or more than
+            there are.
         mixed: What mixing made of their reports.
     """
 
@@ -57,7 +71,7 @@ class Released(NamedTuple):
 
     @property
     def dropped(self) -> bool:
-        """Whether the round was dropped because too few had reported."""
+        """Whether the round was dropped because too few or too many had reported."""
         return self.num_reports == 0
 
 
@@ -181,18 +195,21 @@ class Shuffler:
         with self._lock:
             if round_ != self._open:
                 raise RefusedReportError(
-                    f"report is of round {round_}, the open one is {self._open}: it is not taken"
+                    f"report is of round {round_}, the open one is {self._open}: it is not taken",
+                    "of another round",
                 )
             known = self._digests.get(sender)
             if known == digest:
                 return
             if known is not None:
                 raise RefusedReportError(
-                    f"a report of round {round_} came from this sender already: that stays"
+                    f"a report of round {round_} came from this sender already: that stays",
+                    "a second one",
                 )
             if len(self._digests) >= self.format.num_users:
                 raise RefusedReportError(
-                    f"round {round_} has all of its {self.format.num_users} reports"
+                    f"round {round_} has all of its {self.format.num_users} reports",
+                    "one too many",
                 )
             self.format.keep(self._held, numbers)
             self._digests[sender] = digest
@@ -203,7 +220,9 @@ class Shuffler:
             return len(self._digests)
 
     def close_round(self, number: int) -> Released:
-        """Closes a round and mixes its reports; too few reports are destroyed.
+        """Closes a round and mixes its reports; too few or too many reports are destroyed.
+
+        More than ``num_users`` come where parts have a client twice.
 
         Returns:
             What the server may see. The same again if it asks again.
@@ -218,17 +237,24 @@ class Shuffler:
             if self._open is None or self._open != number:
                 raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
             reports = len(self._digests) + sum(part.num_reports for part in from_parts)
-            if reports > self.format.num_users:
-                raise ValueError(
-                    f"round {number} has {reports} reports, the format has "
-                    f"num_users={self.format.num_users}: give each client to one shuffler alone"
+            too_many = reports > self.format.num_users
+            if too_many:  # else a round that is accounted could never end
+                log.error(
+                    json.dumps(
+                        {
+                            "event": "dropped: clients must be with one shuffler each",
+                            "round": number,
+                            "reports": reports,
+                            "num_users": self.format.num_users,
+                        }
+                    )
                 )
             # A copy, as this may fail halfway, and the server asks again.
             held = copy.deepcopy(self._held)
             for part in from_parts:
                 self.format.merge(held, part.mixed, part.num_reports)
             released = Released(number, 0, b"")
-            if reports >= self.min_reports:
+            if reports >= self.min_reports and not too_many:
                 released = Released(number, reports, self.format.mix(held, self._generator))
             self._open, self._digests, self._held, self._closed = None, {}, [], released
             return released

@@ -7,8 +7,8 @@ r"""``ShufflerService``: a shuffler in a process of its own, behind HTTP with TL
   little-endian), then what was mixed; 404 if there is no such round.
 * ``POST /rounds/R/forget``: from the server. 204.
 * ``GET /health``: from anyone. 200.
-* ``GET /metrics``: from this machine. 200, and how many requests were answered how, as Prometheus
-  reads it.
+* ``GET /metrics``: from this machine. 200, and how many requests were answered how, why any were
+  refused, and how much memory the process has, as Prometheus reads it.
 
 Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
 the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no
@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
+import mmap
 import socket
 import ssl
 import threading
@@ -39,9 +39,9 @@ from pathlib import Path
 from typing import Any
 
 from opacus_shuffle.core import extras
-from opacus_shuffle.core.validation import instance_of, integer, positive
+from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.credentials import LOOPBACK, checked_secret, hash_of
-from opacus_shuffle.federated.shuffler import Shuffler, UnknownRoundError
+from opacus_shuffle.federated.shuffler import Shuffler, UnknownRoundError, log
 
 _SERVER = "the server"
 """What the server is called among the parties; clients are called by their numbers."""
@@ -55,9 +55,6 @@ _MOST_IN_A_ROW = 32
 """So many are accepted before the loop does something else."""
 _LONGEST_HEAD = 8192
 """Bytes of a request before its body, at most."""
-
-log = logging.getLogger("opacus_shuffle.shuffler")
-"""What happened to rounds, a line of JSON each: never who sent what, nor when."""
 
 
 class Door(socket.socket):
@@ -116,13 +113,17 @@ class Door(socket.socket):
         """Ends a stranger's connection."""
         _end(self._admitted(name))
 
-    def admit(self, name: tuple[str, int]) -> asyncio.TimerHandle:
-        """Makes a stranger a known sender, whose connection ends in its time but for the timer.
+    def admit(self, name: tuple[str, int]) -> tuple[socket.socket, asyncio.TimerHandle]:
+        """Makes a stranger a known sender.
+
+        Returns:
+            Its connection, and the timer that ends it.
 
         Raises:
             KeyError: If the connection has been ended.
         """
-        return asyncio.get_running_loop().call_later(self.seconds, _end, self._admitted(name))
+        connection = self._admitted(name)
+        return connection, asyncio.get_running_loop().call_later(self.seconds, _end, connection)
 
     def _admitted(self, name: tuple[str, int]) -> socket.socket:
         connection, timer = self._strangers.pop(name)
@@ -164,6 +165,8 @@ class ShufflerService:
         most_connections: So many may be open whose senders have not shown a secret, and so many
             others' requests may be under way. Memory grows by at most a report and 700 kB for each.
         seconds: So long may a sender take to show its secret, and as long again for its report.
+        metrics: Whether ``GET /metrics`` is answered. It is for this machine alone, but behind a
+            proxy that runs on this machine everyone seems to be here: pass False there.
 
     Raises:
         ModuleNotFoundError: If uvicorn is not installed.
@@ -185,6 +188,7 @@ class ShufflerService:
         client_certificates: str | Path | None = None,
         most_connections: int = 512,
         seconds: float = 20.0,
+        metrics: bool = True,
     ) -> None:
         try:
             import uvicorn
@@ -261,12 +265,14 @@ class ShufflerService:
         self.server_address = self._door.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if certificate is None else 'https'}://{name}:{self.server_address[1]}"
+        self.metrics = boolean("metrics", metrics)
         self._server = uvicorn.Server(self._config)
         self._thread: threading.Thread | None = None
         self._turn = asyncio.Lock()
         self._asked: Counter[str] = Counter()  # of each client, in this round
         self._under_way: Counter[str] = Counter()  # of each party
         self._answered: Counter[int] = Counter()  # by status
+        self._refused: Counter[str] = Counter()  # by reason
 
     def serve_forever(self) -> None:
         """Serves until the process is told to end, or :meth:`shutdown`.
@@ -296,17 +302,28 @@ class ShufflerService:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answers one request, as ASGI has it."""
+        with contextlib.ExitStack() as at_the_end:
+            await self._serve(scope, receive, send, at_the_end)
+
+    async def _serve(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Any,
+        send: Any,
+        at_the_end: contextlib.ExitStack,
+    ) -> None:
         unread = False
         # What is wrong in chunks that come after an answer would be written down by asyncio.
         chunked = b"transfer-encoding" in dict(scope["headers"])
         try:
-            content = await self._answer(scope, receive)
+            content = await self._answer(scope, receive, at_the_end)
             status = 200 if content else 204
         except RefusedRequestError as error:
             status, content, unread = error.status, str(error).encode(), not chunked
         except UnknownRoundError as error:
             status, content = 404, str(error).encode()
         except ValueError as error:
+            self._refused[getattr(error, "reason", "asked wrongly")] += 1
             status, content = 400, str(error).encode()
         except Exception as error:  # of this program: what was sent is not written down
             log.error(json.dumps({"event": "a request failed", "error": type(error).__name__}))
@@ -322,12 +339,14 @@ class ShufflerService:
             await _receive(receive, self.shuffler.format.report_size + 65536, kept=False)
             await send({"type": "http.response.body"})
 
-    async def _answer(self, scope: MutableMapping[str, Any], receive: Any) -> bytes:
+    async def _answer(
+        self, scope: MutableMapping[str, Any], receive: Any, at_the_end: contextlib.ExitStack
+    ) -> bytes:
         """Returns an answer's content, or raises why there is none."""
         path, reads = scope["path"], scope["method"] == "GET"
         if reads and path == "/health":
             return b"ok\n"
-        if reads and path == "/metrics" and scope["client"][0] in LOOPBACK:
+        if reads and path == "/metrics" and self.metrics and scope["client"][0] in LOOPBACK:
             return self._metrics().encode()
         headers = dict(scope["headers"])
         party = self.parties.get(hash_of(headers.get(b"authorization", b"")[len(b"Bearer ") :]))
@@ -345,15 +364,19 @@ class ShufflerService:
         if self._under_way.total() >= self._door.most_connections:
             raise RefusedRequestError(503, "all places are taken: ask again")
         try:
-            timer = self._door.admit(scope["client"])
+            connection, timer = self._door.admit(scope["client"])
         except KeyError:
             raise RefusedRequestError(503, "the connection's time has ended") from None
+        # Over TLS a sender that does not close would hold it open, beside all places.
+        at_the_end.callback(_end, connection)
+        at_the_end.callback(timer.cancel)
         self._under_way[party] += 1
         try:
             body = await _receive(receive, longest)
             if len(body) < int(length):
                 raise RefusedRequestError(400, "the request was cut off")
-            if party == _SERVER:  # whose answers take long; a client's are short, and end in time
+            if party == _SERVER:  # whose answers take long, and are still on their way at the end
+                at_the_end.pop_all()
                 timer.cancel()
             # Whoever waits for its turn holds its report meanwhile, and so is under way still.
             async with self._turn:
@@ -398,7 +421,16 @@ class ShufflerService:
             f"opacus_shuffle_unknown_connections {self._door.waiting}",
             "# TYPE opacus_shuffle_requests_under_way gauge",
             f"opacus_shuffle_requests_under_way {self._under_way.total()}",
+            "# TYPE opacus_shuffle_refused_total counter",
+            *(
+                f'opacus_shuffle_refused_total{{reason="{reason}"}} {count}'
+                for reason, count in sorted(self._refused.items())
+            ),
         ]
+        with contextlib.suppress(OSError):  # of a system without /proc
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            lines.append("# TYPE process_resident_memory_bytes gauge")
+            lines.append(f"process_resident_memory_bytes {pages * mmap.PAGESIZE}")
         return "\n".join(lines) + "\n"
 
 
