@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from opacus_shuffle.federated.serve import main
+
 pytest.importorskip("flwr", reason="needs the extra federated")
 pytest.importorskip("mlxtend", reason="needs the extra tutorials")
+yaml = pytest.importorskip("yaml", reason="comes with Flower")
 APP = Path(__file__).parent.parent.parent / "tutorials" / "federated"
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs flwr[simulation]"
@@ -45,3 +48,30 @@ def test_a_script_trains_and_says_what_it_cost(command, said, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"{said}(accuracy [\d.]+%)?\nshuffled_sums, \d rounds?", done.stdout)
+
+
+def test_a_python_without_the_extras_says_so_in_a_line():
+    script = [sys.executable, "-I", "-S", APP / "deploy.py"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert re.fullmatch(r".* lacks opacus_shuffle, flwr, .*\n", done.stderr)
+
+
+def test_shufflers_are_started_by_options_that_there_are_and_files_that_they_are_given(capsys):
+    compose = yaml.safe_load((APP / "machines" / "compose.yaml").read_text())
+    service, unit = compose["services"]["shuffler"], APP / "machines" / "opacus-shuffler.service"
+    assert set(service["secrets"]) == set(compose["secrets"])
+    started = unit.read_text().replace("\\\n", "").split("federated.serve")[1].splitlines()[0]
+    credentials = re.findall("LoadCredential=(.+):", unit.read_text())
+    for command, given in (
+        (service["command"], service["secrets"]),
+        (started.split(), credentials),
+    ):
+        assert set(re.findall(r"/([a-z]+\.[a-z]+)", " ".join(command))) == set(given)
+        with pytest.raises(SystemExit):
+            main(command)
+        assert "No such file or directory" in capsys.readouterr().err  # no option is unknown
+    context = APP / "machines" / service["build"]["context"]
+    dockerfile = (context / service["build"]["dockerfile"]).read_text().replace("\\\n", "")
+    for word, *rest in filter(None, map(str.split, dockerfile.splitlines())):
+        assert word in {"#", "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENTRYPOINT"}
+        assert word != "COPY" or all((context / source).exists() for source in rest[:-1])

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import http.server
 import json
+import os
 import re
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from helpers.federation import CLIENTS, SERVER, SUMS, ledger_of
 
+from opacus_shuffle import compute_epsilon
 from opacus_shuffle.federated import (
     FarShuffler,
     RefusedReportError,
@@ -290,8 +295,8 @@ def test_a_service_that_is_ended_answers_what_has_begun_and_says_how_it_is(servi
             FarShuffler(service.url, CLIENTS[1]).submit(wrong)
     said = metrics(service)
     assert said['opacus_shuffle_requests_total{status="204"}'] == 1
-    for reason in ("malformed", "of another round"):
-        assert said[f'opacus_shuffle_refused_total{{reason="{reason}"}}'] == 1
+    reasons = ("malformed", "of another round")
+    assert all(said[f'opacus_shuffle_refused_total{{reason="{each}"}}'] == 1 for each in reasons)
     assert said.get("process_resident_memory_bytes", 1e9) > 2**20  # the interpreter's own is more
     end = threading.Thread(target=service.shutdown)
     end.start()
@@ -345,8 +350,7 @@ def test_over_tls_a_sender_that_does_not_close_holds_nothing_once_it_is_answered
         Shuffler(SUMS), clients=CLIENTS, server=SERVER, certificate=certificate, seconds=3600
     ).start() as service:
         FarShuffler(service.url, SERVER, certificate=certificate).open_round(1, SUMS.fingerprint)
-        reports = [SUMS.encode(1, None), SUMS.encode(2, None)]  # the latter is refused
-        for report, said in zip(reports, (b" 204 ", b" 400 "), strict=True):
+        for report, said in ((SUMS.encode(1, None), b" 204 "), (SUMS.encode(2, None), b" 400 ")):
             with (
                 connected(service, "") as tcp,
                 trusting.wrap_socket(tcp, server_hostname="127.0.0.1") as client,
@@ -412,3 +416,81 @@ def test_the_command_says_in_a_line_what_is_wrong_with_its_files(
     with pytest.raises(SystemExit):
         main([f"{flag}={tmp_path / name}.txt" for flag, name in flags.items()])
     assert re.search(said, capsys.readouterr().err)
+
+
+HOSTS = f"apart-{os.getpid()}"
+
+
+def shell(script: str) -> None:
+    """Does what the functions of ``hosts.sh`` do."""
+    subprocess.run(
+        ["sh", "-ec", f". {Path(helpers.__file__).with_name('hosts.sh')}; {script}"],
+        env={**os.environ, "HOSTS": HOSTS, "PYTHON": sys.executable},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / f"{name}.txt").write_text(content)
+    try:
+        shell("set_up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"takes cc, openssl and the right to make hosts by ip netns: {error.stderr}")
+    yield
+    shell("take_down")
+
+
+def on(host: str, act, *arguments):
+    """What an act returns on a host: in a thread whose sockets are that host's."""
+
+    def enter() -> None:
+        with open(f"/run/netns/{HOSTS}-{host}") as there:
+            assert ctypes.CDLL(None).setns(there.fileno(), 0) == 0
+
+    with concurrent.futures.ThreadPoolExecutor(1, initializer=enter) as thread:
+        return thread.submit(act, *arguments).result()
+
+
+@pytest.mark.zoo
+def test_between_hosts_every_round_is_accounted_whoever_is_cut_off_or_started_anew(hosts, tmp_path):
+    far = functools.partial(FarShuffler, "https://10.77.0.1:9095", certificate="shuffler.crt")
+    shell("start_shuffler")
+    ledger = ledger_of(SUMS, far(SERVER), path=tmp_path / "book")
+
+    def report(number: int, secrets: list[str]) -> None:
+        for secret in secrets:
+            with contextlib.suppress(ConnectionError, RefusedReportError):
+                far(secret).submit(SUMS.encode(number, None))
+
+    for rounds, (first, event, reports) in enumerate(
+        [
+            (19, "true", 20),
+            (10, "cut_off clients", 10),
+            (9, "cut_off clients", 0),
+            (10, "cut_off server", 20),
+            (15, "kill_shuffler; start_shuffler", 0),
+            (0, "true", 20),
+        ],
+        start=1,
+    ):
+
+        def collect(number: int, first: int = first, event: str = event) -> None:
+            on("clients", report, number, CLIENTS[:first])
+            shell(event)
+            on("clients", report, number, CLIENTS[first:])
+
+        try:
+            released = on("server", ledger.run, collect, lambda total: total)
+        except ConnectionError:
+            assert ledger.begun
+            shell("plug_in")
+            released = on("server", ledger.run, collect, lambda total: total)
+        shell("plug_in")
+        assert released.num_reports == reports
+        assert len(ledger.accountant) == rounds
+        assert ledger.epsilon().epsilon == compute_epsilon(SUMS.mechanism, steps=rounds, delta=1e-5)

@@ -1,19 +1,25 @@
 """The deployment on one machine: a shuffler, Flower's SuperLink and four SuperNodes, each a process of its own; then all end.
 
 python tutorials/federated/deploy.py
+
+Any Python runs it that has this package with its extras federated and tutorials, whether or not its
+environment is activated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,12 +27,21 @@ from pathlib import Path
 
 APP = Path(__file__).parent
 sys.path.insert(0, str(APP))
-BIN = Path(sys.executable).parent
+NEEDED = {
+    importlib.util.find_spec: ["opacus_shuffle", "flwr", "uvicorn", "mlxtend"],
+    shutil.which: ["flwr", "flower-superlink", "flower-supernode"],
+}
+SCHEMES = sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")
 os.environ |= {
     "FLWR_TELEMETRY_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
     # Flower's processes start others by name, also where the environment is not activated.
-    "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
+    "PATH": os.pathsep.join(
+        [
+            *(sysconfig.get_path("scripts", scheme) for scheme in SCHEMES),
+            os.environ.get("PATH", ""),
+        ]
+    ),
 }
 
 
@@ -84,6 +99,14 @@ def shown_on_failure(folder: Path) -> Iterator[None]:
 
 def main() -> None:
     """Start everything, train, and end everything: two to four minutes."""
+    lacking = dict.fromkeys(
+        name for find, names in NEEDED.items() for name in names if find(name) is None
+    )
+    if lacking:
+        sys.exit(
+            f"{sys.executable} lacks {', '.join(lacking)}: run this by a Python in whose environment "
+            'pip install -c .ci/constraints.txt -e ".[federated,tutorials]" was run'
+        )
     from shuffled_app.client_app import CLIENTS
     from shuffled_app.task import SETTINGS
 
@@ -116,7 +139,7 @@ def main() -> None:
         ]
         files = ["--secrets", folder / "clients.txt", "--server-secret", folder / "server.txt"]
         wait_for(shuffler_port, start("shuffler", *service, *files, "--port", shuffler_port))
-        link = [BIN / "flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
+        link = ["flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
         wait_for(link_port, start("superlink", *link, "--port", link_port))
         url = f"http://127.0.0.1:{shuffler_port}"
         for client in range(CLIENTS):
@@ -124,7 +147,7 @@ def main() -> None:
             secret = folder / f"secret of client {client}"
             secret.write_text(tokens[client])
             node = [
-                BIN / "flower-supernode",
+                "flower-supernode",
                 "--insecure",
                 "--superlink",
                 f"127.0.0.1:{link_port}",
@@ -134,7 +157,7 @@ def main() -> None:
             settings = f'partition-id={client} shuffler="{url}" secret-file="{secret}" book="{folder / f"client {client}"}"'
             start(f"node {client}", *node, "--node-config", settings)
         config = f'shuffler="{url}" secret-file="{folder / "server.txt"}" book="{folder / "book"}"'
-        run = start("run", BIN / "flwr", "run", APP, "here", "--stream", "--run-config", config)
+        run = start("run", "flwr", "run", APP, "here", "--stream", "--run-config", config)
         if run.wait():
             raise RuntimeError(
                 f"flwr run ended with exit code {run.returncode}: the logs are above"

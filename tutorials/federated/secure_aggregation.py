@@ -6,7 +6,6 @@ python tutorials/federated/secure_aggregation.py --clients 20 --rounds 2
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -26,8 +25,6 @@ from opacus_shuffle.federated.flower.secure_sums import (
     SecureSums,
     SecureSumStrategy,
 )
-
-logging.getLogger("flwr").propagate = False  # Opacus's logging would say everything twice
 
 
 def main() -> None:

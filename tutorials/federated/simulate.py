@@ -11,7 +11,6 @@ python tutorials/federated/simulate.py --ray --clients 20 --rounds 2
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format
 
 from opacus_shuffle.federated import FarShuffler, Ledger, ReportFormat, Shuffler, ShufflerService
 from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy
-
-logging.getLogger("flwr").propagate = False  # Opacus's logging would say everything twice
 
 
 def client_app(

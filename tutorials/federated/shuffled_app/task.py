@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from flwr.app import Array, ArrayRecord
 from torch import nn
 
 from opacus_shuffle.federated import ReportFormat
+
+logging.getLogger("flwr").propagate = False  # Opacus's logging would say everything twice
 
 DELTA = 1e-5
 SETTINGS = {
