@@ -403,7 +403,7 @@ class BitSums(ReportFormat):
         self.plan = {name: getattr(self.protocol, name) for name in parts}
         self.bits = self.protocol.granularity + self.protocol.noise_bits
 
-    @property
+    @functools.cached_property
     def _count_type(self) -> np.dtype:
         sizes = (1, 2, 4, 8)  # bytes, of which a count takes the fewest
         return np.dtype(next(f"<u{size}" for size in sizes if self.bits < 2 ** (8 * size)))

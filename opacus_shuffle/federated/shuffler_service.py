@@ -256,6 +256,9 @@ class ShufflerService:
                 f"certificate={str(certificate)!r}, key={str(key)!r} and client_certificates="
                 f"{str(client_certificates)!r} cannot be used: {error}"
             ) from None
+        if self._config.ssl is not None:
+            # A FarShuffler resumes no session: tickets for that would take time and a packet each.
+            self._config.ssl.num_tickets = 0
         self._door = Door(
             instance_of("host", host, (str,)),
             integer("port", port, minimum=0, maximum=65535),

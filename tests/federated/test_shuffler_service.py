@@ -312,7 +312,10 @@ def certificate(tmp_path_factory) -> str:
     if shutil.which("openssl") is None:
         pytest.skip("makes a certificate by openssl")
     file = str(tmp_path_factory.mktemp("tls") / "both.pem")
-    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext"
+    made = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
+        "-subj /CN=here -addext"
+    )
     named = ["subjectAltName=IP:127.0.0.1", "-keyout", file, "-out", f"{file}.crt"]
     subprocess.run([*made.split(), *named], check=True, capture_output=True)
     with open(file, "a") as both:
@@ -362,6 +365,20 @@ def test_over_tls_a_sender_that_does_not_close_holds_nothing_once_it_is_answered
                 with socket.socket(fileno=client.detach()) as below:  # TLS never says its own end
                     below.settimeout(60)
                     assert below.recv(1000) == b""
+
+
+def test_no_ticket_by_which_the_network_could_know_a_client_again_is_handed_out(certificate):
+    with (
+        ShufflerService(
+            Shuffler(SUMS), clients=CLIENTS, server=SERVER, certificate=certificate
+        ).start() as service,
+        ssl.create_default_context(cafile=certificate).wrap_socket(
+            socket.create_connection(service.server_address), server_hostname="127.0.0.1"
+        ) as client,
+    ):
+        client.sendall(asking("/report").encode())
+        assert answer(client).startswith(b"HTTP/1.1 400 ")
+        assert client.session is None or not client.session.has_ticket
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
