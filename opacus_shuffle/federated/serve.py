@@ -9,7 +9,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from opacus_shuffle.federated import FarShuffler, ReportFormat, Shuffler, ShufflerService
+from opacus_shuffle.federated import (
+    Aggregator,
+    FarShuffler,
+    FileBook,
+    ReportFormat,
+    SharedBitSums,
+    Shuffler,
+    ShufflerService,
+)
 
 
 def _read_json(path: str) -> Any:
@@ -51,6 +59,11 @@ def main(arguments: list[str] | None = None) -> None:
         help="be one of those: --server-secret is the other shuffler's then, never the server's",
     )
     parser.add_argument(
+        "--book",
+        metavar="FILE",
+        help="where an aggregator of shared_bit_sums notes which rounds it has handed over",
+    )
+    parser.add_argument(
         "--certificate",
         help="file of a TLS certificate; without one the service is for this machine alone",
     )
@@ -88,8 +101,15 @@ def main(arguments: list[str] | None = None) -> None:
             )
             for part in (_read_json(options.parts) if options.parts else [])
         ]
+        shuffler: Shuffler
+        if isinstance(reports, SharedBitSums) and not (parts or options.part):
+            if options.book is None:
+                parser.error("--book is missing: an aggregator needs a file of its own")
+            shuffler = Aggregator(reports, book=FileBook(options.book))
+        else:
+            shuffler = Shuffler(reports, parts=parts, is_part=options.part)
         service = ShufflerService(
-            Shuffler(reports, parts=parts, is_part=options.part),
+            shuffler,
             clients=Path(options.secrets).read_text().split(),
             server=Path(options.server_secret).read_text(),
             host=options.host,

@@ -71,7 +71,7 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
             shuffler.submit(content)
     assert service.shuffler.waiting() == 0
     for shuffler in (client, stranger):
-        for asking in (shuffler.close_round, shuffler.forget_round):
+        for asking in (shuffler.close_round, shuffler.forget_round, shuffler.tags):
             with pytest.raises(ValueError, match="403"):
                 asking(1)
     with pytest.raises(ValueError, match="400: round 0 is not after round 1"):
@@ -352,6 +352,10 @@ FILES = {"settings": json.dumps(SUMS.settings), "secrets": "\n".join(CLIENTS), "
     ("changed", "said"),
     [
         ({"settings": "{"}, "settings.txt is no JSON file"),
+        (
+            {"settings": json.dumps({**SUMS.settings, "kind": "shared_bit_sums"})},
+            "--book is missing",
+        ),
         ({"settings": json.dumps({**SUMS.settings, "maxnorm": 1})}, "did you mean max_norm"),
         ({"secrets": "\n".join(CLIENTS[:3])}, "got 3"),
         ({"server": "\n".join(CLIENTS)}, "server must be a secret"),
