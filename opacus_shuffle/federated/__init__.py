@@ -2,8 +2,8 @@
 
 The parts know nothing of any framework: ``BitSums``, ``SecretReports`` and ``GaussianReports`` say
 what clients send, ``Reporter`` is a client, ``Shuffler`` the party that mixes (in this process, or
-behind a network interface), ``Ledger`` the server's book of rounds. Where nobody is trusted with a
-whole report, ``SharedBitSums`` are sums of bits in shares for several an ``Aggregator``.
+behind a network interface), ``Ledger`` the server's book of rounds. Where nobody may see a report,
+``SharedBitSums`` splits it into shares, each of which goes to an ``Aggregator`` of its own.
 """
 
 from __future__ import annotations
