@@ -2,7 +2,8 @@
 
 The parts know nothing of any framework: ``BitSums``, ``SecretReports`` and ``GaussianReports`` say
 what clients send, ``Reporter`` is a client, ``Shuffler`` the party that mixes (in this process, or
-behind a network interface), ``Ledger`` the server's book of rounds.
+behind a network interface), ``Ledger`` the server's book of rounds. Where nobody may see a report,
+``SharedBitSums`` splits it into shares, each of which goes to an ``Aggregator`` of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from opacus_shuffle.federated.report_formats import (
     SecretReports,
 )
 from opacus_shuffle.federated.reporter import FileBook, Reporter
+from opacus_shuffle.federated.secret_shares import Aggregation, Aggregator, SharedBitSums
 from opacus_shuffle.federated.shuffler import RefusedReportError, Released, Shuffler
 from opacus_shuffle.federated.shuffler_service import ShufflerService
 
 __all__ = [
+    "Aggregation",
+    "Aggregator",
     "BitSums",
     "FarShuffler",
     "FileBook",
@@ -30,6 +34,7 @@ __all__ = [
     "ReportFormat",
     "Reporter",
     "SecretReports",
+    "SharedBitSums",
     "Shuffler",
     "ShufflerService",
 ]

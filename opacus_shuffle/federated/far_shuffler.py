@@ -88,9 +88,13 @@ class FarShuffler:
         """Begins to take reports of a round; see :meth:`Shuffler.open_round`."""
         self._ask(f"/rounds/{number}/open", fingerprint)
 
-    def close_round(self, number: int) -> Released:
-        """Gets a round; see :meth:`Shuffler.close_round`."""
-        content = self._ask(f"/rounds/{number}/close")
+    def tags(self, number: int) -> bytes:
+        """Asks an aggregator what it has; see :meth:`Aggregator.tags`."""
+        return self._ask(f"/rounds/{number}/tags")
+
+    def close_round(self, number: int, chosen: bytes = b"") -> Released:
+        """Gets a round; see :meth:`Shuffler.close_round` and :meth:`Aggregator.close_round`."""
+        content = self._ask(f"/rounds/{number}/close", chosen)
         return Released(number, int.from_bytes(content[:4], "little"), content[4:])
 
     def forget_round(self, number: int) -> None:

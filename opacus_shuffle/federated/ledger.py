@@ -68,7 +68,14 @@ class Ledger:
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
         if not isinstance(shuffler, RoundsOfAShuffler):
-            raise ValueError(f"shuffler must be a Shuffler or a FarShuffler, got {shuffler!r}")
+            raise ValueError(
+                f"shuffler must be a Shuffler, a FarShuffler or an Aggregation, got {shuffler!r}"
+            )
+        if getattr(shuffler, "shares", 1) != format.shares:
+            raise ValueError(
+                f"format splits reports into {format.shares} shares, and shuffler is for "
+                f"{getattr(shuffler, 'shares', 1)}: shares need Aggregation(format, aggregators)"
+            )
         self.shuffler, self.delta = shuffler, open_unit_interval("delta", delta)
         self.target_epsilon = (
             None if target_epsilon is None else positive("target_epsilon", target_epsilon)

@@ -100,11 +100,13 @@ class ReportFormat(ABC):
         plan: What follows from the settings by a computation, which clients, shuffler and server
             must have in common, too.
         num_batches: t, where each client takes part in one of every t rounds; else None.
+        shares: How many parties get a share of each report; with 1 it is whole.
     """
 
     kind: ClassVar[str]
     mechanism: Mechanism
     num_batches: int | None = None
+    shares: int = 1
 
     def __init__(
         self,
@@ -145,7 +147,8 @@ class ReportFormat(ABC):
             ValueError: If there is no such kind, or a keyword is missing, unknown or out of range.
         """
         given = dict(instance_of("settings", settings, (dict,)))
-        kinds = {kind.kind: kind for kind in (BitSums, GaussianReports, SecretReports)}
+        formats: list[type[ReportFormat]] = [BitSums, GaussianReports, SecretReports]
+        kinds = {kind.kind: kind for kind in [*BitSums.__subclasses__(), *formats]}
         kind = kinds[one_of("kind in settings", given.pop("kind", None), kinds)]
         parameters = inspect.signature(kind).parameters
         unknown = {str(name): value for name, value in given.items() if name not in parameters}
@@ -227,7 +230,7 @@ class ReportFormat(ABC):
 
     def sent(self, rounds: int) -> Communication:
         """Returns a sentence on what a client sends in so many rounds."""
-        size = self.bytes_per_report
+        size = self.shares * self.bytes_per_report
         return Communication(
             bits_per_coordinate=-(-8 * size // self.dimension),
             count_bits_per_coordinate=None,
@@ -350,6 +353,7 @@ class BitSums(ReportFormat):
     """
 
     kind: ClassVar[str] = "bit_sums"
+    counts_in_a_number = 1  # that it must have room for
 
     def __init__(
         self,
@@ -404,14 +408,15 @@ class BitSums(ReportFormat):
         self.bits = self.protocol.granularity + self.protocol.noise_bits
 
     @functools.cached_property
-    def _count_type(self) -> np.dtype:
-        sizes = (1, 2, 4, 8)  # bytes, of which a count takes the fewest
-        return np.dtype(next(f"<u{size}" for size in sizes if self.bits < 2 ** (8 * size)))
+    def count_type(self) -> np.dtype:
+        """Whole numbers that hold the largest count in the fewest of 1, 2, 4 or 8 bytes."""
+        largest = self.counts_in_a_number * self.bits
+        return np.dtype(next(f"<u{size}" for size in (1, 2, 4, 8) if largest < 256**size))
 
     @property
     def bytes_per_report(self) -> int:
         """How many bytes a report's counts have, each in the fewest whole bytes."""
-        return self.dimension * self._count_type.itemsize
+        return self.dimension * self.count_type.itemsize
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """Returns the number of ones of each coordinate."""
@@ -421,15 +426,15 @@ class BitSums(ReportFormat):
             else self.protocol.encode_scaled([vector[None]], torch.ones(1).double(), generator)
         )
         ones = self.protocol.draw_noise(1, generator, part=True).add_(counts)
-        return ones.numpy().astype(self._count_type).tobytes()
+        return ones.numpy().astype(self.count_type).tobytes()
 
     def counts_of(self, numbers: bytes) -> npt.NDArray[np.int64]:
         """Returns how many ones each coordinate of a report has, shape (d,)."""
-        return np.frombuffer(numbers, self._count_type).astype(np.int64)
+        return np.frombuffer(numbers, self.count_type).astype(np.int64)
 
     def check_numbers(self, numbers: bytes) -> None:
         """Refuses counts of more ones than there are bits."""
-        largest = int(np.frombuffer(numbers, self._count_type).max())
+        largest = int(np.frombuffer(numbers, self.count_type).max())
         if largest > self.bits:
             raise ValueError(
                 f"report counts {largest} ones in a coordinate of {self.bits} bits: it is not taken"
@@ -437,7 +442,7 @@ class BitSums(ReportFormat):
 
     def keep(self, held: list[Any], numbers: bytes) -> None:
         """Adds a report's counts to their sum, so that a shuffler holds one number a coordinate."""
-        self._add(held, np.frombuffer(numbers, self._count_type))
+        self._add(held, np.frombuffer(numbers, self.count_type))
 
     def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's sum of counts."""

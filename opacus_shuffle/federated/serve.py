@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from opacus_shuffle.core.validation import reject_unknown
-from opacus_shuffle.federated import FarShuffler, ReportFormat, Shuffler, ShufflerService
+from opacus_shuffle.federated import (
+    Aggregator,
+    FarShuffler,
+    FileBook,
+    ReportFormat,
+    SharedBitSums,
+    Shuffler,
+    ShufflerService,
+)
 
 _KEYS_OF_A_PART = ("url", "secret-file", "certificate", "own-certificate")
 
@@ -70,6 +78,11 @@ def main(arguments: list[str] | None = None) -> None:
         help="be one of those: --server-secret is the other shuffler's then, never the server's",
     )
     parser.add_argument(
+        "--book",
+        metavar="FILE",
+        help="where an aggregator of shared_bit_sums notes which rounds it has handed over",
+    )
+    parser.add_argument(
         "--certificate",
         help="file of a TLS certificate; without one the service is for this machine alone",
     )
@@ -105,8 +118,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         reports = ReportFormat.of_settings(_read_json(options.settings))
         parts = [_part_of(part) for part in (_read_json(options.parts) if options.parts else [])]
+        shuffler: Shuffler
+        if isinstance(reports, SharedBitSums) and not (parts or options.part):
+            if options.book is None:
+                parser.error("--book is missing: an aggregator needs a file of its own")
+            shuffler = Aggregator(reports, book=FileBook(options.book))
+        else:
+            shuffler = Shuffler(reports, parts=parts, is_part=options.part)
         service = ShufflerService(
-            Shuffler(reports, parts=parts, is_part=options.part),
+            shuffler,
             clients=Path(options.secrets).read_text().split(),
             server=Path(options.server_secret).read_text(),
             host=options.host,

@@ -115,6 +115,8 @@ class Shuffler:
 
     simulated = True
     """It is in the server's own process."""
+    takes_shares = False
+    """What it gets of a report is the whole."""
 
     def __init__(
         self,
@@ -125,6 +127,11 @@ class Shuffler:
         is_part: bool = False,
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
+        if format.shares > 1 and not self.takes_shares:
+            raise ValueError(
+                f"format splits each report into {format.shares} shares, each for an Aggregator of "
+                "its own, which has no parts and is none: a Shuffler takes whole reports"
+            )
         self.parts = [instance_of("each of parts", part, (RoundsOfAShuffler,)) for part in parts]
         if len({getattr(part, "url", id(part)) for part in self.parts}) < len(self.parts):
             raise ValueError(
@@ -234,8 +241,7 @@ class Shuffler:
         with self._lock:
             if self._closed is not None and self._is_closed(number):
                 return self._closed
-            if self._open is None or self._open != number:
-                raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
+            self._check_open(number)
             reports = len(self._digests) + sum(part.num_reports for part in from_parts)
             too_many = reports > self.format.num_users
             if too_many:  # else a round that is accounted could never end
@@ -253,11 +259,19 @@ class Shuffler:
             held = copy.deepcopy(self._held)
             for part in from_parts:
                 self.format.merge(held, part.mixed, part.num_reports)
-            released = Released(number, 0, b"")
-            if reports >= self.min_reports and not too_many:
-                released = Released(number, reports, self.format.mix(held, self._generator))
-            self._open, self._digests, self._held, self._closed = None, {}, [], released
-            return released
+            return self._release(number, 0 if too_many else reports, held)
+
+    def _release(self, number: int, reports: int, held: list[Any]) -> Released:
+        """Mixes what is held, unless it is of too few reports, and destroys all else."""
+        released = Released(number, 0, b"")
+        if reports >= self.min_reports:
+            released = Released(number, reports, self.format.mix(held, self._generator))
+        self._open, self._digests, self._held, self._closed = None, {}, [], released
+        return released
+
+    def _check_open(self, number: int) -> None:
+        if self._open is None or self._open != number:
+            raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
 
     def _is_closed(self, number: int) -> bool:
         """Tells whether a round is the one that was closed last, and is still there."""

@@ -6,6 +6,8 @@ r"""``ShufflerService``: a shuffler in a process of its own, behind HTTP with TL
 * ``POST /rounds/R/close``: from the server. 200, and how many clients reported (4 bytes,
   little-endian), then what was mixed; 404 if there is no such round.
 * ``POST /rounds/R/forget``: from the server. 204.
+* ``POST /rounds/R/tags``: from the server, of an aggregator of shares. 200, and the tags that it
+  has; to close the round the server sends those of the sum.
 * ``GET /health``: from anyone. 200.
 * ``GET /metrics``: from this machine. 200, and how many requests were answered how, why any were
   refused, and how much memory the process has, as Prometheus reads it.
@@ -41,6 +43,7 @@ from typing import Any
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.credentials import LOOPBACK, checked_secret, hash_of
+from opacus_shuffle.federated.secret_shares import TAG_BYTES, Aggregator
 from opacus_shuffle.federated.shuffler import Shuffler, UnknownRoundError, log
 
 _SERVER = "the server"
@@ -356,7 +359,8 @@ class ShufflerService:
         if reads or party is None or (party == _SERVER) == (path == "/report"):
             said = "clients report, and the server has rounds; show your secret"
             raise RefusedRequestError(403, said)
-        longest = self.shuffler.format.report_size
+        format = self.shuffler.format
+        longest = format.report_size + (party == _SERVER) * TAG_BYTES * format.num_users
         length = headers.get(b"content-length", b"0").decode("latin-1")
         if b"transfer-encoding" in headers or not _is_number(length) or int(length) > longest:
             said = f"Content-Length must be that of a report at most, {longest}"
@@ -390,7 +394,8 @@ class ShufflerService:
 
     async def _act(self, party: str, path: str, body: bytes) -> bytes:
         """Does what the request asks of the shuffler, and returns the answer's content."""
-        shuffler = self.shuffler
+        shuffler: Any = self.shuffler
+        shares = isinstance(shuffler, Aggregator)
         match path.split("/"):
             case ["", "report"]:
                 self._asked[party] += 1
@@ -400,8 +405,11 @@ class ShufflerService:
                 await asyncio.to_thread(shuffler.open_round, int(number), body)
                 self._asked.clear()
                 _note("opened", int(number))
+            case ["", "rounds", number, "tags"] if shares and _is_number(number):
+                return await asyncio.to_thread(shuffler.tags, int(number))
             case ["", "rounds", number, "close"] if _is_number(number):
-                released = await asyncio.to_thread(shuffler.close_round, int(number))
+                chosen = [body] if shares else []
+                released = await asyncio.to_thread(shuffler.close_round, int(number), *chosen)
                 event = "dropped" if released.dropped else "closed"
                 _note(event, released.round, reports=released.num_reports)
                 return released.num_reports.to_bytes(4, "little") + released.mixed

@@ -78,7 +78,7 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
             shuffler.submit(content)
     assert service.shuffler.waiting() == 0
     for shuffler in (client, stranger):
-        for asking in (shuffler.close_round, shuffler.forget_round):
+        for asking in (shuffler.close_round, shuffler.forget_round, shuffler.tags):
             with pytest.raises(ValueError, match="403"):
                 asking(1)
     with pytest.raises(ValueError, match="400: round 0 is not after round 1"):
@@ -408,6 +408,10 @@ PART = '[{"url": "https://x", "secret-file": "server.txt", "own-certificate": "n
     ("changed", "said"),
     [
         ({"settings": "{"}, "settings.txt is no JSON file"),
+        (
+            {"settings": json.dumps({**SUMS.settings, "kind": "shared_bit_sums"})},
+            "--book is missing",
+        ),
         ({"settings": json.dumps({**SUMS.settings, "maxnorm": 1})}, "did you mean max_norm"),
         ({"secrets": "\n".join(CLIENTS[:3])}, "got 3"),
         ({"server": "\n".join(CLIENTS)}, "server must be a secret"),
