@@ -109,8 +109,11 @@ class Federation:
             [Message(content, message_type=MessageType.TRAIN, dst_node_id=node) for node in nodes]
         )
 
-    def run(self, rounds: int, start: float = 0.0):
-        return self.strategy.start(grid=self.grid, initial_arrays=weights(start), num_rounds=rounds)
+    def run(self, rounds: int, start: float = 0.0, **options):
+        arrays = weights(start)
+        return self.strategy.start(
+            grid=self.grid, initial_arrays=arrays, num_rounds=rounds, **options
+        )
 
     @property
     def all_answered_alike(self) -> bool:
@@ -202,15 +205,24 @@ def test_weights_of_another_network_are_reported_by_nobody(reports):
 
 
 @KINDS
-def test_every_round_is_accounted_and_when_the_target_is_reached_nobody_is_asked_any_more(reports):
+def test_every_round_is_accounted_and_when_the_target_is_reached_the_run_is_over(reports, tmp_path):
+    """A run that goes on with its book has nothing left: it returns the book's weights."""
     price = opacus_shuffle.compute_epsilon(reports.mechanism, steps=3, delta=1e-5)
-    federation = Federation(reports, target_epsilon=price)
-    metrics = federation.run(6).train_metrics_clientapp
-    assert {number: dict(said) for number, said in metrics.items()} == {
-        number: {"reports": CLIENTS, "rounds": number} for number in (1, 2, 3)
-    }
-    assert federation.ledger.epsilon().epsilon == price
-    assert len(federation.replies) == 3 * CLIENTS
+    last = None
+    for ran, started in ((3, 0.0), (0, 100.0)):
+        federation = Federation(reports, target_epsilon=price, path=tmp_path / "book")
+        evaluated = {}
+        result = federation.run(6, started, evaluate_fn=evaluated.__setitem__)
+        assert {number: dict(said) for number, said in result.train_metrics_clientapp.items()} == {
+            number: {"reports": CLIENTS, "rounds": number} for number in range(1, ran + 1)
+        }
+        assert federation.ledger.epsilon().epsilon == price
+        assert len(federation.replies) == ran * CLIENTS
+        assert list(evaluated) == list(range(ran + 1))
+        weights_now = as_vector(result.arrays)
+        assert torch.equal(as_vector(evaluated[ran]), weights_now)
+        assert last is None or torch.equal(last, weights_now)
+        last = weights_now
 
 
 def test_a_killed_server_goes_on_with_its_weights_and_its_history(tmp_path):

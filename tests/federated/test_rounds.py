@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import threading
 
 import numpy as np
@@ -260,6 +261,19 @@ def test_the_ledger_accounts_for_begun_epochs_in_full_and_ends_between_them():
         ledger.open()
 
 
+def test_a_report_says_how_many_rounds_ran_and_how_many_are_accounted():
+    for reports, ran, accounted in ((ONCE, 5, 8), (ONCE, 1, 4), (ONCE, 4, 4), (SUMS, 1, 1)):
+        ledger = ledger_of(reports)
+        for _ in range(ran):
+            run_once(ledger)
+        report, both = ledger.report(), ran < accounted
+        assert (report.to_dict()["ran"], report.to_dict()["rounds"]) == (ran, accounted)
+        said = f"{ran} round{'s' * (ran > 1)} ran; begun epochs are accounted in full: {accounted}"
+        for text in (str(report), report.statement(), report.statement(format="registry")):
+            assert (said in " ".join(text.split())) == both
+            assert not re.search(r"\b1 rounds|\bAll 1\b", text)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -367,6 +381,27 @@ def test_no_round_begins_that_the_target_does_not_pay_for():
     with pytest.raises(ValueError, match="would exceed target_epsilon"):
         ledger.open()
     assert ledger.epsilon().epsilon <= price
+
+
+@pytest.mark.parametrize("reports", [SUMS, ONCE], ids=["coins", "epochs"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_ledger_foresees_how_many_rounds_its_target_pays_for(reports, begun):
+    """Six of SUMS, or one epoch of four and what the next one is paid with in full: eight."""
+    paid = 6 if reports is SUMS else 8
+    price = opacus_shuffle.compute_epsilon(reports.mechanism, steps=paid, delta=1e-5)
+    ledger = ledger_of(reports, target_epsilon=price)
+    for ran in range(paid + 1):
+        if begun and ran < paid:  # its price is paid, and it is still to be done
+            ledger.open()
+            ledger.begin()
+        left = paid - ran
+        assert [ledger.affordable(wanted) for wanted in (0, 1, 5, 20)] == [
+            min(wanted, left) for wanted in (0, 1, 5, 20)
+        ]
+        assert ledger.affords_another() == (left > 0)
+        if left:
+            run_once(ledger)
+    assert ledger_of(reports).affordable(10**9) == 10**9
 
 
 class Killed(BaseException):

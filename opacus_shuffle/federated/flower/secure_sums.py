@@ -306,7 +306,8 @@ class SecureSumStrategy(Strategy):
 
     Formal Guarantees:
         A round is in the book before any client is asked. When the target ε is reached nobody is
-        asked any more.
+        asked any more. The older workflow then goes through the rounds that are left, which cost
+        nothing: ask it for ``ledger.affordable(num_rounds)`` of them.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from flwr.app import (
 )
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.ledger import Ledger
@@ -139,7 +139,7 @@ class ShuffledStrategy(Strategy):
 
     Formal Guarantees:
         The server learns what the shuffler hands over: the replies of the nodes are not looked at.
-        When the target ε is reached no node is asked any more, and the weights stay as they are.
+        When the target ε is reached no node is asked any more, and :meth:`start` returns.
     """
 
     def __init__(
@@ -151,6 +151,42 @@ class ShuffledStrategy(Strategy):
         self.min_nodes = integer("min_nodes", needed)
         self.arrays: Any = None
         self._asked = False
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        *others: Any,
+        **options: Any,
+    ) -> Result:
+        """Trains as Flower's own ``start`` does, for as many rounds as the target ε pays for.
+
+        Args:
+            grid: Of the nodes.
+            initial_arrays: Where training starts, if the book does not say.
+            num_rounds: Rounds to run at most.
+            *others: As Flower's own.
+            **options: As Flower's own, such as ``evaluate_fn``.
+
+        Returns:
+            The weights of the last round, or those of the start if there was none, and the metrics
+            of the rounds that ran.
+        """
+        known, rounds = self.ledger.result, self.ledger.affordable(num_rounds)
+        start = initial_arrays if known is None else as_arrays(known["weights"], initial_arrays)
+        result = super().start(grid, start, rounds, *others, **options)
+        if not rounds:
+            result.arrays = start
+        if rounds < num_rounds:
+            log(
+                INFO,
+                "target epsilon is reached after %s rounds: %s of num_rounds=%s ran",
+                self.ledger.round,
+                rounds,
+                num_rounds,
+            )
+        return result
 
     def summary(self) -> None:
         """Returns a sentence on what every round is."""
