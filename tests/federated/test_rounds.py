@@ -192,6 +192,26 @@ def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to(kept
     assert [GAUSSIAN.open(report)[0] for report in sent] == [1, 5]
 
 
+def test_a_book_for_all_of_a_person_s_runs_is_good_for_so_many_rounds_of_all_together(tmp_path):
+    """No run can have a round again, be it after another run; and each has its own max_rounds."""
+    asked = [
+        *((GAUSSIAN, 1, None), (GAUSSIAN, 4, None), (GAUSSIAN, 5, "all max_rounds=2")),
+        *((COIN, 1, None), (COIN, 1, "answered already"), (GAUSSIAN, 4, "all max_rounds|answered")),
+        *((BARE, 7, None), (BARE, 8, "good for most_rounds=4 rounds of all runs, and has 4")),
+        *((COIN, 2, "most_rounds=4"), (SUMS, 1, "most_rounds=4")),
+    ]
+    sent = []
+    for reports, number, said in asked:
+        book = FileBook(tmp_path / "book", most_rounds=4)
+        with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+            Reporter(reports, max_rounds=2, book=book).answer(
+                number, lambda: torch.ones(3), sent.append
+            )
+    assert len(sent) == 4
+    with pytest.raises(ValueError, match="of other settings"):  # nor does it forget the others
+        Reporter(SUMS, max_rounds=2, book=FileBook(tmp_path / "book")).answer(9, None, None)
+
+
 def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_path):
     """A lock is of a file that is open, so that threads stand for processes here."""
     start, answered = threading.Barrier(4), []
@@ -279,10 +299,11 @@ def test_a_report_says_how_many_rounds_ran_and_how_many_are_accounted():
     [
         ("", "is no book of a client"),
         ("[]", "is no book of a client"),
-        ('{"settings": "00", "rounds": "many", "last": 1}', "is no book of a client"),
-        ('{"settings": "00", "rounds": 1}', "is no book of a client"),
-        ('{"settings": "00", "rounds": 1, "last": 1, "epoch": 0}', "is no book of a client"),
-        ('{"settings": "00", "rounds": 1, "last": 1}', "of other settings"),
+        ('{"settings": "00", "rounds": 1, "last": 1}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": "many", "last": 1}}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": 1}}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": 1, "last": 1, "epoch": 0}}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": 1, "last": 1}}', "of other settings"),
     ],
 )
 def test_a_client_whose_book_is_damaged_or_another_agreement_s_sends_nothing(
@@ -556,6 +577,7 @@ def noted(number, max_rounds=9):
         ),
         (lambda: noted(1, max_rounds=math.nan), "max_rounds"),
         (lambda: FileBook("/nowhere/at/all"), "make the folder"),
+        (lambda: FileBook("book", most_rounds=0), "most_rounds"),
     ],
 )
 def test_bad_input_is_named(call, named):

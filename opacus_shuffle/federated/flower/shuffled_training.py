@@ -42,8 +42,8 @@ Arrays = list[npt.NDArray[Any]]
 ARRAYS, SETTINGS, ROUND = "arrays", "config", "round"
 STATE = "opacus_shuffle"
 """Under which name a client's state holds the rounds that it has answered."""
-Books = Callable[[Context], "str | os.PathLike[str]"]
-"""Gets a client's context, returns the name of the file in which it notes its rounds."""
+Books = Callable[[Context], "str | os.PathLike[str] | FileBook"]
+"""Gets a client's context, returns its book, or the name of the file in which it notes rounds."""
 REFUSED = 451
 """The code of the error that answers everything but training."""
 
@@ -59,9 +59,10 @@ class ReportMod:
         submit: Sends a report to the shuffler; gets the context of the client, which tells its
             node's settings, and the report.
         max_rounds: Rounds that this client agrees to take part in.
-        book: Gets the context, returns the name of the file in which this client notes which rounds
-            it has answered. None notes them in Flower's state, for simulations alone: a server that
-            starts another run, or a node that is started anew, finds that empty.
+        book: Gets the context, returns the book in which this client notes which rounds it has
+            answered: a :class:`~opacus_shuffle.federated.FileBook`, or its file's name. None notes
+            them in Flower's state, for simulations alone: a server that starts another run, or a
+            node that is started anew, finds that empty.
         always_train: Train whatever the coin says, so that the time it takes tells nothing. In a
             simulation, where nobody watches, False spares it.
 
@@ -261,7 +262,9 @@ def reporter_of(
     That state lasts as long as a run, whose name the server chooses.
     """
     if book is not None:
-        return Reporter(format, max_rounds=max_rounds, book=FileBook(book(context)))
+        own = book(context)
+        kept = own if isinstance(own, FileBook) else FileBook(own)
+        return Reporter(format, max_rounds=max_rounds, book=kept)
     state: Any = context.state.config_records.setdefault(STATE, ConfigRecord())
     return Reporter(format, max_rounds=max_rounds, book=ClientBook(state))
 
