@@ -111,16 +111,6 @@ def test_a_round_below_its_minimum_releases_nothing(reports, fewest, missing):
     assert bool(released.mixed) == (not missing)
 
 
-def test_a_round_of_noise_alone_is_handed_over_whole_and_its_mean_is_over_the_clients_expected():
-    shuffler = Shuffler(SECRET)
-    shuffler.open_round(1)
-    for sender in range(20):
-        shuffler.submit(str(sender), SECRET.encode(1, None))
-    released, ledger = shuffler.close_round(1), ledger_of(SECRET)
-    assert (released.num_reports, len(released.mixed)) == (20, 20 * SECRET.bytes_per_report)
-    assert torch.equal(ledger.estimated_mean(released), ledger.estimate(released) / (0.3 * 20))
-
-
 def test_a_round_in_which_no_coin_says_yes_is_released_and_not_dropped():
     shuffler = Shuffler(COIN)
     shuffler.open_round(1)
@@ -269,24 +259,14 @@ def test_which_round_of_an_epoch_it_is_comes_from_a_uniform_draw():
     assert stats.chisquare(counts).pvalue > 1e-9
 
 
-def test_the_ledger_accounts_for_begun_epochs_in_full_and_ends_between_them():
-    one, two = (
-        opacus_shuffle.compute_epsilon(ONCE.mechanism, steps=steps, delta=1e-5) for steps in (4, 8)
-    )
-    ledger = ledger_of(ONCE, target_epsilon=(one + two) / 2)
-    for _ in range(4):
-        run_once(ledger)
-        assert ledger.epsilon().epsilon == one
-    with pytest.raises(ValueError, match="another round would exceed"):
-        ledger.open()
-
-
 def test_a_report_says_how_many_rounds_ran_and_how_many_are_accounted():
     for reports, ran, accounted in ((ONCE, 5, 8), (ONCE, 1, 4), (ONCE, 4, 4), (SUMS, 1, 1)):
         ledger = ledger_of(reports)
         for _ in range(ran):
             run_once(ledger)
         report, both = ledger.report(), ran < accounted
+        price = opacus_shuffle.compute_epsilon(reports.mechanism, steps=accounted, delta=1e-5)
+        assert ledger.epsilon().epsilon == price
         assert (report.to_dict()["ran"], report.to_dict()["rounds"]) == (ran, accounted)
         said = f"{ran} round{'s' * (ran > 1)} ran; begun epochs are accounted in full: {accounted}"
         for text in (str(report), report.statement(), report.statement(format="registry")):
@@ -390,38 +370,24 @@ def test_a_round_that_cannot_be_accounted_on_the_disk_is_not_released_and_may_be
         ledger.begin()
 
 
-def test_no_round_begins_that_the_target_does_not_pay_for():
-    price = opacus_shuffle.compute_epsilon(GAUSSIAN.mechanism, steps=2, delta=1e-5)
-    ledger = ledger_of(GAUSSIAN, target_epsilon=price)
-    run_once(ledger)
-    all_report(ledger.shuffler, ledger.open())
-    ledger.close()
-    assert ledger.affords_another()  # this one is paid for
-    ledger.finish()
-    assert not ledger.affords_another()
-    with pytest.raises(ValueError, match="would exceed target_epsilon"):
-        ledger.open()
-    assert ledger.epsilon().epsilon <= price
-
-
-@pytest.mark.parametrize("reports", [SUMS, ONCE], ids=["coins", "epochs"])
+@pytest.mark.parametrize(("reports", "paid"), [(GAUSSIAN, 2), (SUMS, 3), (ONCE, 8)])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_ledger_foresees_how_many_rounds_its_target_pays_for(reports, begun):
-    """Six of SUMS, or one epoch of four and what the next one is paid with in full: eight."""
-    paid = 6 if reports is SUMS else 8
+def test_a_ledger_foresees_how_many_rounds_its_target_pays_for_and_begins_no_other(
+    reports, paid, begun
+):
+    """An epoch of four is paid for as a whole. The price of a begun round is paid."""
     price = opacus_shuffle.compute_epsilon(reports.mechanism, steps=paid, delta=1e-5)
     ledger = ledger_of(reports, target_epsilon=price)
-    for ran in range(paid + 1):
-        if begun and ran < paid:  # its price is paid, and it is still to be done
-            ledger.open()
-            ledger.begin()
-        left = paid - ran
-        assert [ledger.affordable(wanted) for wanted in (0, 1, 5, 20)] == [
-            min(wanted, left) for wanted in (0, 1, 5, 20)
-        ]
-        assert ledger.affords_another() == (left > 0)
+    for left in range(paid, -1, -1):
+        if begun and left:
+            ledger.open(), ledger.begin()
+        foreseen = [ledger.affordable(wanted) for wanted in (0, 1, 5, 20)]
+        assert foreseen == [min(wanted, left) for wanted in (0, 1, 5, 20)]
         if left:
             run_once(ledger)
+    with pytest.raises(ValueError, match="would exceed target_epsilon"):
+        ledger.open()
+    assert ledger.epsilon().epsilon == price
     assert ledger_of(reports).affordable(10**9) == 10**9
 
 
