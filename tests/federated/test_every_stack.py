@@ -112,8 +112,12 @@ def by_hand(ledger: Ledger, submit) -> None:
     def ask_everyone(number: int) -> None:
         with concurrent.futures.ThreadPoolExecutor(len(clients)) as threads:
             for client, reporter in enumerate(clients):
-                take = functools.partial(submit, client)
-                threads.submit(reporter.answer, number, lambda: torch.ones(3), take)
+                threads.submit(
+                    reporter.answer,
+                    number,
+                    lambda: torch.ones(3),
+                    functools.partial(submit, client),
+                )
 
     for _ in range(2):
         ledger.run(ask_everyone, lambda total: {"weights": weights.add_(total)})
@@ -136,13 +140,8 @@ def on_flower(ledger: Ledger, submit) -> None:
         trained = flwr.RecordDict({"arrays": flwr.ArrayRecord([weights + 1.0])})
         return flwr.Message(trained, reply_to=message)
 
-    def answered(message, context):
-        reply = app(message, context)
-        assert len(reply.content) == 0  # which is all that the server gets from a node
-        return reply
-
     strategy = ShuffledStrategy(ledger, learning_rate=0.3 * 20)  # the sum, not the mean
-    strategy.start(LocalGrid(answered, 20), flwr.ArrayRecord([np.zeros(3)]), num_rounds=2)
+    strategy.start(LocalGrid(app, 20), flwr.ArrayRecord([np.zeros(3)]), num_rounds=2)
 
 
 @pytest.mark.parametrize("reports", FORMATS.values(), ids=FORMATS)
@@ -176,7 +175,6 @@ def test_every_format_comes_out_of_every_stack_mixed_right_and_accounted(
     weights, opened = np.zeros(3), [reports.open(report) for report in sent]
     for each in released:
         numbers = [content for number, content in opened if number == each.round]
-        assert len(numbers) == 20
         if reports.kind == SUMS.kind:
             counts = sum(reports.counts_of(content) for content in numbers)
             assert each.mixed == counts.astype("<i8").tobytes()
@@ -189,3 +187,6 @@ def test_every_format_comes_out_of_every_stack_mixed_right_and_accounted(
     spent = opacus_shuffle.compute_epsilon(reports.mechanism, steps=2, delta=1e-5)
     again = ledger_of(reports, path=tmp_path / "book")
     assert ledger.epsilon().epsilon == again.epsilon().epsilon == spent
+    report = ledger.report()
+    assert (report.best.epsilon, report.simulated) == (spent, isinstance(shuffler, Shuffler))
+    assert report.sent.bytes_per_user == 2 * reports.bytes_per_report

@@ -13,13 +13,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers.federation import GAUSSIAN, SECRET, SERVER, SUMS, all_report, ledger_of, run_once
+from helpers.federation import GAUSSIAN, SECRET, SUMS, all_report, ledger_of, run_once
 from scipy import stats
 
 import opacus_shuffle
 from opacus_shuffle.federated import (
     BitSums,
-    FarShuffler,
     FileBook,
     GaussianReports,
     RefusedReportError,
@@ -315,22 +314,6 @@ def test_a_client_that_computes_no_vector_sends_nothing_whatever_its_coin_says(r
 
 
 # The server's book
-
-
-@FORMATS
-def test_the_ledger_spends_what_the_library_says_of_so_many_rounds(reports):
-    ledger = ledger_of(reports)
-    for _ in range(3):
-        run_once(ledger)
-    spent = opacus_shuffle.privacy_bound(reports.mechanism, steps=3, delta=1e-5)
-    assert ledger.epsilon() == spent
-    report = ledger.report()
-    assert report.best.epsilon == spent.epsilon
-    assert report.sent.bytes_per_user == 3 * reports.bytes_per_report
-    assert report.simulated  # this process has the shuffler in it
-    ledger.shuffler = FarShuffler("https://shuffler.example", SERVER)
-    assert not ledger.report().simulated
-    assert ledger.result["sum"].shape == (3,)
 
 
 def test_a_dropped_round_is_accounted_and_gives_no_estimate():
