@@ -45,7 +45,7 @@ LONGEST = 725
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
-    "accountants": 1_835,
+    "accountants": 1_840,
     "analysis": 1_710,
     "audit": 695,
     "commands": 825,

@@ -23,7 +23,7 @@ from typing import Any
 
 from opacus_shuffle._version import __version__
 from opacus_shuffle.core.guarantees import SHUFFLER, Guarantee
-from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.rounding import plural, round_up
 from opacus_shuffle.core.tables import paragraph
 from opacus_shuffle.core.validation import instance_of, one_of, reject_unknown
 
@@ -158,7 +158,8 @@ def _entry(
     record = "client" if report.clients else "record"
     # Rounds that know no number of users say 0 or 1.
     users = report.num_users or max(mechanism.num_users for mechanism, _ in report.rounds)
-    ran = [f"{count:,} rounds of {mechanism!r}" for mechanism, count in report.rounds]
+    all_rounds = plural(best.rounds, "round")
+    ran = [f"{plural(count, 'round')} of {mechanism!r}" for mechanism, count in report.rounds]
     sampling = sorted({mechanism.sampling or "none" for mechanism, _ in report.rounds})
     rows = [
         f"{bound.bound} {round_up(bound.epsilon)} (trusting {bound.trusted}; "
@@ -205,7 +206,7 @@ def _entry(
                 "variant_name": f"none: {why}" if why else "Approximate DP",
                 "data_domain": said["data_domain"],
                 "unprotected_quantities": _sentences(
-                    f"Settings of the run: {settings}, {best.rounds:,} rounds",
+                    f"Settings of the run: {settings}, {all_rounds}",
                     f"Of the data: {said['unprotected_quantities']}",
                 ),
             },
@@ -235,7 +236,7 @@ def _entry(
                 "actors": said["actors"],
                 "release_type": said["release_type"],
                 "release_type_details": f"What is stated is about {report.kind.released} of "
-                f"{best.rounds:,} rounds together, and nothing that is computed from the data "
+                f"the whole run, {all_rounds}, and nothing that is computed from the data "
                 "afterwards.",
                 "data_source_type": said["data_source_type"],
                 "access_type": "Non-interactive",
@@ -254,7 +255,7 @@ def _entry(
                     f"Security: {said['security']}",
                 ),
                 "composition": _sentences(
-                    f"All {best.rounds:,} rounds together, by {best.bound!r} ({proof})",
+                    f"The whole run, {all_rounds}, by {best.bound!r} ({proof})",
                     f"Sampling that it accounts for: {', '.join(sampling)}",
                     f"It covers {best.covers}",
                 ),

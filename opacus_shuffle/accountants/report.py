@@ -27,7 +27,7 @@ from opacus_shuffle.accountants.lineage import first_rounds, rewound_sentence
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
-from opacus_shuffle.core.rounding import round_down, round_up
+from opacus_shuffle.core.rounding import plural, round_down, round_up
 from opacus_shuffle.core.tables import paragraph, text_table
 from opacus_shuffle.core.validation import (
     boolean,
@@ -108,6 +108,8 @@ class PrivacyReport:
             none if it is not known.
         num_users: n, of the whole data set; by default the users of a round.
         unchecked: Files from which rounds were loaded that nothing but these files vouches for.
+        ran: So many of the rounds ran so far, where those of a begun epoch are all accounted; by
+            default all.
         entries: The bounds to report; by default all of the rounds' mechanism.
 
     Attributes:
@@ -136,6 +138,7 @@ class PrivacyReport:
         max_grad_norms: Sequence[float] = (),
         num_users: int | None = None,
         unchecked: Sequence[str] = (),
+        ran: int | None = None,
         entries: Sequence[Bound] | None = None,
     ) -> None:
         self.entries = entries_of(kind_of(rounds)) if entries is None else list(entries)
@@ -152,6 +155,7 @@ class PrivacyReport:
         self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
         self.orders = None if orders is None else tuple(orders)
         self.bounds = tuple(self._ladder(self.rounds))
+        self.ran = integer("ran", ran or self.bounds[0].rounds, maximum=self.bounds[0].rounds)
         self.sent = sent_per_user(self.rounds) if sent is None else sent
 
     def _ladder(self, rounds: Rounds) -> list[PrivacyBound]:
@@ -209,7 +213,7 @@ class PrivacyReport:
         reject_unknown("statement (answers are for format='registry')", answers)
         best = self.best
         ran = (
-            f"{model} was trained by {best.rounds:,} rounds of "
+            f"{model} was trained by {plural(best.rounds, 'round')} of "
             f"{self.kind.name} ({self._settings()})."
         )
         if best.guarantee is Guarantee.PROVED:
@@ -238,7 +242,12 @@ class PrivacyReport:
             for name, text in HOW_IT_RAN.items()
             if getattr(self, name)
         ]
-        notes += [self._delta_note(), rewound_sentence(self.rewound), on_trust(self.unchecked)]
+        notes += [
+            self._ran_note(),
+            self._delta_note(),
+            rewound_sentence(self.rewound),
+            on_trust(self.unchecked),
+        ]
         return " ".join(filter(None, [ran, not_private(self.predictable), promised, *notes]))
 
     def _settings(self) -> str:
@@ -269,6 +278,11 @@ class PrivacyReport:
             else "one record is any other record"
         )
 
+    def _ran_note(self) -> str:
+        """A sentence where fewer rounds ran than are accounted; else nothing."""
+        ran, accounted = (plural(rounds, "round") for rounds in (self.ran, self.bounds[0].rounds))
+        return f"{ran} ran; begun epochs are accounted in full: {accounted}." * (ran != accounted)
+
     def _delta_note(self) -> str:
         """A sentence where δ is so large that it allows to publish a record outright.
 
@@ -290,6 +304,7 @@ class PrivacyReport:
             "delta": first.delta,
             "adjacency": str(first.adjacency),
             "rounds": first.rounds,
+            "ran": self.ran,
             "settings": [
                 {**finite(dataclasses.asdict(mechanism)), "rounds": count}
                 for mechanism, count in self.rounds
@@ -314,7 +329,7 @@ class PrivacyReport:
         """The whole text, which notebooks show, too."""
         first, glossary = self.bounds[0], self._glossary()
         title = (
-            f"{first.mechanism}, {first.rounds:,} round{'s' if first.rounds > 1 else ''}, "
+            f"{first.mechanism}, {plural(first.rounds, 'round')}, "
             f"delta = {first.delta:.3g}, {first.adjacency} adjacency"
         )
         where = {Guarantee.PAIR: "one pair of data sets", Guarantee.ESTIMATE: "(estimate)"}
@@ -336,6 +351,7 @@ class PrivacyReport:
             rewound_sentence(self.rewound),
             on_trust(self.unchecked),
             *(contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds),
+            self._ran_note(),
             self._delta_note(),
             self._noise(),
             str(self.sent or ""),

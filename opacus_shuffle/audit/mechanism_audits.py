@@ -50,7 +50,7 @@ from opacus_shuffle.core.guarantees import (
     PrivacyBound,
 )
 from opacus_shuffle.core.randomness import stream_of
-from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.rounding import plural, round_up
 from opacus_shuffle.core.validation import (
     integer,
     noise_level,
@@ -576,11 +576,6 @@ def reach(
         "so they could not contradict"
     )
     return (f"{said} {beyond}: that takes more trials.",) if beyond else ()
-
-
-def plural(count: int, noun: str) -> str:
-    """Returns ``1 step`` or ``500 steps``."""
-    return f"{count:,} {noun}" + ("s" if count > 1 else "")
 
 
 def largest_coordinates(

@@ -16,7 +16,7 @@ from opacus_shuffle.accountants.plan import plan
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.commands import flags
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
-from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.rounding import plural, round_up
 from opacus_shuffle.core.tables import paragraph
 
 Printed = tuple[dict[str, Any], object]
@@ -27,7 +27,7 @@ def print_epsilon(options: dict[str, Any]) -> Printed:
     """Returns ε and its meaning."""
     run = {**flags.fields_of_run(options), **options}
     answer = privacy_bound(**run)
-    what = f"epsilon of {answer.rounds} rounds of {answer.mechanism}"
+    what = f"epsilon of {plural(answer.rounds, 'round')} of {answer.mechanism}"
     return _meaning(answer, run, round_up(answer.epsilon), what)
 
 
@@ -52,7 +52,7 @@ def print_noise(options: dict[str, Any]) -> Printed:
         else "noise multiplier of the sum (sigma"
     )
     what = (
-        f"{whose} over the clipping norm) with which {answer.rounds} rounds of "
+        f"{whose} over the clipping norm) with which {plural(answer.rounds, 'round')} of "
         f"{answer.mechanism} stay within epsilon = {target:g}{chosen}"
     )
     values, text = _meaning(answer, run, round_up(sigma, 6), what)

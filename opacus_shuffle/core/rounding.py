@@ -4,6 +4,8 @@
 ('0.001407', '634.3', '123457', '0', '1.235E+28')
 >>> up_to_single(0.7), up_to_single(0.5)
 (0.7000000476837158, 0.5)
+>>> plural(1, "round"), plural(2000, "round")
+('1 round', '2,000 rounds')
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ def round_up(value: float, digits: int = 4) -> str:
 def round_down(value: float, digits: int = 4) -> str:
     """The same, never above the number."""
     return f"{Context(prec=digits, rounding=ROUND_FLOOR).plus(Decimal(value)):f}" if value else "0"
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns how many there are of something, with the noun in its number."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def up_to_single(value: float) -> float:

@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import io
 import math
@@ -97,8 +98,23 @@ class Ledger:
 
     def affords_another(self) -> bool:
         """Tells whether one more round stays within the target ε."""
-        added = self._accounted(self.round + 1) - len(self.accountant)
-        if self.begun or self.target_epsilon is None or not added:
+        return self._affords(1)
+
+    def affordable(self, rounds: int) -> int:
+        """Returns how many of so many more rounds stay within the target ε.
+
+        A round that is begun and not done is the first of them.
+
+        Args:
+            rounds: How many are wanted, at least 0.
+        """
+        wanted = range(1, 1 + integer("rounds", rounds, minimum=0))
+        return bisect.bisect(wanted, 0, key=lambda count: not self._affords(count))
+
+    def _affords(self, more: int) -> bool:
+        """Tells whether so many more rounds, at least one, stay within the target ε."""
+        added = self._accounted(self.round - self.begun + more) - len(self.accountant)
+        if self.target_epsilon is None or not added:
             return True
         return self._after(added).bound(self.delta).epsilon <= self.target_epsilon
 
@@ -229,6 +245,7 @@ class Ledger:
             clients=True,
             predictable=self.shuffler.predictable,
             sent=self.format.sent(self.round),
+            ran=self.round,
         )
 
     def _write(self, **changes: Any) -> None:

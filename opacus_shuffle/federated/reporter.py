@@ -83,12 +83,13 @@ class ClientBook:
         """
         number = integer("number", number, minimum=0, maximum=LARGEST_ROUND)  # NaN is below nothing
         integer("max_rounds", max_rounds)
-        with self.opened() as state:
+        settings = fingerprint.hex()
+        with self.opened(settings) as state:
             rounds, last = state.get("rounds", 0), state.get("last", -1)
-            settings = fingerprint.hex()
             if state.get("settings", settings) != settings:
                 raise ValueError(
-                    "book is of other settings: nothing is sent; agree to a new run with a new file"
+                    "book is of other settings: nothing is sent; agree to a new run with a new "
+                    "file, or to so many rounds of all runs with FileBook(path, most_rounds=...)"
                 )
             if number <= last:
                 raise ValueError(
@@ -111,8 +112,8 @@ class ClientBook:
             return bool(state.get("epoch") == epoch and state["place"] == place)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[MutableMapping[str, Any]]:
-        """Yields the state for changes, which are kept if the block raises nothing."""
+    def opened(self, settings: str) -> Iterator[MutableMapping[str, Any]]:
+        """Yields a run's state for changes, which are kept if the block raises nothing."""
         yield self.state
 
 
@@ -120,12 +121,15 @@ class FileBook(ClientBook):
     """The rounds that a client has answered, in a file of its own.
 
     Args:
-        path: The file, made at the first round. A new run with other settings is another agreement,
-            with another file.
+        path: The file, made at the first round. By default a run with other settings is another
+            agreement, with another file.
+        most_rounds: Rounds of all runs together that this file is good for: runs with other
+            settings go into it, too, and none of them is answered once there are so many.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, most_rounds: int | None = None) -> None:
         super().__init__()
+        self.most_rounds = None if most_rounds is None else integer("most_rounds", most_rounds)
         self.path = Path(instance_of("book", path, (str, os.PathLike)))
         if not self.path.absolute().parent.is_dir():
             raise ValueError(
@@ -133,33 +137,54 @@ class FileBook(ClientBook):
             )
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[MutableMapping[str, Any]]:
-        """Reads the file, yields its content, and writes changes back to the disk."""
+    def opened(self, settings: str) -> Iterator[MutableMapping[str, Any]]:
+        """Reads the file, yields a run's state, and writes changes back to the disk.
+
+        Raises:
+            ValueError: If the file is no book, or all ``most_rounds`` of it are answered.
+        """
         # The lock keeps other processes of this client out from before the reading until after the
         # writing: else two of them could answer one round.
         with open(f"{self.path}.lock", "wb") as lock:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            self.state = self._read()
+            runs = self._read()
+            answered = sum(run["rounds"] for run in runs.values())
+            if self.most_rounds is not None and answered >= self.most_rounds:
+                raise ValueError(
+                    f"book={str(self.path)!r} is good for most_rounds={self.most_rounds} rounds of "
+                    f"all runs, and has {answered}: nothing is sent"
+                )
+            alone = self.most_rounds is None and runs  # then note refuses other settings
+            self.state = runs.setdefault(next(iter(alone)) if alone else settings, {})
             yield self.state
             with replacing(self.path) as file:
-                file.write(json.dumps(self.state).encode())
+                file.write(json.dumps(runs).encode())
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """Returns the state of every run, by its settings."""
         if not self.path.exists():
             return {}
         try:
-            state: dict[str, Any] = json.loads(self.path.read_text())
-            integer("rounds", state["rounds"]), integer("last", state["last"], minimum=0)
-            state["settings"]
-            if "epoch" in state:
-                integer("place", state["place"], minimum=0)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            runs: dict[str, dict[str, Any]] = json.loads(self.path.read_text())
+            for state in runs.values():
+                integer("rounds", state["rounds"]), integer("last", state["last"], minimum=0)
+                state["settings"]
+                if "epoch" in state:
+                    integer("place", state["place"], minimum=0)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise ValueError(
                 f"book={str(self.path)!r} is no book of a client ({error!r}): nothing is sent; "
                 "restore it, or agree to a new run with a new file"
             ) from None
-        return state
+        return runs
 
 
 class Reporter:

@@ -109,8 +109,11 @@ class Federation:
             [Message(content, message_type=MessageType.TRAIN, dst_node_id=node) for node in nodes]
         )
 
-    def run(self, rounds: int, start: float = 0.0):
-        return self.strategy.start(grid=self.grid, initial_arrays=weights(start), num_rounds=rounds)
+    def run(self, rounds: int, start: float = 0.0, **options):
+        arrays = weights(start)
+        return self.strategy.start(
+            grid=self.grid, initial_arrays=arrays, num_rounds=rounds, **options
+        )
 
     @property
     def all_answered_alike(self) -> bool:
@@ -202,26 +205,28 @@ def test_weights_of_another_network_are_reported_by_nobody(reports):
 
 
 @KINDS
-def test_every_round_is_accounted_and_when_the_target_is_reached_nobody_is_asked_any_more(reports):
+def test_every_round_is_accounted_and_when_the_target_is_reached_the_run_is_over(reports, tmp_path):
+    """A server that was killed goes on with its weights and its history, and returns them."""
     price = opacus_shuffle.compute_epsilon(reports.mechanism, steps=3, delta=1e-5)
-    federation = Federation(reports, target_epsilon=price)
-    metrics = federation.run(6).train_metrics_clientapp
-    assert {number: dict(said) for number, said in metrics.items()} == {
-        number: {"reports": CLIENTS, "rounds": number} for number in (1, 2, 3)
-    }
+    shuffler, before, last = Shuffler(reports), 0, as_vector(weights())
+    for asked, ran in ((1, 1), (6, 2), (6, 0)):
+        federation, evaluated = (
+            Federation(reports, target_epsilon=price, path=tmp_path / "book"),
+            {},
+        )
+        federation.shuffler = federation.ledger.shuffler = shuffler
+        started = 100.0 if before else 0.0  # which is not where it goes on
+        result = federation.run(asked, started, evaluate_fn=evaluated.__setitem__)
+        assert {number: dict(said) for number, said in result.train_metrics_clientapp.items()} == {
+            number: {"reports": CLIENTS, "rounds": before + number} for number in range(1, ran + 1)
+        }
+        assert len(federation.replies) == ran * CLIENTS
+        assert list(evaluated) == list(range(ran + 1))
+        assert torch.equal(as_vector(evaluated[0]), last)
+        before, last = before + ran, as_vector(result.arrays)
+        assert torch.equal(as_vector(evaluated[ran]), last)
+        assert last.abs().max() < 50
     assert federation.ledger.epsilon().epsilon == price
-    assert len(federation.replies) == 3 * CLIENTS
-
-
-def test_a_killed_server_goes_on_with_its_weights_and_its_history(tmp_path):
-    reports = GaussianReports(**GAUSSIAN)
-    first = Federation(reports, path=tmp_path / "book")
-    before = as_vector(first.run(2).arrays)
-    again = Federation(reports, path=tmp_path / "book")
-    again.shuffler = again.ledger.shuffler = first.shuffler
-    again.strategy.moved = lambda weights, mean: weights  # so that what it starts from is seen
-    assert torch.allclose(as_vector(again.run(1, start=100.0).arrays), before)
-    assert len(again.ledger.accountant) == 3
 
 
 def updates(reports, rounds: int, vectors: torch.Tensor) -> torch.Tensor:

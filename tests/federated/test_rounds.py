@@ -7,18 +7,18 @@ import contextlib
 import functools
 import math
 import os
+import re
 import threading
 
 import numpy as np
 import pytest
 import torch
-from helpers.federation import GAUSSIAN, SECRET, SERVER, SUMS, all_report, ledger_of, run_once
+from helpers.federation import GAUSSIAN, SECRET, SUMS, all_report, ledger_of, run_once
 from scipy import stats
 
 import opacus_shuffle
 from opacus_shuffle.federated import (
     BitSums,
-    FarShuffler,
     FileBook,
     GaussianReports,
     RefusedReportError,
@@ -110,16 +110,6 @@ def test_a_round_below_its_minimum_releases_nothing(reports, fewest, missing):
     assert bool(released.mixed) == (not missing)
 
 
-def test_a_round_of_noise_alone_is_handed_over_whole_and_its_mean_is_over_the_clients_expected():
-    shuffler = Shuffler(SECRET)
-    shuffler.open_round(1)
-    for sender in range(20):
-        shuffler.submit(str(sender), SECRET.encode(1, None))
-    released, ledger = shuffler.close_round(1), ledger_of(SECRET)
-    assert (released.num_reports, len(released.mixed)) == (20, 20 * SECRET.bytes_per_report)
-    assert torch.equal(ledger.estimated_mean(released), ledger.estimate(released) / (0.3 * 20))
-
-
 def test_a_round_in_which_no_coin_says_yes_is_released_and_not_dropped():
     shuffler = Shuffler(COIN)
     shuffler.open_round(1)
@@ -191,6 +181,26 @@ def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to(kept
     assert [GAUSSIAN.open(report)[0] for report in sent] == [1, 5]
 
 
+def test_a_book_for_all_of_a_person_s_runs_is_good_for_so_many_rounds_of_all_together(tmp_path):
+    """No run can have a round again, be it after another run; and each has its own max_rounds."""
+    asked = [
+        *((GAUSSIAN, 1, None), (GAUSSIAN, 4, None), (GAUSSIAN, 5, "all max_rounds=2")),
+        *((COIN, 1, None), (COIN, 1, "answered already"), (GAUSSIAN, 4, "all max_rounds|answered")),
+        *((BARE, 7, None), (BARE, 8, "good for most_rounds=4 rounds of all runs, and has 4")),
+        *((COIN, 2, "most_rounds=4"), (SUMS, 1, "most_rounds=4")),
+    ]
+    sent = []
+    for reports, number, said in asked:
+        book = FileBook(tmp_path / "book", most_rounds=4)
+        with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+            Reporter(reports, max_rounds=2, book=book).answer(
+                number, lambda: torch.ones(3), sent.append
+            )
+    assert len(sent) == 4
+    with pytest.raises(ValueError, match="of other settings"):  # nor does it forget the others
+        Reporter(SUMS, max_rounds=2, book=FileBook(tmp_path / "book")).answer(9, None, None)
+
+
 def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_path):
     """A lock is of a file that is open, so that threads stand for processes here."""
     start, answered = threading.Barrier(4), []
@@ -248,16 +258,19 @@ def test_which_round_of_an_epoch_it_is_comes_from_a_uniform_draw():
     assert stats.chisquare(counts).pvalue > 1e-9
 
 
-def test_the_ledger_accounts_for_begun_epochs_in_full_and_ends_between_them():
-    one, two = (
-        opacus_shuffle.compute_epsilon(ONCE.mechanism, steps=steps, delta=1e-5) for steps in (4, 8)
-    )
-    ledger = ledger_of(ONCE, target_epsilon=(one + two) / 2)
-    for _ in range(4):
-        run_once(ledger)
-        assert ledger.epsilon().epsilon == one
-    with pytest.raises(ValueError, match="another round would exceed"):
-        ledger.open()
+def test_a_report_says_how_many_rounds_ran_and_how_many_are_accounted():
+    for reports, ran, accounted in ((ONCE, 5, 8), (ONCE, 1, 4), (ONCE, 4, 4), (SUMS, 1, 1)):
+        ledger = ledger_of(reports)
+        for _ in range(ran):
+            run_once(ledger)
+        report, both = ledger.report(), ran < accounted
+        price = opacus_shuffle.compute_epsilon(reports.mechanism, steps=accounted, delta=1e-5)
+        assert ledger.epsilon().epsilon == price
+        assert (report.to_dict()["ran"], report.to_dict()["rounds"]) == (ran, accounted)
+        said = f"{ran} round{'s' * (ran > 1)} ran; begun epochs are accounted in full: {accounted}"
+        for text in (str(report), report.statement(), report.statement(format="registry")):
+            assert (said in " ".join(text.split())) == both
+            assert not re.search(r"\b1 rounds|\bAll 1\b", text)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +278,11 @@ def test_the_ledger_accounts_for_begun_epochs_in_full_and_ends_between_them():
     [
         ("", "is no book of a client"),
         ("[]", "is no book of a client"),
-        ('{"settings": "00", "rounds": "many", "last": 1}', "is no book of a client"),
-        ('{"settings": "00", "rounds": 1}', "is no book of a client"),
-        ('{"settings": "00", "rounds": 1, "last": 1, "epoch": 0}', "is no book of a client"),
-        ('{"settings": "00", "rounds": 1, "last": 1}', "of other settings"),
+        ('{"settings": "00", "rounds": 1, "last": 1}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": "many", "last": 1}}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": 1}}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": 1, "last": 1, "epoch": 0}}', "is no book of a client"),
+        ('{"0": {"settings": "00", "rounds": 1, "last": 1}}', "of other settings"),
     ],
 )
 def test_a_client_whose_book_is_damaged_or_another_agreement_s_sends_nothing(
@@ -300,22 +314,6 @@ def test_a_client_that_computes_no_vector_sends_nothing_whatever_its_coin_says(r
 
 
 # The server's book
-
-
-@FORMATS
-def test_the_ledger_spends_what_the_library_says_of_so_many_rounds(reports):
-    ledger = ledger_of(reports)
-    for _ in range(3):
-        run_once(ledger)
-    spent = opacus_shuffle.privacy_bound(reports.mechanism, steps=3, delta=1e-5)
-    assert ledger.epsilon() == spent
-    report = ledger.report()
-    assert report.best.epsilon == spent.epsilon
-    assert report.sent.bytes_per_user == 3 * reports.bytes_per_report
-    assert report.simulated  # this process has the shuffler in it
-    ledger.shuffler = FarShuffler("https://shuffler.example", SERVER)
-    assert not ledger.report().simulated
-    assert ledger.result["sum"].shape == (3,)
 
 
 def test_a_dropped_round_is_accounted_and_gives_no_estimate():
@@ -355,18 +353,25 @@ def test_a_round_that_cannot_be_accounted_on_the_disk_is_not_released_and_may_be
         ledger.begin()
 
 
-def test_no_round_begins_that_the_target_does_not_pay_for():
-    price = opacus_shuffle.compute_epsilon(GAUSSIAN.mechanism, steps=2, delta=1e-5)
-    ledger = ledger_of(GAUSSIAN, target_epsilon=price)
-    run_once(ledger)
-    all_report(ledger.shuffler, ledger.open())
-    ledger.close()
-    assert ledger.affords_another()  # this one is paid for
-    ledger.finish()
-    assert not ledger.affords_another()
+@pytest.mark.parametrize(("reports", "paid"), [(GAUSSIAN, 2), (SUMS, 3), (ONCE, 8)])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_ledger_foresees_how_many_rounds_its_target_pays_for_and_begins_no_other(
+    reports, paid, begun
+):
+    """An epoch of four is paid for as a whole. The price of a begun round is paid."""
+    price = opacus_shuffle.compute_epsilon(reports.mechanism, steps=paid, delta=1e-5)
+    ledger = ledger_of(reports, target_epsilon=price)
+    for left in range(paid, -1, -1):
+        if begun and left:
+            ledger.open(), ledger.begin()
+        foreseen = [ledger.affordable(wanted) for wanted in (0, 1, 5, 20)]
+        assert foreseen == [min(wanted, left) for wanted in (0, 1, 5, 20)]
+        if left:
+            run_once(ledger)
     with pytest.raises(ValueError, match="would exceed target_epsilon"):
         ledger.open()
-    assert ledger.epsilon().epsilon <= price
+    assert ledger.epsilon().epsilon == price
+    assert ledger_of(reports).affordable(10**9) == 10**9
 
 
 class Killed(BaseException):
@@ -521,6 +526,7 @@ def noted(number, max_rounds=9):
         ),
         (lambda: noted(1, max_rounds=math.nan), "max_rounds"),
         (lambda: FileBook("/nowhere/at/all"), "make the folder"),
+        (lambda: FileBook("book", most_rounds=0), "most_rounds"),
     ],
 )
 def test_bad_input_is_named(call, named):

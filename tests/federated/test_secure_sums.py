@@ -261,7 +261,9 @@ def test_the_modulus_is_never_below_the_smallest_that_decodes(clients, largest):
 @pytest.mark.parametrize("limit", ["target_epsilon", "max_rounds"])
 def test_when_the_target_or_what_clients_agreed_to_is_reached_nobody_answers_any_more(limit):
     price = opacus_shuffle.compute_epsilon(BitSums(**REPORTS).mechanism, steps=1, delta=1e-5)
-    aggregation = Aggregation(**{limit: price if limit == "target_epsilon" else 1}).run(3)
+    aggregation = Aggregation(**{limit: price if limit == "target_epsilon" else 1})
+    assert aggregation.ledger.affordable(3) == (1 if limit == "target_epsilon" else 3)
+    aggregation.run(3)
     assert len(aggregation.ledger.accountant) == (1 if limit == "target_epsilon" else 3)
     assert len(aggregation.sent) == CLIENTS
 

@@ -10,7 +10,7 @@ import torch
 from helpers.federation import CLIENTS, GAUSSIAN, SECRET, SERVER, SUMS, all_report, ledger_of
 
 from opacus_shuffle.federated import FarShuffler, Shuffler, ShufflerService
-from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
+from opacus_shuffle.federated.shuffler import Released
 
 
 def split(reports, parts: int) -> tuple[Shuffler, list[Shuffler]]:
@@ -26,31 +26,6 @@ def sent_to(shufflers: list[Shuffler], number: int) -> list[bytes]:
     for client, report in enumerate(sent):
         shufflers[client % len(shufflers)].submit(str(client), report)
     return sent
-
-
-@pytest.mark.parametrize("reports", [SUMS, GAUSSIAN, SECRET], ids=lambda reports: reports.kind)
-@pytest.mark.parametrize("lead_has_clients", [False, True])
-def test_parts_release_together_what_one_shuffler_would(reports, lead_has_clients):
-    lead, parts = split(reports, 3)
-    alone = Shuffler(reports)
-    for number in (1, 2):
-        lead.open_round(number, reports.fingerprint)
-        alone.open_round(number)
-        sent = sent_to([lead, *parts] if lead_has_clients else parts, number)
-        for client, report in enumerate(sent):
-            alone.submit(str(client), report)
-        together, whole = lead.close_round(number), alone.close_round(number)
-        assert together.num_reports == whole.num_reports == reports.num_users
-        if reports is SUMS:
-            assert together.mixed == whole.mixed
-        else:
-            rows = [np.frombuffer(each.mixed, "<f4").reshape(-1, 3) for each in (together, whole)]
-            assert sorted(map(tuple, rows[0])) == sorted(map(tuple, rows[1]))
-        assert lead.close_round(number) == together  # the server was killed, and asks again
-        lead.forget_round(number)
-        for shuffler in (lead, *parts):
-            with pytest.raises(UnknownRoundError):
-                shuffler.close_round(number)
 
 
 def test_reports_of_all_parts_leave_in_an_order_of_their_own():
@@ -163,25 +138,3 @@ def test_one_shuffler_is_no_two_parts():
     for part in (Shuffler(SUMS, is_part=True), FarShuffler("http://localhost:9", SERVER)):
         with pytest.raises(ValueError, match="each once"):
             Shuffler(SUMS, parts=[part, part])
-
-
-def test_parts_are_processes_that_take_the_lead_for_their_server():
-    half = len(CLIENTS) // 2
-    between = [f"the-secret-of-the-lead-{number}" for number in range(2)]
-    groups = [CLIENTS[:half], CLIENTS[half:]]
-    services = [
-        ShufflerService(Shuffler(SUMS, is_part=True), clients=clients, server=secret).start()
-        for clients, secret in zip(groups, between, strict=True)
-    ]
-    far = [FarShuffler(part.url, secret) for part, secret in zip(services, between, strict=True)]
-    lead = ShufflerService(Shuffler(SUMS, parts=far), clients=[], server=SERVER).start()
-    server = FarShuffler(lead.url, SERVER)
-    server.open_round(1, SUMS.fingerprint)
-    for part, clients in zip(services, groups, strict=True):
-        for secret in clients:
-            FarShuffler(part.url, secret).submit(SUMS.encode(1, None))
-        with pytest.raises(ValueError, match="403"):
-            FarShuffler(part.url, SERVER).close_round(1)
-    assert server.close_round(1).num_reports == len(CLIENTS)
-    for service in (lead, *services):
-        service.shutdown()

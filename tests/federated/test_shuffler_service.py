@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -21,14 +20,12 @@ from pathlib import Path
 
 import helpers
 import pytest
-import torch
-from helpers.federation import CLIENTS, SERVER, SUMS, ledger_of
+from helpers.federation import CLIENTS, SERVER, SUMS
 
 from opacus_shuffle import compute_epsilon
 from opacus_shuffle.federated import (
     FarShuffler,
     RefusedReportError,
-    Reporter,
     Shuffler,
     ShufflerService,
 )
@@ -40,26 +37,6 @@ from opacus_shuffle.federated.shuffler import UnknownRoundError
 def service():
     with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER).start() as service:
         yield service
-
-
-def test_a_far_shuffler_is_a_near_one(service):
-    ledger = ledger_of(SUMS, FarShuffler(service.url, SERVER))
-    clients = [
-        (Reporter(SUMS, max_rounds=5), FarShuffler(service.url, secret)) for secret in CLIENTS
-    ]
-
-    def collect(number: int) -> None:
-        with concurrent.futures.ThreadPoolExecutor(len(clients)) as threads:
-            for reporter, shuffler in clients:
-                threads.submit(reporter.answer, number, lambda: torch.ones(3), shuffler.submit)
-
-    for _ in range(2):
-        released = ledger.run(collect, lambda total: total)
-        assert released.num_reports == 20
-        assert len(released.mixed) == 3 * 8  # one sum a coordinate: no order, no names
-        assert torch.equal(ledger.result, SUMS.estimate(released.mixed, 20))
-    assert len(ledger.accountant) == 2
-    assert service.shuffler.waiting() == 0
 
 
 def test_a_far_shuffler_says_why_it_takes_nothing(service):

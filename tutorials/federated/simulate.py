@@ -25,6 +25,8 @@ from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format
 from opacus_shuffle.federated import FarShuffler, Ledger, ReportFormat, Shuffler, ShufflerService
 from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy
 
+NOISE = {"bit_sums": 3.0, "secret_reports": 0.4}
+
 
 def client_app(
     reports: ReportFormat, submit: Callable[[Context, bytes], None], *, clients: int, rounds: int
@@ -53,7 +55,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument(
-        "--noise-multiplier", type=float, default=3.0, help="of the sum, over the clipping norm"
+        "--reports", choices=list(NOISE), default="bit_sums", help="what clients send"
+    )
+    parser.add_argument(
+        "--noise-multiplier",
+        type=float,
+        help="over the clipping norm: of the sum of bits (3.0), of each secret report (0.4)",
     )
     parser.add_argument("--learning-rate", type=float, default=1.0, help="of the server")
     parser.add_argument(
@@ -65,7 +72,10 @@ def main() -> None:
     options = parser.parse_args()
 
     reports = report_format(
-        num_users=options.clients, rounds=options.rounds, noise_multiplier=options.noise_multiplier
+        kind=options.reports,
+        num_users=options.clients,
+        rounds=options.rounds,
+        noise_multiplier=options.noise_multiplier or NOISE[options.reports],
     )
     shuffler = Shuffler(reports)
     ledger = Ledger(reports, shuffler, delta=DELTA, path=options.book)

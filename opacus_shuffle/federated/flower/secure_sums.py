@@ -251,8 +251,9 @@ class SecureSumClient(NumPyClient):
         context: The client's, in whose state the rounds are noted that it has answered.
         train: Gets the weights, returns the trained ones.
         max_rounds: Rounds that this client agrees to take part in.
-        book: Gets the context, returns the name of the file in which this client notes which rounds
-            it has answered. None notes them in Flower's state, for simulations alone.
+        book: Gets the context, returns the book in which this client notes which rounds it has
+            answered: a :class:`~opacus_shuffle.federated.FileBook`, or its file's name. None notes
+            them in Flower's state, for simulations alone.
         always_train: Train whatever the coin says, so that the time it takes tells nothing.
     """
 
@@ -306,7 +307,8 @@ class SecureSumStrategy(Strategy):
 
     Formal Guarantees:
         A round is in the book before any client is asked. When the target ε is reached nobody is
-        asked any more.
+        asked any more. The older workflow then goes through the rounds that are left, which cost
+        nothing: ask it for ``ledger.affordable(num_rounds)`` of them.
     """
 
     def __init__(

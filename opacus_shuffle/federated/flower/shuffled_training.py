@@ -29,7 +29,7 @@ from flwr.app import (
 )
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.ledger import Ledger
@@ -42,8 +42,8 @@ Arrays = list[npt.NDArray[Any]]
 ARRAYS, SETTINGS, ROUND = "arrays", "config", "round"
 STATE = "opacus_shuffle"
 """Under which name a client's state holds the rounds that it has answered."""
-Books = Callable[[Context], "str | os.PathLike[str]"]
-"""Gets a client's context, returns the name of the file in which it notes its rounds."""
+Books = Callable[[Context], "str | os.PathLike[str] | FileBook"]
+"""Gets a client's context, returns its book, or the name of the file in which it notes rounds."""
 REFUSED = 451
 """The code of the error that answers everything but training."""
 
@@ -59,9 +59,10 @@ class ReportMod:
         submit: Sends a report to the shuffler; gets the context of the client, which tells its
             node's settings, and the report.
         max_rounds: Rounds that this client agrees to take part in.
-        book: Gets the context, returns the name of the file in which this client notes which rounds
-            it has answered. None notes them in Flower's state, for simulations alone: a server that
-            starts another run, or a node that is started anew, finds that empty.
+        book: Gets the context, returns the book in which this client notes which rounds it has
+            answered: a :class:`~opacus_shuffle.federated.FileBook`, or its file's name. None notes
+            them in Flower's state, for simulations alone: a server that starts another run, or a
+            node that is started anew, finds that empty.
         always_train: Train whatever the coin says, so that the time it takes tells nothing. In a
             simulation, where nobody watches, False spares it.
 
@@ -139,7 +140,7 @@ class ShuffledStrategy(Strategy):
 
     Formal Guarantees:
         The server learns what the shuffler hands over: the replies of the nodes are not looked at.
-        When the target ε is reached no node is asked any more, and the weights stay as they are.
+        When the target ε is reached no node is asked any more, and :meth:`start` returns.
     """
 
     def __init__(
@@ -151,6 +152,42 @@ class ShuffledStrategy(Strategy):
         self.min_nodes = integer("min_nodes", needed)
         self.arrays: Any = None
         self._asked = False
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        *others: Any,
+        **options: Any,
+    ) -> Result:
+        """Trains as Flower's own ``start`` does, for as many rounds as the target ε pays for.
+
+        Args:
+            grid: Of the nodes.
+            initial_arrays: Where training starts, if the book does not say.
+            num_rounds: Rounds to run at most.
+            *others: As Flower's own.
+            **options: As Flower's own, such as ``evaluate_fn``.
+
+        Returns:
+            The weights of the last round, or those of the start if there was none, and the metrics
+            of the rounds that ran.
+        """
+        known, rounds = self.ledger.result, self.ledger.affordable(num_rounds)
+        start = initial_arrays if known is None else as_arrays(known["weights"], initial_arrays)
+        result = super().start(grid, start, rounds, *others, **options)
+        if not rounds:
+            result.arrays = start
+        if rounds < num_rounds:
+            log(
+                INFO,
+                "target epsilon is reached after %s rounds: %s of num_rounds=%s ran",
+                self.ledger.round,
+                rounds,
+                num_rounds,
+            )
+        return result
 
     def summary(self) -> None:
         """Returns a sentence on what every round is."""
@@ -225,7 +262,9 @@ def reporter_of(
     That state lasts as long as a run, whose name the server chooses.
     """
     if book is not None:
-        return Reporter(format, max_rounds=max_rounds, book=FileBook(book(context)))
+        own = book(context)
+        kept = own if isinstance(own, FileBook) else FileBook(own)
+        return Reporter(format, max_rounds=max_rounds, book=kept)
     state: Any = context.state.config_records.setdefault(STATE, ConfigRecord())
     return Reporter(format, max_rounds=max_rounds, book=ClientBook(state))
 

@@ -41,8 +41,11 @@ class Network(nn.Sequential):
 
 
 def report_format(**changes: Any) -> ReportFormat:
-    """What clients send: counts of bits, whose sum is as private as a trusted server's."""
-    return ReportFormat.of_settings({**SETTINGS, **changes})
+    """What clients send: counts of bits, whose sum is as private as a trusted server's, by default."""
+    settings = {**SETTINGS, **changes}
+    if settings["kind"] != "bit_sums":  # the others have no tails to share
+        settings = {name: settings[name] for name in settings if name not in ("delta", "rounds")}
+    return ReportFormat.of_settings(settings)
 
 
 @functools.cache
