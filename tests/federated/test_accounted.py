@@ -126,6 +126,8 @@ def test_the_noise_that_flower_adds_is_no_less_than_what_is_accounted(side):
 
 
 def test_adaptive_clipping_is_accounted_with_the_count_that_it_releases():
+    many = {"num_sampled_clients": 1000, "clipped_count_stddev": None}  # Flower takes 1000/20
+    assert Run("ServerSideAdaptive", num_clients=2000, stock=many).stock.clipped_count_stddev == 50
     run = Run("ServerSideAdaptive", weights=(1,), stock={"num_sampled_clients": 1})
     shares = run.counts(200)  # in all of which the client is clipped
     assert np.std(shares) == pytest.approx(1.0, abs=4.5 / math.sqrt(400))

@@ -108,7 +108,8 @@ class AccountedStrategy(Strategy):
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
         self.target_epsilon = positive("target_epsilon", target_epsilon, infinite=True)
         self.accountant, self._sent = ShuffleAccountant(ServerNoise), ArrayRecord()
-        self._round([1.0])  # refuses a strategy without noise
+        expected = min(strategy.num_sampled_clients, self.num_clients)
+        self._round([1.0] * expected)  # refuses a strategy without noise
 
     def _least_growth(self, replies: int) -> float:
         """The least factor by which a round that is released has changed the clipping norm.
