@@ -7,7 +7,7 @@ would be worth if no server had to be trusted.
 >>> rounds = [(ServerNoise(noise_multiplier=4.0, num_users=10), 20)]
 >>> answer = compute_bound(rounds, delta=1e-5)
 >>> round(answer.epsilon, 2), answer.trusted
-(5.07, 'the server')
+(4.98, 'the server')
 """
 
 from __future__ import annotations
