@@ -124,10 +124,10 @@ def registry_statement(
             said[name] = CHOICES[name][one_of(name, answer, CHOICES[name])]
         else:
             said[name] = instance_of(name, answer, (str,))
-    if answers.get("secure_mode") and report.pytorch_noise:
+    if answers.get("secure_mode") and (report.pytorch_noise or report.numpy_noise):
         raise ValueError(
-            "secure_mode=True is not what ran, its noise is PyTorch's own: answer False, or train "
-            "with PrivacyEngine(secure_mode=True)"
+            "secure_mode=True is not what ran, its noise is PyTorch's own, or NumPy's: answer "
+            "False, or train with PrivacyEngine(secure_mode=True)"
         )
     body = "\n".join(yaml_lines(_entry(report, model, said, settings=settings, compared=compared)))
     why = no_guarantee(report)
@@ -173,8 +173,8 @@ def _entry(
         "AES-256 in counter mode, keyed by the operating system (on a GPU, PyTorch's generator "
         "with a fresh key from it in every step)"
     )
-    if report.pytorch_noise:
-        generator = "PyTorch's own generator"
+    if report.pytorch_noise or report.numpy_noise:
+        generator = f"{'PyTorch' if report.pytorch_noise else 'NumPy'}'s own generator"
     if report.predictable:
         generator = f"a generator that is known to others ({', '.join(report.predictable)})"
     trust = f"It trusts {best.trusted} against an adversary who {best.adversary}"

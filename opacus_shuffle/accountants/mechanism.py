@@ -1,9 +1,9 @@
 """A mechanism: the frozen record of one round, apart from how it is accounted and how it trains.
 
 A mechanism is a frozen dataclass derived from :class:`Mechanism`, which registers it under its
-name. Its fields are the keywords of :func:`~opacus_shuffle.accountants.compute.compute_epsilon` and
-the flags of the command line; its bounds are registered in
-:mod:`opacus_shuffle.accountants.bounds`.
+name, unless other software alone trains so (``trains=False``). Its fields are the keywords of
+:func:`~opacus_shuffle.accountants.compute.compute_epsilon` and the flags of the command line; its
+bounds are registered in :mod:`opacus_shuffle.accountants.bounds`.
 
 >>> sorted(MECHANISMS)[:2], list(MECHANISMS["shuffled_checkin"].field_names())
 (['random_allocation', 'secret_checkin'], ['noise_multiplier', 'num_users', 'sample_rate'])
@@ -79,9 +79,9 @@ class Mechanism:
     num_users: int = described("n, the whole population", "N")
     sample_rate: float = described("expected share of the users in a round", "GAMMA", default=1.0)
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, *, trains: bool = True, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if "name" in cls.__dict__:
+        if "name" in cls.__dict__ and trains:
             check_free(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
             MECHANISMS[cls.name] = cls
 

@@ -63,6 +63,8 @@ HOW_IT_RAN = {
     "pytorch_noise": "the noise is PyTorch's own, as in Opacus; on a CPU its generator gives its "
     "state away to whoever sees enough noise alone; secure_mode=True, and every accountant of this "
     "package, draws from a cipher",
+    "numpy_noise": "the noise is NumPy's global generator's, no cipher: 624 of its words give all "
+    "others away, and whoever knows a seed that it was given can draw the noise again",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the "
     "expected size",
 }
@@ -99,6 +101,7 @@ class PrivacyReport:
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol
             is emulated.
         pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
+        numpy_noise: The noise came from NumPy's global generator, as in Flower.
         predictable: Seeds and generators that a user has passed, with which others can draw the
             noise again.
         sent: What one user has sent; by default what the mechanism says.
@@ -132,6 +135,7 @@ class PrivacyReport:
         selected: bool = False,
         emulated: bool = False,
         pytorch_noise: bool = False,
+        numpy_noise: bool = False,
         sent: Communication | None = None,
         rewound: int = 0,
         predictable: Sequence[str] = (),
@@ -149,6 +153,7 @@ class PrivacyReport:
         self.simulated, self.clients = boolean("simulated", simulated), boolean("clients", clients)
         self.selected, self.emulated = boolean("selected", selected), boolean("emulated", emulated)
         self.pytorch_noise = boolean("pytorch_noise", pytorch_noise)
+        self.numpy_noise = boolean("numpy_noise", numpy_noise)
         self.max_grad_norms = tuple(max_grad_norms)
         self.num_users = None if num_users is None else integer("num_users", num_users)
         self.rewound = integer("rewound", rewound, minimum=0)
@@ -314,6 +319,7 @@ class PrivacyReport:
             "selected": self.selected,
             "emulated": self.emulated,
             "pytorch_noise": self.pytorch_noise,
+            "numpy_noise": self.numpy_noise,
             "rewound": self.rewound,
             "private": not self.predictable,
             "predictable": list(self.predictable),
@@ -464,7 +470,10 @@ class PrivacyReport:
         names = [entry.name for entry in self.entries]
         if left_out := [name for name in names if name not in dict(terms)]:
             terms.append(
-                (", ".join(left_out), f"left out: no value for {self.adjacency} adjacency")
+                (
+                    ", ".join(left_out),
+                    f"left out: no value for these rounds, {self.adjacency} adjacency",
+                )
             )
         terms.append((self.adjacency, f"compared with a run in which {self._changed()}"))
         used = {bound.guarantee for bound in self.bounds}

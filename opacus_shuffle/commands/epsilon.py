@@ -13,11 +13,12 @@ from opacus_shuffle.accountants.compute import (
 )
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.plan import plan
-from opacus_shuffle.accountants.report import contradiction
+from opacus_shuffle.accountants.report import PrivacyReport, contradiction
 from opacus_shuffle.commands import flags
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import plural, round_up
 from opacus_shuffle.core.tables import paragraph
+from opacus_shuffle.core.validation import reject_unknown
 
 Printed = tuple[dict[str, Any], object]
 """Values for JSON, and what is printed instead."""
@@ -110,8 +111,15 @@ def print_plan(options: dict[str, Any]) -> Printed:
 
 
 def print_report(options: dict[str, Any]) -> Printed:
-    """Returns the table of all bounds."""
-    report = privacy_report(**flags.fields_of_run(options), **options)
+    """Returns the table of all bounds, of equal rounds or of those of a file."""
+    path = options.pop("rounds", None)
+    if path is None:
+        report = privacy_report(**flags.fields_of_run(options), **{"steps": None, **options})
+    else:
+        known = ("delta", "adjacency", "orders")
+        more = {name: value for name, value in options.items() if name not in known}
+        reject_unknown("report of a file, which says what ran,", more)
+        report = PrivacyReport(flags.read_rounds(path), **options)
     return report.to_dict(), report
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import dataclasses
 import importlib.util
 import os
@@ -18,11 +19,19 @@ import typing
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import bounds_of
+from opacus_shuffle.accountants.bounds.registry import Rounds, bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
+from opacus_shuffle.accountants.mechanisms.noised_updates import ClientNoise, ServerNoise
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.core.validation import integer, one_of
+
+ROUNDS: dict[Any, type[Mechanism]] = {
+    **MECHANISMS,
+    **{kind.name: kind for kind in (ServerNoise, ClientNoise)},
+}
+"""What a line of a table of rounds may be about, by name."""
 
 DATASETS = ("mnist-5k", "fashion-mnist", "mnist", "cifar10")
 DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
@@ -210,9 +219,20 @@ def add_run_flags(
     ``noise`` finds the noise multiplier for a target in the place of taking it.
     """
     noise = command == "noise"
-    what.add_argument(
-        "--mechanism", "--accountant", required=True, **among(MECHANISMS, "what a round is")
+    # A report may have its rounds from a file instead.
+    needed: dict[str, Any] = {"required": command != "report", "default": argparse.SUPPRESS}
+    one = what if needed["required"] else what.add_mutually_exclusive_group(required=True)
+    one.add_argument(
+        "--mechanism", "--accountant", **needed, **among(MECHANISMS, "what a round is")
     )
+    if command == "report":
+        one.add_argument(
+            "--rounds",
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="a table of rounds that differ, or ran elsewhere: columns mechanism (also "
+            "server_noise or client_noise), steps, and what else flags say",
+        )
     for name, owners in all_fields().items():
         if not (noise and name == "noise_multiplier"):
             texts: dict[str, list[str]] = {}
@@ -224,9 +244,7 @@ def add_run_flags(
             )
             common = len(owners) > len(MECHANISMS) / 2
             _add(what if common else single, next(iter(owners.values())), owners, help=said)
-    what.add_argument(
-        "--steps", required=True, type=number, metavar="T", help="rounds (training steps)"
-    )
+    what.add_argument("--steps", **needed, type=number, metavar="T", help="rounds (training steps)")
     privacy.add_argument(
         "--adjacency",
         choices=[adjacency.value for adjacency in Adjacency],
@@ -336,6 +354,41 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
     if missing:
         raise ValueError(f"{mechanism.name} needs {', '.join(map(flag, missing))}")
     return {field.name: options.pop(field.name) for field in known if field.name in options}
+
+
+def read_rounds(path: str) -> Rounds:
+    """Reads what ran from a file of comma-separated values, whatever framework it ran in.
+
+    The first line names the columns: ``mechanism``, ``steps`` (rounds that are equal), and the
+    fields of the mechanism. An empty cell stands for what a field is by default.
+
+    Raises:
+        ValueError: If the file cannot be read, or a line is wrong; it names line and column.
+    """
+    rounds: list[tuple[Mechanism, int]] = []
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            head, *rows = csv.reader(file, strict=True)
+    except (OSError, ValueError, csv.Error) as error:
+        raise ValueError(f"--rounds {path} cannot be read as a table ({error})") from None
+    for line, row in enumerate(rows, 2):
+        try:
+            if len(row) != len(head) or len(set(head)) != len(head):
+                raise ValueError(f"{len(row)} cells for the columns {', '.join(head)}")
+            cells = {name: _read(text) for name, text in zip(head, row, strict=True) if text}
+            kind = ROUNDS[one_of("mechanism", cells.pop("mechanism", None), ROUNDS)]
+            steps = integer("steps", cells.pop("steps", None))
+            rounds.append((kind.build(**cells), steps))
+        except ValueError as error:
+            raise ValueError(f"--rounds {path}, line {line}: {error}") from None
+    return rounds
+
+
+def _read(text: str) -> Any:
+    """Returns the number or numbers of a cell, or else its words, which a field may be, too."""
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return numbers(text)
+    return text
 
 
 def number(text: str) -> float:

@@ -168,7 +168,8 @@ class Parser(OneLineParser):
     def with_flags(self, message: str, words: Sequence[str]) -> str:
         """Returns a message with flags, as they were typed, in the place of arguments of Python."""
         typed = [word.partition("=")[0] for word in words]
-        for action in self._actions:
+        # What is said of a table speaks of its columns.
+        for action in [] if message.startswith("--rounds") else self._actions:
             for name in sorted(action.option_strings, key=lambda flag: flag not in typed)[:1]:
                 # "delta" is a word of English, too: only where it is an argument's name.
                 follows = "" if "_" in action.dest else "(?= must |=)"

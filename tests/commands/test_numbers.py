@@ -8,9 +8,11 @@ import json
 import pathlib
 
 import pytest
+from helpers.command_json import checked_answer
 
 from opacus_shuffle import compute_epsilon, compute_noise_multiplier
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.commands.flags import add_flags, flag
 from opacus_shuffle.commands.main import main
 
@@ -183,3 +185,34 @@ def test_every_field_of_every_mechanism_is_a_flag(name):
     add_flags(job, "epsilon")
     fields = {flag(field.name) for field in dataclasses.fields(MECHANISMS[name])}
     assert fields <= set(job._option_string_actions)
+
+
+def test_a_table_of_rounds_is_reported_as_the_rounds_that_it_lists(capsys, tmp_path):
+    table = tmp_path / "rounds.csv"
+    table.write_text(
+        "mechanism,steps,noise_multiplier,num_users,sample_rate,count_noise\n"
+        "server_noise,50,1,100,0.1,\nserver_noise,20,3e0,100,0.2,5\n"
+    )
+    assert main(f"report --rounds {table} --delta 1e-5 --json".split()) == 0
+    answer = checked_answer(capsys.readouterr().out)
+    mu = (50 + 20 * (3**-2 + 5**-2)) ** 0.5
+    assert answer["bounds"][0]["epsilon"] == gaussian.compute_epsilon(mu=mu, delta=1e-5)
+    assert (answer["quote"], answer["rounds"], len(answer["settings"])) == ("certified", 70, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "words"),
+    [
+        ("server_noise,5,abc,10", "", "line 3: noise_multiplier must be a number, got 'abc'"),
+        ("server_noise,,1,10", "", "line 3: steps must be a number"),
+        ("server_noise,5,1", "", "line 3: 3 cells for the columns mechanism, steps, noise"),
+        ("gaussian,5,1,10", "", "line 3: mechanism must be one of"),
+        ("client_noise,5,1,10", "", "must hold one kind of mechanism"),
+        ("server_noise,5,1,10", "--steps 3", "unknown keyword(s): --steps=3"),
+    ],
+)
+def test_a_wrong_line_of_a_table_is_named_with_its_column(capsys, tmp_path, line, more, words):
+    table = tmp_path / "rounds.csv"
+    table.write_text(f"mechanism,steps,noise_multiplier,num_users\nserver_noise,1,1,10\n{line}\n")
+    assert main(f"report --rounds {table} --delta 1e-5 {more}".split()) == 2
+    assert words in capsys.readouterr().err

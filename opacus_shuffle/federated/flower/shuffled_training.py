@@ -257,16 +257,20 @@ class ShuffledStrategy(Strategy):
 def reporter_of(
     format: ReportFormat, context: Context, max_rounds: int, book: Books | None
 ) -> Reporter:
-    """Makes a client with its book, in a file or in Flower's state.
+    """Makes a client with its book."""
+    return Reporter(format, max_rounds=max_rounds, book=book_of(context, book))
+
+
+def book_of(context: Context, book: Books | None) -> ClientBook:
+    """Returns a client's book, in a file or in Flower's state.
 
     That state lasts as long as a run, whose name the server chooses.
     """
     if book is not None:
         own = book(context)
-        kept = own if isinstance(own, FileBook) else FileBook(own)
-        return Reporter(format, max_rounds=max_rounds, book=kept)
+        return own if isinstance(own, FileBook) else FileBook(own)
     state: Any = context.state.config_records.setdefault(STATE, ConfigRecord())
-    return Reporter(format, max_rounds=max_rounds, book=ClientBook(state))
+    return ClientBook(state)
 
 
 def check_size(weights: torch.Tensor, format: ReportFormat, whose: str = "the server sent") -> None:

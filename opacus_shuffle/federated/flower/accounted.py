@@ -1,0 +1,332 @@
+"""``AccountedStrategy`` and ``AccountedMod``: what Flower's own differential privacy costs.
+
+Flower's strategies and its ``LocalDpMod`` stay as they are and do what they do. Each round is
+accounted by the noise that it really got, before its model is handed on, and a round that would
+leave the budget is not run. What Flower releases without the noise that it is taken to have, is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from logging import INFO, WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord
+from flwr.clientapp.mod import LocalDpMod
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+    Strategy,
+)
+
+from opacus_shuffle.accountants.accountant import ShuffleAccountant
+from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
+from opacus_shuffle.accountants.mechanisms.noised_updates import ClientNoise, ServerNoise
+from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.validation import instance_of, integer, open_unit_interval, positive
+from opacus_shuffle.federated.flower.shuffled_training import (
+    Books,
+    as_vector,
+    book_of,
+    only_arrays,
+)
+
+STOCK = (
+    DifferentialPrivacyServerSideFixedClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyClientSideAdaptiveClipping,
+)
+ROUND = "server-round"
+"""Under which name Flower tells clients the number of a round."""
+FARTHEST = 5.0
+"""Standard deviations of the count's noise that adaptive clipping is accounted for.
+
+A round whose count has more of it is dropped: one of 3 million, were all updates clipped.
+"""
+SLACK = 1e-3
+"""By how much of the clipping norm an update may exceed it, for arithmetic in single precision."""
+
+
+class AccountedStrategy(Strategy):
+    """Accounts for one of Flower's four strategies with differential privacy, round by round.
+
+    Args:
+        strategy: One of ``DifferentialPrivacy{Server,Client}Side{Fixed,Adaptive}Clipping`` around a
+            strategy that averages as ``FedAvg`` does. Its noise and norms are read off in every
+            round.
+        num_clients: n, all clients there are; no ε depends on it, what it is compared with does.
+        delta: δ of the run.
+        target_epsilon: No round is run that would take ε above it: nobody is asked, and the model
+            stays.
+        adjacency: ``"zero_out"`` (one client's update is zero), or ``"replace"``.
+
+    Attributes:
+        accountant: Of the rounds that ran.
+
+    Raises:
+        ValueError: If the strategy is another one, averages otherwise, or adds no noise.
+
+    Formal Guarantees:
+        Theorems 14.1 and 14.2, about clients' updates, against who sees every round's model and who
+        takes part, trusting the server. Weights (numbers of examples) are taken to be public, and
+        whether a client answers to depend on no data. Metrics that clients send have no noise.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        num_clients: int,
+        delta: float,
+        target_epsilon: float = math.inf,
+        adjacency: str = "zero_out",
+    ) -> None:
+        if type(strategy) not in STOCK:
+            raise ValueError(
+                f"strategy must be one of {', '.join(kind.__name__ for kind in STOCK)}, got "
+                f"{type(strategy).__name__}: wrap that one, and yours inside of it"
+            )
+        inner = type(strategy.strategy)
+        if not issubclass(inner, FedAvg) or inner.aggregate_train is not FedAvg.aggregate_train:
+            raise ValueError(
+                f"strategy must wrap one that averages as FedAvg does, got {inner.__name__}: "
+                "Flower's noise is that of a mean, and anything else may depend more on one client"
+            )
+        self.strategy, self.num_clients = strategy, integer("num_clients", num_clients)
+        self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
+        self.target_epsilon = positive("target_epsilon", target_epsilon, infinite=True)
+        self.accountant, self._sent = ShuffleAccountant(ServerNoise), ArrayRecord()
+        expected = min(strategy.num_sampled_clients, self.num_clients)
+        self._round([1.0] * expected)  # refuses a strategy without noise
+
+    def _least_growth(self, replies: int) -> float:
+        """The least factor by which a round that is released has changed the clipping norm.
+
+        Flower clips to one norm and adds the next one's noise. 1 where it is fixed.
+        """
+        highest = 1 + FARTHEST * getattr(self.strategy, "clipped_count_stddev", 0.0) / replies
+        above = highest - getattr(self.strategy, "target_clipped_quantile", 0.0)
+        return min(1.0, math.exp(-getattr(self.strategy, "clip_norm_lr", 0.0) * above))
+
+    def _round(self, weights: list[float]) -> ServerNoise:
+        """Returns the round in which clients of these weights are averaged."""
+        noise = self.strategy.noise_multiplier * self._least_growth(len(weights))
+        return ServerNoise(
+            noise_multiplier=noise
+            * sum(weights)
+            / max(weights)
+            / self.strategy.num_sampled_clients,
+            num_users=integer("num_clients", self.num_clients, minimum=len(weights)),
+            sample_rate=len(weights) / self.num_clients,
+            count_noise=getattr(self.strategy, "clipped_count_stddev", math.inf),
+        )
+
+    def _affords(self, one: ServerNoise) -> bool:
+        """Tells whether one more round stays within the target ε."""
+        rounds = [*self.accountant.rounds, (one, 1)]
+        spent = compute_bound(rounds, delta=self.delta, adjacency=self.adjacency)
+        return spent.epsilon <= self.target_epsilon
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Asks whom the strategy asks; nobody, once the budget is spent."""
+        check_arrays(arrays)
+        self._sent = arrays
+        messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
+        if messages and not self._affords(self._round([1.0] * len(messages))):
+            log(WARNING, "privacy: nobody is asked, as that would leave the budget")
+            return []
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Accounts for the round, and returns what the strategy made of it.
+
+        The model stays if a client answered with an error, or weights are so unequal that the
+        budget does not allow the round.
+
+        Raises:
+            ValueError: If an update was not clipped, or a weight is no positive number. Nothing is
+                released then.
+        """
+        answers = list(replies)
+        if not answers or any(answer.has_error() for answer in answers):
+            return None, None
+        key = self.strategy.strategy.weighted_by_key
+        found: Any = [next(iter(answer.content.metric_records.values()), {}) for answer in answers]
+        one = self._round([positive(f"{key} of a client", held.get(key)) for held in found])
+        if not self._affords(one):
+            log(WARNING, "privacy: the round is dropped, as its weights would leave the budget")
+            return None, None
+        norm = self.strategy.clipping_norm
+        arrays, metrics = self.strategy.aggregate_train(server_round, answers)
+        for answer in answers:
+            check_clipped(only_arrays(answer.content), self._sent, norm)
+        self.accountant.record(one)
+        if self.strategy.clipping_norm < norm * self._least_growth(len(answers)):
+            self.strategy.clipping_norm, arrays = norm, None  # less noise than is accounted
+        spent = self.accountant.bound(self.delta, adjacency=self.adjacency)
+        log(
+            INFO,
+            "privacy: epsilon = %s at delta = %s, %s adjacency, trusting %s, after %s rounds",
+            *(round_up(spent.epsilon), spent.delta, spent.adjacency, spent.trusted, spent.rounds),
+        )
+        return arrays, metrics
+
+    def report(self) -> PrivacyReport:
+        """Returns what all rounds cost together, and what other kinds of trust would; print it."""
+        return report_of(self.accountant.rounds, self.delta, self.adjacency)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Asks whom the strategy asks: they are sent a model that is accounted."""
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Returns what the strategy makes of clients' metrics, which have no noise."""
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        """Logs the strategy's settings."""
+        self.strategy.summary()
+
+
+class AccountedMod:
+    """Accounts for Flower's ``LocalDpMod`` at a client, which answers so many rounds and no more.
+
+    The mod adds noise by a formula that is true for ε < 1, and for the ``sensitivity`` that it is
+    told. What is accounted is that noise over the clipping norm, exactly.
+
+    Args:
+        mod: The mod.
+        num_clients: n, all clients; no ε depends on it, what it is compared with does.
+        delta: δ of all of a client's answers.
+        max_rounds: Rounds that this client agrees to take part in; later it answers with an error.
+        adjacency: ``"zero_out"`` (the client's update is zero), or ``"replace"``.
+        book: As for :class:`~opacus_shuffle.federated.flower.ReportMod`.
+
+    Raises:
+        ValueError: If the mod adds no noise, or an argument is out of range.
+
+    Formal Guarantees:
+        Theorem 14.1, about one client's updates, against whoever sees what it sends, the server
+        included. Metrics (numbers of examples, losses), answers that are no training, and errors
+        of training have no noise.
+    """
+
+    def __init__(
+        self,
+        mod: LocalDpMod,
+        *,
+        num_clients: int,
+        delta: float,
+        max_rounds: int,
+        adjacency: str = "zero_out",
+        book: Books | None,
+    ) -> None:
+        self.mod, self.book = instance_of("mod", mod, (LocalDpMod,)), book
+        self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
+        self.max_rounds = integer("max_rounds", max_rounds)
+        claimed = open_unit_interval("delta of LocalDpMod", mod.delta)
+        noise = mod.sensitivity * math.sqrt(2 * math.log(1.25 / claimed))
+        sigma = noise / positive("epsilon of LocalDpMod", mod.epsilon) / mod.clipping_norm
+        self.round = ClientNoise(noise_multiplier=sigma, num_users=num_clients)
+
+    def __call__(
+        self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        """Answers as the mod does, if the client agreed to it; ``call_next`` trains.
+
+        Raises:
+            ValueError: If the round was answered before, or all that were agreed to are, or Flower
+                would send what it has not clipped and noised. Flower answers with an error then.
+        """
+        if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
+            return self.mod(message, context, call_next)
+        check_arrays(only_arrays(message.content))
+        settings: Any = next(iter(message.content.config_records.values()), {})
+        book_of(context, self.book).note(
+            settings.get(ROUND),
+            max_rounds=self.max_rounds,
+            fingerprint=hashlib.sha256(repr(self.round).encode()).digest()[:8],
+        )
+        reply = self.mod(message, context, call_next)
+        if not (reply.has_error() or as_vector(only_arrays(reply.content)).isfinite().all()):
+            raise ValueError("the update is not finite, so that Flower has not clipped it")
+        return reply
+
+    def report(self) -> PrivacyReport:
+        """Returns what the client agreed to, and what other kinds of trust would cost; print it."""
+        return report_of([(self.round, self.max_rounds)], self.delta, self.adjacency)
+
+
+def report_of(rounds: Rounds, delta: float, adjacency: Adjacency) -> PrivacyReport:
+    """Returns the report of rounds whose noise is drawn by NumPy, in this process.
+
+    A generator that was given a seed by ``np.random.seed`` has no sequence of seeds of its own.
+    """
+    seeded = np.random.get_bit_generator().seed_seq is None  # type: ignore[attr-defined]
+    return PrivacyReport(
+        rounds,
+        delta=delta,
+        adjacency=adjacency,
+        clients=True,
+        numpy_noise=True,
+        predictable=("what np.random.seed was given",) if seeded else (),
+    )
+
+
+def check_arrays(arrays: ArrayRecord) -> None:
+    """Refuses arrays that Flower releases without the clipping, or the noise, that it gives others.
+
+    Of an array of no dimensions Flower clips a copy, and ``LocalDpMod`` noises one. Numbers of half
+    precision lose what is added to them.
+    """
+    for name, array in arrays.items():
+        if not array.shape or array.dtype not in ("float32", "float64"):
+            raise ValueError(
+                f"array {name!r} must have a dimension, and float32 or float64 entries, for Flower "
+                f"to clip and noise it, got shape {tuple(array.shape)} and {array.dtype}: leave it "
+                "out of what is sent (num_batches_tracked of batch norm, say), or reshape it"
+            )
+
+
+def check_clipped(trained: ArrayRecord, sent: ArrayRecord, norm: float) -> None:
+    """Refuses an update that is longer than the clipping norm, or not finite.
+
+    Trained weights are rounded: to their size times the precision of their type.
+    """
+    check_arrays(trained)
+    if [(name, *array.shape) for name, array in trained.items()] != [
+        (name, *array.shape) for name, array in sent.items()
+    ]:
+        raise ValueError(
+            f"a client answered with arrays {list(trained)}, which are not those that it was sent, "
+            f"{list(sent)}, in their order and shapes: Flower clips them by their order"
+        )
+    weights = as_vector(trained)
+    length = float((weights - as_vector(sent)).norm())
+    rounding = float(weights.norm()) * float(np.finfo(np.float32).eps)
+    if not length <= norm * (1 + SLACK) + rounding:
+        raise ValueError(
+            f"an update of norm {length:.6g} was averaged, above the clipping norm {norm:.6g}: "
+            "install Flower's fixedclipping_mod or adaptiveclipping_mod at all clients, as the "
+            "last of their mods"
+        )
