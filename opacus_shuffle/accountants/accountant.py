@@ -80,7 +80,8 @@ class ShuffleAccountant(IAccountant):
             protocol that is emulated.
         predictable: What a user has passed that lets others draw the run's randomness again: then
             it is not private.
-        unchecked: Files whose word for the rounds that they brought is all there is.
+        unchecked: What every ε takes on trust: files whose word for the rounds that they brought is
+            all there is, or that batches were left out whatever was in them.
 
     Formal Guarantees:
         Those of the bound; ``bound="certified"``, the default, is proved for every data set.

@@ -110,7 +110,8 @@ class PrivacyReport:
         max_grad_norms: What one record's gradient was clipped to, least first, for the statement;
             none if it is not known.
         num_users: n, of the whole data set; by default the users of a round.
-        unchecked: Files from which rounds were loaded that nothing but these files vouches for.
+        unchecked: What every ε takes on trust: files from which rounds were loaded that nothing but
+            these files vouches for, or that a batch was left out for no reason of its own.
         ran: So many of the rounds ran so far, where those of a begun epoch are all accounted; by
             default all.
         entries: The bounds to report; by default all of the rounds' mechanism.
@@ -262,7 +263,8 @@ class PrivacyReport:
         """
         said = []
         for name, words in QUOTED.items():
-            if values := {getattr(mechanism, name) for mechanism, _ in self.rounds} - {0}:
+            unknown = {0, 1} if name == "num_users" else set()  # said by rounds that know none
+            if values := {getattr(mechanism, name) for mechanism, _ in self.rounds} - unknown:
                 said.append(f"{words} {_range(values)}")
         if self.num_users and self.num_users != self._largest_round:
             said.append(f"a data set of {self.num_users:,} records")
@@ -272,7 +274,7 @@ class PrivacyReport:
 
     @property
     def _largest_round(self) -> int:
-        """The most users of any round; 0 where rounds do not know how many they have."""
+        """The most users of any round; 0 or 1 where rounds do not know how many they have."""
         return max(mechanism.num_users for mechanism, _ in self.rounds)
 
     def _changed(self) -> str:
@@ -326,7 +328,7 @@ class PrivacyReport:
             "unchecked": list(self.unchecked),
             "quote": self.best.bound,
             "noise_of_sum": self.noisiest.noise_of_sum,
-            "noise_of_mean": self.noisiest.noise_of_mean,
+            "noise_of_mean": self.noisiest.noise_of_mean if self._largest_round > 1 else None,
             **(self.sent.to_dict() if self.sent else {}),
             "bounds": [bound.to_dict() for bound in self.bounds],
         }
@@ -448,7 +450,7 @@ class PrivacyReport:
     def _noise(self) -> str:
         """How noisy the gradient is that training steps by, which the learning rate has to fit."""
         most, which = self.noisiest, "a" if len(self.rounds) == 1 else "the noisiest"
-        if most.noise_of_mean is None:  # of rounds of an accountant that knows no number of users
+        if self._largest_round <= 1:  # of rounds that know no number of users
             return ""
         return (
             f"Noise on one coordinate of {which} round's sum: {most.noise_of_sum:.3g} clipping "
@@ -523,15 +525,12 @@ def not_private(predictable: Sequence[str]) -> str:
 
 
 def on_trust(unchecked: Sequence[str]) -> str:
-    """Returns a warning about rounds that were loaded from files that may say anything.
-
-    Empty if there are none.
-    """
+    """Returns a warning about what every ε of an account rests on; empty if there is nothing."""
     if not unchecked:
         return ""
-    files = " and from ".join(unchecked)
     return (
-        f"Rounds of this account were loaded from {files}: every epsilon here takes that on trust."
+        f"This account rests on {' and on '.join(unchecked)}: every epsilon here takes that on "
+        "trust."
     )
 
 

@@ -63,8 +63,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
             ``shuffle_weights``.
         poisson: Whether all batches of runs by Opacus's own accountants were Poisson samples.
         predictable: What was passed to such runs that lets others draw their randomness again.
-        unchecked: Files whose word for the rounds that they brought into such an account is all
-            there is.
+        unchecked: What an account by one of them takes on trust, as ``ShuffleAccountant.unchecked``.
         opacus_lineage: Follows the history of one of Opacus's own accountants.
     """
 

@@ -301,7 +301,7 @@ def test_what_the_report_warns_of_the_statement_warns_of(delta):
     for text in (words_of(report), report.statement()):
         assert "protects next to nothing" in text
         assert "the noise was added once to the sum" in text
-        assert "Rounds of this account were loaded from a file" in text
+        assert "This account rests on a file" in text
         assert (above in text) is (delta > 1 / 24)
 
 

@@ -26,7 +26,8 @@ class RandomAllocation(Mechanism):
 
     Attributes:
         noise_multiplier: σ of the **sum** in units of the clipping norm, as in Opacus.
-        num_users: n, at least one for each batch; no bound depends on it.
+        num_users: n, raised to one for each batch; 1 where it is not known, as no bound depends on
+            it.
         sample_rate: 1/t, the expected share of the records in a batch.
         num_batches: t, into how many batches the records of an epoch fall.
     """
@@ -42,7 +43,7 @@ class RandomAllocation(Mechanism):
         "noise of the sum over the clipping norm", "SIGMA", varies=True
     )
     num_users: int = described(
-        "n; no bound depends on it (default: one for each batch)", "N", default=1
+        "n; no bound depends on it (default: not known)", "N", default=1
     )
     sample_rate: float = described("1/t, which follows from the batches", "GAMMA", default=1.0)
     num_batches: int = described("t, the batches of an epoch", "T")
@@ -55,6 +56,6 @@ class RandomAllocation(Mechanism):
                 f"sample_rate of random_allocation is 1 / num_batches = {1 / batches:g}, got "
                 f"{self.sample_rate}: leave it out"
             )
-        self._set(
-            num_batches=batches, sample_rate=1 / batches, num_users=max(self.num_users, batches)
-        )
+        self._set(num_batches=batches, sample_rate=1 / batches)
+        if self.num_users > 1:
+            self._set(num_users=max(self.num_users, batches))

@@ -44,7 +44,7 @@ from opacus_shuffle.core.participation import allocate, bernoulli_indices, subse
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.sampling.tickets import Part, parts_of
+from opacus_shuffle.engine.sampling.tickets import Part, Pass, parts_of
 
 Kind = Literal["poisson", "fixed_size", "random_allocation", "own"]
 INDEPENDENT: tuple[Kind, ...] = ("poisson", "random_allocation")
@@ -75,7 +75,7 @@ class TicketedSampler(Sampler[Any]):
         return self._noting(self.drawn)
 
     def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
-        epoch = object()
+        epoch = Pass()
         for place, records in enumerate(self.as_planned()):
             drawn.extend(parts_of(len(records), epoch=epoch, place=place))
             yield records
@@ -249,7 +249,7 @@ class SplitBatches(TicketedSampler, BatchSplittingSampler):
 
     def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
-        epoch = object()
+        epoch = Pass()
         for place, records in enumerate(inner.as_planned()):
             count = max(1, math.ceil(len(records) / self.max_batch_size))
             pieces = np.array_split(np.asarray(records, dtype=np.int64), count)

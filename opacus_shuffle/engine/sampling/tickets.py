@@ -3,7 +3,8 @@
 A step takes the ticket of the batch that was yielded last, and leaves it spent; a batch that is
 split into physical ones has one ticket with several parts, each of which is taken once. What has no
 ticket (a batch of another loader, a cached one, the same one again) is refused before anything of
-it is released. A batch that nobody stepped on is void when the next one comes.
+it is released. A batch that nobody stepped on is void when the next one comes; where its size is a
+secret, reports say so.
 
 >>> book = TicketBook()
 >>> [part] = parts_of(3)
@@ -40,19 +41,30 @@ Origin = Literal["records", "a leaf", "a network"]
 
 
 @dataclasses.dataclass(eq=False)
+class Pass:
+    """One pass over a loader.
+
+    Attributes:
+        next_place: Which of its batches comes after the last one that was stepped on, from 0.
+    """
+
+    next_place: int = 0
+
+
+@dataclasses.dataclass(eq=False)
 class Ticket:
     """The ticket of one drawn batch.
 
     Attributes:
         sizes: How many records each of its physical batches has.
         summed: Which of these were clipped and summed.
-        epoch: Stands for the pass over the loader that has drawn it.
+        epoch: The pass over the loader that has drawn it.
         place: Which of that pass's batches it is, from 0.
         released: Whether the noised sum has moved the weights.
     """
 
     sizes: tuple[int, ...]
-    epoch: object = None
+    epoch: Pass = dataclasses.field(default_factory=Pass)
     place: int = 0
     summed: set[int] = dataclasses.field(default_factory=set)
     released: bool = False
@@ -78,9 +90,9 @@ class Part:
         return self.index == len(self.ticket.sizes) - 1
 
 
-def parts_of(*sizes: int, epoch: object = None, place: int = 0) -> list[Part]:
+def parts_of(*sizes: int, epoch: Pass | None = None, place: int = 0) -> list[Part]:
     """Makes the ticket of a batch of an epoch, as physical batches of these sizes."""
-    ticket = Ticket(sizes, epoch, place)
+    ticket = Ticket(sizes, epoch or Pass(), place)
     return [Part(ticket, index, records) for index, records in enumerate(sizes)]
 
 
@@ -229,6 +241,11 @@ class TicketBook:
         if part.waiting == 0:
             part.ticket.summed.add(part.index)
 
+    def left_out(self) -> bool:
+        """Tells whether a batch that came before the latest one in its pass saw no step."""
+        ticket = self.latest and self.latest.ticket
+        return ticket is not None and ticket.place > ticket.epoch.next_place
+
     def ends(self) -> bool:
         """Tells whether the batch has ended with the physical batch that was summed last."""
         return self.latest is not None and self.latest.waiting == 0 and self.latest.is_last
@@ -255,6 +272,7 @@ class TicketBook:
     def release(self) -> None:
         """Notes that the batch was released, so that no step may take it again."""
         if self._summed is not None:
+            self._summed.epoch.next_place = self._summed.place + 1
             self._summed.released, self._summed = True, None
 
     def void(self) -> None:

@@ -61,6 +61,10 @@ from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 
 
+LEFT_OUT = "batches that were drawn and left out whatever was in them, be it nothing"
+"""What an account rests on where a batch saw no step."""
+
+
 class Scheme:
     """How an engine trains what its accountant accounts for.
 
@@ -439,6 +443,7 @@ class Scheme:
             with contextlib.suppress(ReferenceError):  # a network may outlive its engine
                 scheme.engine.max_grad_norms.add(float(optimizer.max_grad_norm))
                 scheme.look_at_generators(optimizer)
+                scheme.look_for_left_out(run, optimizer)
             scheme.record(run, optimizer)
 
         return account, functools.partial(scheme.rehearse, run)
@@ -491,6 +496,25 @@ class Scheme:
         """Names, for reports, generators that are not secret at this step."""
         for name, generator in _known_generators(optimizer):
             self.tell_of(name, generator)
+
+    def look_for_left_out(self, run: Run, optimizer: PrivateOptimizer) -> None:
+        """Names, for reports, batches that were left out where their size is a secret.
+
+        Warns:
+            PrivacyAssumptionWarning: If one was, before this step.
+        """
+        tickets = optimizer.tickets
+        if run.sampling.kind not in INDEPENDENT or tickets is None or not tickets.left_out():
+            return
+        keeper = self.tells_of_generators
+        keeper.unchecked = tuple(dict.fromkeys((*keeper.unchecked, LEFT_OUT)))
+        warnings.warn(
+            "a batch was drawn and no step was taken on it: if it was left out for its size, as "
+            "an empty one may be, its size shows, and epsilon does not hold; step on every batch, "
+            "empty ones train, too",
+            PrivacyAssumptionWarning,
+            stacklevel=6,
+        )
 
     def tell_of(self, name: str, generator: torch.Generator | None) -> None:
         """Adds one generator's name to every report, and warns once."""

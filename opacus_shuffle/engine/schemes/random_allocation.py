@@ -7,13 +7,11 @@ over the loader is another epoch.
 
 from __future__ import annotations
 
-import warnings
 from typing import ClassVar
 
 import torch
 
 from opacus_shuffle.accountants.mechanisms import Mechanism, RandomAllocation
-from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.sampling.samplers import (
     RandomAllocationSampler,
@@ -33,13 +31,11 @@ class EpochScheme(Scheme):
         epoch: Stands for the epoch that was accounted last.
         noise: The noise multiplier that it was accounted with.
         newest: The name of its last round in the account's lineage, and how many have that name.
-        next_place: Which of the epoch's batches is to come next.
     """
 
     epoch: object = None
     noise: float = 0.0
     newest: tuple[str, int] = ("", 0)
-    next_place: int = 0
 
     def independent_sampler(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
         """Returns the sampler that draws each record's batch, or tosses its coins."""
@@ -58,9 +54,6 @@ class EpochScheme(Scheme):
 
         Raises:
             ValueError: If the noise is less than what the epoch was accounted with.
-
-        Warns:
-            PrivacyAssumptionWarning: If the batch before this one was left out.
         """
         if run.sampling.kind != "random_allocation":
             super().record(run, optimizer)
@@ -68,7 +61,7 @@ class EpochScheme(Scheme):
         step, tickets = self.round(run, optimizer), optimizer.tickets
         assert tickets is not None
         assert tickets.latest is not None  # or the step would have been refused
-        epoch, place = tickets.latest.ticket.epoch, tickets.latest.ticket.place
+        epoch = tickets.latest.ticket.epoch
         # An account that was taken back in the middle of an epoch may not hold it any more.
         name, rounds = self.newest
         held = self.accountant.lineage.held.get(name, 0) >= rounds
@@ -81,15 +74,7 @@ class EpochScheme(Scheme):
                 f"noise_multiplier is {step.noise_multiplier}, this epoch was accounted with "
                 f"{self.noise} at its first step: let it fall between epochs alone"
             )
-        if place > (self.next_place if epoch is self.epoch else 0):
-            warnings.warn(
-                "a batch of random_allocation was drawn and no step was taken on it: if it was "
-                "left out for its size, as an empty one may be, its size shows, and epsilon does "
-                "not hold; step on every batch, empty ones train, too",
-                PrivacyAssumptionWarning,
-                stacklevel=6,
-            )
-        self.epoch, self.next_place = epoch, place + 1
+        self.epoch = epoch
 
 
 class AllocatedDPSGD(EpochScheme):
