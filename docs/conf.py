@@ -55,7 +55,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 # The copy button takes what is typed: no prompts, and no answers.
-copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_text = r">>> |\.\.\. |\.\.\.$|\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"

@@ -168,7 +168,7 @@ class Plan:
                 *(
                     (row.mechanism, round_up(row.round.noise_multiplier))
                     if row is not self.rows[-1]
-                    else ("DP-SGD", "")
+                    else ("DP-SGD", round_up(row.server_noise_multiplier))
                 ),
                 round_up(row.noise_of_mean, 3),
                 round_up(row.server_noise_multiplier, 3),

@@ -232,7 +232,8 @@ class PrivacyReport:
             cited = filter(None, [best.proof, cites, f"opacus_shuffle {__version__}"])
             promised = (
                 f"{subject} {promise(best)}, against an adversary who {best.adversary}: compared "
-                f"with a run in which {self._changed()} ({best.bound}; {', '.join(cited)})."
+                f"with a run in which {self._changed()} ({best.bound}, of all rounds together: "
+                f"{best.meaning}; {', '.join(cited)})."
             )
         else:
             promised = (
@@ -441,10 +442,9 @@ class PrivacyReport:
             if factor < 2
             else f"a factor of {round_up(factor, 2)}"
         )
-        fate = "vanishes" if self.adjacency is Adjacency.ZERO_OUT else "is replaced by any other"
         return (
             f"{quote}. The probability of whatever someone concludes from {self.kind.released} "
-            f"changes by {change} at most, plus delta, when one record {fate}."
+            f"changes by {change} at most, plus delta, when {self._changed()}."
         )
 
     def _noise(self) -> str:

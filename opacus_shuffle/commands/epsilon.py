@@ -85,8 +85,8 @@ def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) 
         f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} "
         "adjacency)",
         f"{answer.guarantee.name}: {answer.guarantee.value}",
-        f"covers {answer.covers}",
-        f"the adversary {answer.adversary}",
+        "" if answer.guarantee is Guarantee.PROVED else f"covers {answer.covers}",
+        f"trusting {answer.trusted}; the adversary {answer.adversary}",
         f"{answer.bound}: {answer.meaning}",
         f"{answer.adjacency}: {Adjacency(answer.adjacency).meaning}",
         answer.proof and f"the proof that gives it: {answer.proof}",

@@ -78,7 +78,7 @@ COMMANDS = {
         "epsilon.print_noise",
         "the smallest noise within a budget",
         (
-            "noise --mechanism shuffle_gauss --num-users 4000 --steps 10 --epsilon 1 --delta 1e-5",
+            "noise --mechanism shuffle_gauss --steps 10 --num-users 4000 --epsilon 1 --delta 1e-5",
             f"noise {SUMS} --epsilon 1 --delta 1e-5",
         ),
     ),

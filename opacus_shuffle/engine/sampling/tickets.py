@@ -228,8 +228,8 @@ class TicketBook:
             raise ValueError(
                 f"optimizer.step() got gradients of {told} records, this batch has {expected}: "
                 "each of its records must have one gradient, clipped as a whole; pass the batch as "
-                "the loader yields it, and let no layer turn one record into several (or several "
-                "into one) along the batch axis"
+                "the loader that make_private returned yields it, and let no layer turn one record "
+                "into several (or several into one) along the batch axis"
             )
 
     def take(self, counts: Set[int], *, more: bool = False) -> None:
