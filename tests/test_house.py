@@ -45,21 +45,21 @@ LONGEST = 725
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
-    "accountants": 1_885,
+    "accountants": 1_890,
     "analysis": 1_710,
     "audit": 695,
     "commands": 860,
-    "core": 840,
-    "engine": 3_230,
+    "core": 845,
+    "engine": 3_240,
     "estimators": 140,
-    "federated": 1_320,
+    "federated": 1_520,
     "integrations": 145,
     "networks": 600,
     "permutation": 2_235,
     "protocols": 805,
     "sco": 965,
 }
-TESTS_WEIGHT = 16_490
+TESTS_WEIGHT = 16_780
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",

@@ -63,7 +63,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
             ``shuffle_weights``.
         poisson: Whether all batches of runs by Opacus's own accountants were Poisson samples.
         predictable: What was passed to such runs that lets others draw their randomness again.
-        unchecked: What an account by one of them takes on trust, as ``ShuffleAccountant.unchecked``.
+        unchecked: What an account by one of them takes on trust, as
+            ``ShuffleAccountant.unchecked``.
         opacus_lineage: Follows the history of one of Opacus's own accountants.
     """
 

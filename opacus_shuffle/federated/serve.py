@@ -19,6 +19,7 @@ from opacus_shuffle.federated import (
     Shuffler,
     ShufflerService,
 )
+from opacus_shuffle.federated.shuffler import log
 
 _KEYS_OF_A_PART = ("url", "secret-file", "certificate", "own-certificate")
 
@@ -114,7 +115,10 @@ def main(arguments: list[str] | None = None) -> None:
         help="do not answer /metrics: behind a proxy on this machine everyone could read them",
     )
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what becomes of rounds
+    # What becomes of rounds. Opacus has set up the root logger, for warnings alone.
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
+    log.propagate = False
     try:
         reports = ReportFormat.of_settings(_read_json(options.settings))
         parts = [_part_of(part) for part in (_read_json(options.parts) if options.parts else [])]

@@ -96,10 +96,15 @@ def as_a_process(reports, folder):
         for name, content in files.items():
             (folder / name).write_text(content)
             command += [f"--{name}", str(folder / name)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with (
+            (folder / "log").open("w") as log,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        ):
             try:
                 said = process.stdout.readline()
                 yield far(part.url, said.removeprefix("shuffler at ").strip())
+                events = map(json.loads, (folder / "log").read_text().splitlines())
+                assert {"opened", "closed"} <= {event["event"] for event in events}
             finally:
                 process.terminate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import helpers
 import pytest
-from helpers.federation import CLIENTS, SERVER, SUMS
+from helpers.federation import CLIENTS, SERVER, SUMS, ledger_of
 
 from opacus_shuffle import compute_epsilon
 from opacus_shuffle.federated import (

@@ -42,9 +42,7 @@ class RandomAllocation(Mechanism):
     noise_multiplier: float = described(
         "noise of the sum over the clipping norm", "SIGMA", varies=True
     )
-    num_users: int = described(
-        "n; no bound depends on it (default: not known)", "N", default=1
-    )
+    num_users: int = described("n; no bound depends on it (default: not known)", "N", default=1)
     sample_rate: float = described("1/t, which follows from the batches", "GAMMA", default=1.0)
     num_batches: int = described("t, the batches of an epoch", "T")
 

@@ -243,8 +243,10 @@ class TicketBook:
 
     def left_out(self) -> bool:
         """Tells whether a batch that came before the latest one in its pass saw no step."""
-        ticket = self.latest and self.latest.ticket
-        return ticket is not None and ticket.place > ticket.epoch.next_place
+        if self.latest is None:
+            return False
+        ticket = self.latest.ticket
+        return ticket.place > ticket.epoch.next_place
 
     def ends(self) -> bool:
         """Tells whether the batch has ended with the physical batch that was summed last."""

@@ -60,7 +60,6 @@ from opacus_shuffle.engine.weights.weight_shuffling import BatchClipPlan, find_s
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 
-
 LEFT_OUT = "batches that were drawn and left out whatever was in them, be it nothing"
 """What an account rests on where a batch saw no step."""
 
