@@ -115,10 +115,6 @@ def main(arguments: list[str] | None = None) -> None:
         help="do not answer /metrics: behind a proxy on this machine everyone could read them",
     )
     options = parser.parse_args(arguments)
-    # What becomes of rounds. Opacus has set up the root logger, for warnings alone.
-    log.setLevel(logging.INFO)
-    log.addHandler(logging.StreamHandler())
-    log.propagate = False
     try:
         reports = ReportFormat.of_settings(_read_json(options.settings))
         parts = [_part_of(part) for part in (_read_json(options.parts) if options.parts else [])]
@@ -146,6 +142,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.parts} must be a list of shufflers, each with url and secret-file")
     except (OSError, ValueError) as error:  # a file is missing or wrong, or a port is taken
         parser.error(str(error))
+    # What becomes of rounds. Opacus has set up the root logger, for warnings alone.
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
+    log.propagate = False
     print(f"shuffler at {service.url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         service.serve_forever()
