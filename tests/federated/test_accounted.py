@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict  # no
 from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod  # noqa: E402
 from flwr.serverapp import strategy as flower  # noqa: E402
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords  # noqa: E402
 
 from opacus_shuffle import privacy_bound  # noqa: E402
 from opacus_shuffle.analysis import gaussian  # noqa: E402
@@ -36,6 +37,8 @@ SIDES = {  # what the clients of each strategy need
 NORM, DELTA, ZEROS = 0.5, 1e-3, np.zeros(3, np.float32)
 ENTRIES, ERROR = 40_000, 4.5 / math.sqrt(2 * 40_000)
 """Noise of so many entries shows its deviation up to a standard error of 1/√(2·40,000)."""
+LONGEST = 1.001
+"""Of the clipping norm: what an update counts as, as arithmetic in single precision may err."""
 WAYS = {"fraction_evaluate": 0.0, "min_train_nodes": 1, "min_available_nodes": 1}
 
 
@@ -44,7 +47,7 @@ class Run:
 
     Args:
         side: Which strategy.
-        update: What a client adds to every entry, before it is clipped.
+        update: What a client adds to every entry, before it is clipped; or a row for each client.
         weights: Of the clients, all of whom are asked.
         inner: What the strategy wraps.
         mods: The clients' mods, by default those that the strategy needs.
@@ -69,7 +72,8 @@ class Run:
         def train(message, context):
             self.trained.append(context.node_config["partition-id"])
             old = message.content["arrays"]["weights"].numpy()
-            arrays = ArrayRecord({"weights": Array((old + update).astype(old.dtype))})
+            moved = update[self.trained[-1]] if np.ndim(update) == 2 else update
+            arrays = ArrayRecord({"weights": Array((old + moved).astype(old.dtype))})
             metrics = MetricRecord({"num-examples": weights[self.trained[-1]]})
             return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
@@ -111,7 +115,7 @@ def delta_of(mu, epsilon):
 def test_fixed_clipping_costs_what_the_largest_weight_of_the_mean_does(side, weights, moved):
     run = Run(side, weights=weights, adjacency={1: "zero_out", 2: "replace"}[moved])
     run.start(3)
-    mu = math.sqrt(3) * moved * max(weights) / sum(weights) / (1.9 / 4)
+    mu = math.sqrt(3) * moved * max(weights) / sum(weights) / (1.9 / 4) * LONGEST
     assert delta_of(mu, run.strategy.report().best.epsilon) == pytest.approx(DELTA, rel=1e-5)
 
 
@@ -133,7 +137,7 @@ def test_adaptive_clipping_is_accounted_with_the_count_that_it_releases():
     assert np.std(shares) == pytest.approx(1.0, abs=4.5 / math.sqrt(400))
     assert np.mean(shares) == pytest.approx(1.0, abs=4.5 / math.sqrt(200))
     least = math.exp(-0.2 * (1 + 5 - 0.5)) * (1.9**-2 - 0.25) ** -0.5
-    mu = math.sqrt(200 * (least**-2 + 1))
+    mu = math.sqrt(200 * ((LONGEST / least) ** 2 + 1))
     assert delta_of(mu, run.strategy.report().best.epsilon) == pytest.approx(DELTA, rel=1e-5)
 
 
@@ -215,3 +219,43 @@ def test_local_noise_is_accounted_as_it_is_for_the_rounds_that_were_agreed_to():
     assert sent(5)[1] == 3
     assert sent(1, np.float32(1.0)) == (None, 0)  # Flower would add no noise to it
     assert sent(1, update=[1.0, math.nan, 1.0]) == (None, 1)  # nor clip this
+    assert sent(1, np.full(3, 1e6, np.float32)) == (None, 0)  # an update would be rounded up
+
+    class Loud(LocalDpMod):
+        pass
+
+    with pytest.raises(ValueError, match="mod must be a LocalDpMod, and of no class of its own"):
+        AccountedMod(Loud(1.0, 1.0, 1.0, 1e-5), num_clients=1, delta=DELTA, max_rounds=1, book=None)
+
+
+def test_one_client_moves_the_mean_by_no_more_than_is_accounted_whatever_is_rounded():
+    clients, size, norm, means = 200, 1000, 0.05, []
+    trained = np.linspace(0.001, 0.009, clients)[:, None] * np.ones((1, size))
+
+    def mean(contents, key):
+        found = aggregate_arrayrecords(contents, key)["weights"].numpy()
+        means.append(found.astype(np.float64))
+        return MetricRecord({})
+
+    for trained[0] in (2e-6, 1.0):  # Flower divides by the norm of an update of zero
+        inner = flower.FedAvg(**WAYS, train_metrics_aggr_fn=mean)
+        stock = {"num_sampled_clients": clients, "clipping_norm": norm}
+        run = Run(update=trained, weights=(7,) * clients, inner=inner, stock=stock)
+        assert run.start(1, np.linspace(5, 15, size, dtype=np.float32)).dtype == np.float32
+    ((one, _),) = run.strategy.accountant.rounds
+    moved = np.linalg.norm(means[1] - means[0]) * clients / norm
+    assert 0.99 <= moved <= 1.9 / one.noise_multiplier
+
+
+def test_the_number_of_clipped_clients_is_handed_on_with_its_noise_alone():
+    run = Run("ClientSideAdaptive")
+    asked = run.strategy.configure_train(
+        1, ArrayRecord({"weights": Array(ZEROS)}), flwr.ConfigRecord(), run.grid
+    )
+    assert not run.strategy.aggregate_train(1, run.grid.send_and_receive(asked))[1]
+    # Where a round fails after the next norm was found, that norm is accounted.
+    failing = Run("ServerSideAdaptive", update=[1.0, math.nan, 1.0])
+    with pytest.raises(ValueError, match="update of norm nan"):
+        failing.start(1)
+    assert failing.stock.clipping_norm != NORM
+    assert len(failing.strategy.accountant) == 1

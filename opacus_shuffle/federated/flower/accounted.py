@@ -15,7 +15,15 @@ from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+)
 from flwr.clientapp.mod import LocalDpMod
 from flwr.common.logger import log
 from flwr.serverapp import Grid
@@ -27,6 +35,7 @@ from flwr.serverapp.strategy import (
     FedAvg,
     Strategy,
 )
+from flwr.supercore.differential_privacy import KEY_NORM_BIT
 
 from opacus_shuffle.accountants.accountant import ShuffleAccountant
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
@@ -34,7 +43,7 @@ from opacus_shuffle.accountants.mechanisms.noised_updates import ClientNoise, Se
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import instance_of, integer, open_unit_interval, positive
+from opacus_shuffle.core.validation import integer, open_unit_interval, positive
 from opacus_shuffle.federated.flower.shuffled_training import (
     Books,
     as_vector,
@@ -56,7 +65,10 @@ FARTHEST = 5.0
 A round whose count has more of it is dropped: one of 3 million, were all updates clipped.
 """
 SLACK = 1e-3
-"""By how much of the clipping norm an update may exceed it, for arithmetic in single precision."""
+"""By how much of the clipping norm an update may exceed it, for arithmetic in single precision.
+
+It is accounted: an update counts as that long.
+"""
 
 
 class AccountedStrategy(Strategy):
@@ -122,7 +134,7 @@ class AccountedStrategy(Strategy):
 
     def _round(self, weights: list[float]) -> ServerNoise:
         """Returns the round in which clients of these weights are averaged."""
-        noise = self.strategy.noise_multiplier * self._least_growth(len(weights))
+        noise = self.strategy.noise_multiplier * self._least_growth(len(weights)) / (1 + SLACK)
         return ServerNoise(
             noise_multiplier=noise
             * sum(weights)
@@ -160,8 +172,8 @@ class AccountedStrategy(Strategy):
         budget does not allow the round.
 
         Raises:
-            ValueError: If an update was not clipped, or a weight is no positive number. Nothing is
-                released then.
+            ValueError: If an update was not clipped, or a weight is no positive number. No
+                model is released then.
         """
         answers = list(replies)
         if not answers or any(answer.has_error() for answer in answers):
@@ -173,10 +185,17 @@ class AccountedStrategy(Strategy):
             log(WARNING, "privacy: the round is dropped, as its weights would leave the budget")
             return None, None
         norm = self.strategy.clipping_norm
+        for answer in answers:  # a mean in single precision moves by its rounding, too
+            for name, trained in list(answer.content.array_records.items()):
+                answer.content[name] = in_types(trained, dict.fromkeys(trained, "float64"))
+        self.accountant.record(one)  # first, as the next norm stays changed where the rest fails
         arrays, metrics = self.strategy.aggregate_train(server_round, answers)
         for answer in answers:
             check_clipped(only_arrays(answer.content), self._sent, norm)
-        self.accountant.record(one)
+        if arrays is not None:
+            arrays = in_types(arrays, {key: array.dtype for key, array in self._sent.items()})
+        if metrics is not None:
+            metrics.pop(KEY_NORM_BIT, None)  # the share of clipped clients, without its noise
         if self.strategy.clipping_norm < norm * self._least_growth(len(answers)):
             self.strategy.clipping_norm, arrays = norm, None  # less noise than is accounted
         spent = self.accountant.bound(self.delta, adjacency=self.adjacency)
@@ -212,7 +231,7 @@ class AccountedMod:
     """Accounts for Flower's ``LocalDpMod`` at a client, which answers so many rounds and no more.
 
     The mod adds noise by a formula that is true for ε < 1, and for the ``sensitivity`` that it is
-    told. What is accounted is that noise over the clipping norm, exactly.
+    told. What is accounted is that noise over the clipping norm, and a thousandth for rounding.
 
     Args:
         mod: The mod.
@@ -241,13 +260,18 @@ class AccountedMod:
         adjacency: str = "zero_out",
         book: Books | None,
     ) -> None:
-        self.mod, self.book = instance_of("mod", mod, (LocalDpMod,)), book
+        if type(mod) is not LocalDpMod:
+            raise ValueError(
+                f"mod must be a LocalDpMod, and of no class of its own, got {type(mod).__name__}: "
+                "what else it does with an update is not accounted"
+            )
+        self.mod, self.book = mod, book
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
         self.max_rounds = integer("max_rounds", max_rounds)
         claimed = open_unit_interval("delta of LocalDpMod", mod.delta)
         noise = mod.sensitivity * math.sqrt(2 * math.log(1.25 / claimed))
         sigma = noise / positive("epsilon of LocalDpMod", mod.epsilon) / mod.clipping_norm
-        self.round = ClientNoise(noise_multiplier=sigma, num_users=num_clients)
+        self.round = ClientNoise(noise_multiplier=sigma / (1 + SLACK), num_users=num_clients)
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -261,6 +285,7 @@ class AccountedMod:
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return self.mod(message, context, call_next)
         check_arrays(only_arrays(message.content))
+        check_precision(only_arrays(message.content), self.mod.clipping_norm)
         settings: Any = next(iter(message.content.config_records.values()), {})
         book_of(context, self.book).note(
             settings.get(ROUND),
@@ -308,11 +333,33 @@ def check_arrays(arrays: ArrayRecord) -> None:
             )
 
 
-def check_clipped(trained: ArrayRecord, sent: ArrayRecord, norm: float) -> None:
-    """Refuses an update that is longer than the clipping norm, or not finite.
+def check_precision(arrays: ArrayRecord, norm: float) -> None:
+    """Refuses arrays that are so large that an update of this norm is rounded when it is added.
 
-    Trained weights are rounded: to their size times the precision of their type.
+    A server could choose them so that the update is rounded to twice what it was clipped to.
     """
+    moved = math.hypot(
+        *(
+            float(np.linalg.norm(array.astype(np.float64))) * float(np.finfo(array.dtype).eps)
+            for array in arrays.to_numpy_ndarrays()
+        )
+    )
+    if not moved <= SLACK * norm:
+        raise ValueError(
+            f"arrays must be so small, or so precise, that an update of norm {norm:.6g} can be "
+            f"added to them, got arrays whose rounding may move it by {moved:.6g}: send float64"
+        )
+
+
+def in_types(arrays: ArrayRecord, types: dict[str, str]) -> ArrayRecord:
+    """Returns the arrays in other types, by their names."""
+    return ArrayRecord(
+        {name: Array(array.numpy().astype(types[name])) for name, array in arrays.items()}
+    )
+
+
+def check_clipped(trained: ArrayRecord, sent: ArrayRecord, norm: float) -> None:
+    """Refuses an update that is longer than is accounted, or not finite."""
     check_arrays(trained)
     if [(name, *array.shape) for name, array in trained.items()] != [
         (name, *array.shape) for name, array in sent.items()
@@ -321,12 +368,10 @@ def check_clipped(trained: ArrayRecord, sent: ArrayRecord, norm: float) -> None:
             f"a client answered with arrays {list(trained)}, which are not those that it was sent, "
             f"{list(sent)}, in their order and shapes: Flower clips them by their order"
         )
-    weights = as_vector(trained)
-    length = float((weights - as_vector(sent)).norm())
-    rounding = float(weights.norm()) * float(np.finfo(np.float32).eps)
-    if not length <= norm * (1 + SLACK) + rounding:
+    length = float((as_vector(trained) - as_vector(sent)).norm())
+    if not length <= norm * (1 + SLACK):
         raise ValueError(
             f"an update of norm {length:.6g} was averaged, above the clipping norm {norm:.6g}: "
             "install Flower's fixedclipping_mod or adaptiveclipping_mod at all clients, as the "
-            "last of their mods"
+            "last of their mods, and send float64 where weights are large"
         )
