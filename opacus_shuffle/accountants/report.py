@@ -232,8 +232,8 @@ class PrivacyReport:
             cited = filter(None, [best.proof, cites, f"opacus_shuffle {__version__}"])
             promised = (
                 f"{subject} {promise(best)}, against an adversary who {best.adversary}: compared "
-                f"with a run in which {self._changed()} ({best.bound}, of all rounds together: "
-                f"{best.meaning}; {', '.join(cited)})."
+                f"with a run in which {self._changed()} ({best.bound}; {', '.join(cited)}). "
+                f"Epsilon is of all rounds together: {best.meaning}."
             )
         else:
             promised = (

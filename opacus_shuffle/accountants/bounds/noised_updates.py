@@ -103,4 +103,7 @@ def _bits(
         dimension=ASSUMED_DIMENSION,
     )
     summed = [(bits, sum(count for _, count in rounds))]
-    return Answer(compute_bound(summed, delta=delta, adjacency=adjacency).epsilon)
+    try:
+        return Answer(compute_bound(summed, delta=delta, adjacency=adjacency).epsilon)
+    except ValueError as error:  # a delta that the tails of so many rounds use up
+        raise NotCovered(str(error)) from None

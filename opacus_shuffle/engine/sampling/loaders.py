@@ -79,6 +79,7 @@ def _with_tickets(
         try:
             batch = next(batches)
         except StopIteration:
+            tickets.end_pass()
             return
         except BaseException:
             tickets.issue(None)

@@ -126,6 +126,7 @@ class TicketBook:
         self.when_issued: Callable[[], None] = lambda: None
         self._earlier_passes = 0  # on other parts of the latest batch
         self._summed: Ticket | None = None  # what is summed, and not released
+        self._last_left_out = False
         self._yielded: dict[int, tuple[Any, Part | None]] = {}
         renew_after_fork(self)
 
@@ -241,12 +242,18 @@ class TicketBook:
         if part.waiting == 0:
             part.ticket.summed.add(part.index)
 
+    def end_pass(self) -> None:
+        """Notes that a pass has come to its end, which leaving the loop does not."""
+        if self.latest is not None:
+            self._last_left_out |= not self.latest.ticket.released
+
     def left_out(self) -> bool:
-        """Tells whether a batch that came before the latest one in its pass saw no step."""
+        """Tells whether a batch saw no step: before the latest one, or at an earlier pass's end."""
         if self.latest is None:
             return False
-        ticket = self.latest.ticket
-        return ticket.place > ticket.epoch.next_place
+        ticket, last = self.latest.ticket, self._last_left_out
+        self._last_left_out = False
+        return last or ticket.place > ticket.epoch.next_place
 
     def ends(self) -> bool:
         """Tells whether the batch has ended with the physical batch that was summed last."""

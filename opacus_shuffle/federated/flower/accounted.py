@@ -178,6 +178,11 @@ class AccountedStrategy(Strategy):
         answers = list(replies)
         if not answers or any(answer.has_error() for answer in answers):
             return None, None
+        if len({answer.metadata.src_node_id for answer in answers}) < len(answers):
+            raise ValueError(
+                "a client answered twice in a round, and has twice the say that is accounted: have "
+                "the wrapped strategy ask each node once"
+            )
         key = self.strategy.strategy.weighted_by_key
         found: Any = [next(iter(answer.content.metric_records.values()), {}) for answer in answers]
         one = self._round([positive(f"{key} of a client", held.get(key)) for held in found])
