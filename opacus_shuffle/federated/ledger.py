@@ -92,6 +92,7 @@ class Ledger:
         self.accountant = ShuffleAccountant(type(format.mechanism))
         self.accountant.plan(format.mechanism)
         self.round, self.begun = 0, False
+        self._stamp = self._stamp_of_file()
         self.result: Any = None
         if self.path is not None and self.path.exists():
             self._read()
@@ -255,6 +256,12 @@ class Ledger:
             for name in ("accountant", "round", "begun", "result")
         }
         if self.path is not None:
+            if self._stamp != self._stamp_of_file():
+                raise ValueError(
+                    f"path={str(self.path)!r} was written by another server since this one has "
+                    "read it: a book is one server's, or rounds of it would be forgotten; end one "
+                    "of them, and start the other again"
+                )
             settings = self.format.fingerprint.hex()
             held = io.BytesIO()
             torch.save(
@@ -273,7 +280,15 @@ class Ledger:
                 ) from None
             with replacing(self.path) as file:
                 file.write(held.getvalue())
+            self._stamp = self._stamp_of_file()
         self.__dict__.update(after)  # all at once
+
+    def _stamp_of_file(self) -> tuple[int, int] | None:
+        """Returns what changes whenever the book is written; None while there is none."""
+        if self.path is None or not self.path.exists():
+            return None
+        status = self.path.stat()
+        return status.st_ino, status.st_mtime_ns
 
     def _read(self) -> None:
         try:

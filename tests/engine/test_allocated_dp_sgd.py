@@ -210,6 +210,15 @@ def test_a_batch_that_is_left_out_is_told_of_as_its_size_may_show(kind):
         run.train()
 
 
+def test_the_last_batch_of_a_pass_that_is_left_out_is_told_of_at_the_next_step():
+    run = Run("random_allocation")
+    for place, batch in enumerate(run.loader):
+        if place < 3:
+            run.step(batch)
+    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, empty"):
+        run.step(next(iter(run.loader)))
+
+
 @kinds
 def test_noise_is_found_for_whole_epochs(kind):
     run = KINDS[kind](sigma=None, target_epsilon=1.0, target_delta=1e-5, epochs=3)

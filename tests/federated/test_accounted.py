@@ -42,6 +42,11 @@ LONGEST = 1.001
 WAYS = {"fraction_evaluate": 0.0, "min_train_nodes": 1, "min_available_nodes": 1}
 
 
+class AsksTwice(flower.FedAvg):
+    def configure_train(self, *asked):
+        return [*super().configure_train(*asked)] * 2
+
+
 class Run:
     """Clients in this process, and one of Flower's strategies with its account.
 
@@ -188,6 +193,7 @@ def test_the_report_says_whom_it_trusts_what_is_no_cipher_and_what_other_trust_w
     [
         ({"inner": flower.FedAdam()}, "averages as FedAvg does, got FedAdam"),
         ({"stock": {"noise_multiplier": 0.0}}, "noise_multiplier must be positive"),
+        ({"inner": AsksTwice(**WAYS), "num_clients": 8}, "a client answered twice"),
         ({"num_clients": 3}, "num_clients must be a whole number of at least 4"),
         ({"weights": (10, 10, 0, 10)}, "num-examples of a client must be positive"),
         ({"side": "ClientSideFixed", "mods": []}, "above the clipping norm 0.5: install"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,25 @@ def test_a_script_trains_and_says_what_it_cost(command, said, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     sums = "" if "secret_checkin" in said else r"(accuracy [\d.]+%)?\nshuffled_sums, \d rounds?"
     assert re.search(said + sums, done.stdout)
+
+
+def test_a_client_runs_no_app_but_the_one_that_it_has_read(monkeypatch):
+    command = importlib.import_module("flwr.supernode.cli.flwr_clientapp")
+    apps = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    for name in ("install_from_fab", "get_project_dir"):  # which are put back at the end
+        monkeypatch.setattr(apps, name, lambda *given, **options: given)
+    monkeypatch.setattr(command, "flwr_clientapp", lambda: None)
+    read = runpy.run_path(str(APP / "machines" / "flwr-clientapp"))["READ"]
+    read.add(digest := hashlib.sha256(b"this").hexdigest())
+    assert apps.install_from_fab(b"this") == (b"this",)
+    assert apps.get_project_dir("a/b", "1.0.0", digest) == ("a/b", "1.0.0", digest)
+    for ask, given in (
+        (apps.install_from_fab, (b"that",)),
+        (apps.get_project_dir, ("a/b", "1.0.0", "0" * 64)),
+        (apps.get_project_dir, ("a/b", "1.0.0/../../x", digest)),
+    ):
+        with pytest.raises(PermissionError, match="not the one that the client has read"):
+            ask(*given)
 
 
 def test_a_python_without_the_extras_says_so_in_a_line():

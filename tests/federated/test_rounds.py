@@ -429,6 +429,15 @@ def test_a_server_that_is_killed_comes_back_to_the_same_history(instant, tmp_pat
     assert torch.equal(ledger_of(GAUSSIAN, path=tmp_path / "book").result["weights"], last)
 
 
+def test_two_servers_with_one_book_do_not_undo_what_the_other_has_written(tmp_path):
+    one, other = (ledger_of(GAUSSIAN, path=tmp_path / "book") for _ in range(2))
+    run_once(one)
+    other.open()
+    with pytest.raises(ValueError, match=r"written by another server.*end one"):
+        other.close()
+    assert len(ledger_of(GAUSSIAN, path=tmp_path / "book").accountant) == 1
+
+
 def test_a_shuffler_that_was_started_anew_loses_a_round_that_stays_accounted(shuffler, tmp_path):
     ledger = ledger_of(GAUSSIAN, shuffler, path=tmp_path / "book")
     all_report(shuffler, ledger.open())
