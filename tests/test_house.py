@@ -45,21 +45,21 @@ LONGEST = 725
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
-    "accountants": 1_890,
+    "accountants": 1_895,
     "analysis": 1_710,
     "audit": 695,
     "commands": 860,
     "core": 845,
-    "engine": 3_240,
+    "engine": 3_245,
     "estimators": 140,
-    "federated": 1_520,
+    "federated": 1_545,
     "integrations": 145,
     "networks": 600,
     "permutation": 2_235,
     "protocols": 805,
     "sco": 965,
 }
-TESTS_WEIGHT = 16_780
+TESTS_WEIGHT = 16_840
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",
