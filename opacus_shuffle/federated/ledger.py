@@ -81,8 +81,13 @@ class Ledger:
         self.target_epsilon = (
             None if target_epsilon is None else positive("target_epsilon", target_epsilon)
         )
-        self.path = None if path is None else Path(instance_of("path", path, (str, os.PathLike)))
-        if self.path is not None and not self.path.absolute().parent.is_dir():
+        # It stays where it is if the process moves: a book elsewhere forgets what was spent.
+        self.path = (
+            None
+            if path is None
+            else Path(os.path.realpath(instance_of("path", path, (str, os.PathLike))))
+        )
+        if self.path is not None and not self.path.parent.is_dir():
             raise ValueError(
                 f"path={str(path)!r} must be a file in a folder that is there: make the folder"
             )
@@ -117,7 +122,10 @@ class Ledger:
         added = self._accounted(self.round - self.begun + more) - len(self.accountant)
         if self.target_epsilon is None or not added:
             return True
-        return self._after(added).bound(self.delta).epsilon <= self.target_epsilon
+        try:
+            return self._after(added).bound(self.delta).epsilon <= self.target_epsilon
+        except ValueError:  # so many rounds have no ε at this δ: their tails take all of it
+            return False
 
     def _accounted(self, rounds: int) -> int:
         """Returns how many rounds are in the account once so many have begun: whole epochs."""

@@ -130,8 +130,9 @@ class FileBook(ClientBook):
     def __init__(self, path: str | os.PathLike[str], *, most_rounds: int | None = None) -> None:
         super().__init__()
         self.most_rounds = None if most_rounds is None else integer("most_rounds", most_rounds)
-        self.path = Path(instance_of("book", path, (str, os.PathLike)))
-        if not self.path.absolute().parent.is_dir():
+        # One file has one lock, whatever it is called, and stays where it is if the process moves.
+        self.path = Path(os.path.realpath(instance_of("book", path, (str, os.PathLike))))
+        if not self.path.parent.is_dir():
             raise ValueError(
                 f"book={str(path)!r} must be a file in a folder that is there: make the folder"
             )

@@ -177,9 +177,9 @@ class Aggregator(Shuffler):
         self.book = ClientBook() if book is None else instance_of("book", book, (ClientBook,))
         self._chosen = b""
 
-    def _tagged(self) -> dict[bytes, bytes]:
-        """Returns the shares of the open round by their tags; of equal tags the first one's."""
-        return {share[:TAG_BYTES]: share[TAG_BYTES:] for share in reversed(self._held)}
+    def _tagged(self) -> dict[bytes, memoryview]:
+        """Returns views of the open round's shares by their tags; of equal tags the first one's."""
+        return {share[:TAG_BYTES]: memoryview(share)[TAG_BYTES:] for share in reversed(self._held)}
 
     def tags(self, number: int) -> bytes:
         """Returns the tags of the round's shares, sorted, so that their order tells nothing.
@@ -239,8 +239,9 @@ class Aggregation:
     Args:
         format: What reports look like.
         aggregators: As many as there are shares: each an :class:`Aggregator` in this process, or a
-            :class:`FarShuffler` with this party's secret at one elsewhere. Everyone names them in
-            any order.
+            :class:`FarShuffler` with this party's secret at one elsewhere, a secret of its own at
+            each: whoever learns one at an aggregator could else report in this party's name at
+            another. Everyone names them in any order.
 
     Formal Guarantees:
         A round is the sum of all reports of which every aggregator has a share. What does not add
@@ -257,11 +258,15 @@ class Aggregation:
             instance_of("each of aggregators", each, (Aggregator, FarShuffler))
             for each in aggregators
         ]
-        self.shares = len({getattr(each, "url", id(each)) for each in self.aggregators})
+        self.shares = min(
+            len({getattr(each, own, id(each)) for each in self.aggregators})
+            for own in ("url", "_secret")
+        )
         if not len(self.aggregators) == self.shares == format.shares:
             raise ValueError(
-                f"aggregators must be {format.shares}, as the format's shares, and no two the same "
-                f"one, got {len(self.aggregators)}"
+                f"aggregators must be {format.shares}, as the format's shares, no two the same "
+                f"one, and none shown another one's secret, got {len(self.aggregators)}: one that "
+                "has this party's secret at another could report there in its name"
             )
         self.simulated = any(each.simulated for each in self.aggregators)
 

@@ -124,6 +124,10 @@ def main(arguments: list[str] | None = None) -> None:
                 parser.error("--book is missing: an aggregator needs a file of its own")
             shuffler = Aggregator(reports, book=FileBook(options.book))
         else:
+            if options.book is not None:
+                parser.error(
+                    "--book is for an aggregator of shared_bit_sums: a shuffler keeps none"
+                )
             shuffler = Shuffler(reports, parts=parts, is_part=options.part)
         service = ShufflerService(
             shuffler,

@@ -43,6 +43,7 @@ from typing import Any
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.credentials import LOOPBACK, checked_secret, hash_of
+from opacus_shuffle.federated.reporter import ClientBook
 from opacus_shuffle.federated.secret_shares import TAG_BYTES, Aggregator
 from opacus_shuffle.federated.shuffler import Shuffler, UnknownRoundError, log
 
@@ -174,8 +175,8 @@ class ShufflerService:
     Raises:
         ModuleNotFoundError: If uvicorn is not installed.
         ValueError: If a secret is unfit or is two parties', there are too many or too few clients,
-            this process may not open so many connections, or there is no certificate where there
-            is a key or other machines can reach the service.
+            an aggregator's book is in memory, this process may not open so many connections, or
+            there is no certificate where there is a key or other machines can reach the service.
     """
 
     def __init__(
@@ -200,6 +201,12 @@ class ShufflerService:
                 extras.missing("ShufflerService", "uvicorn", "federated")
             ) from error
         self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
+        if type(getattr(shuffler, "book", None)) is ClientBook:
+            raise ValueError(
+                "shuffler must be Aggregator(format, book=FileBook(...)): its book is in memory, "
+                "and started anew it would hand over another sum of a round for which clients send "
+                "their reports again"
+            )
         secrets = [
             *(checked_secret("each of clients", secret) for secret in clients),
             checked_secret("server", server),

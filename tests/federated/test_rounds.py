@@ -218,6 +218,22 @@ def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_p
     assert 29 in answered
 
 
+def test_a_book_is_one_file_by_all_its_names_and_stays_where_it_is(tmp_path, monkeypatch):
+    """So its lock is one, too. Frameworks that give each run a folder move the process there."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("book")
+    monkeypatch.chdir(tmp_path)
+    book, ledger = FileBook("book"), ledger_of(GAUSSIAN, path="ledger")
+    assert FileBook("link").path == FileBook(tmp_path / "elsewhere/../book").path == book.path
+    book.note(1, max_rounds=5, fingerprint=GAUSSIAN.fingerprint)
+    run_once(ledger)
+    monkeypatch.chdir("elsewhere")
+    with pytest.raises(ValueError, match="answered already"):
+        book.note(1, max_rounds=5, fingerprint=GAUSSIAN.fingerprint)
+    run_once(ledger)
+    assert ledger_of(GAUSSIAN, path=tmp_path / "ledger").round == 2
+
+
 def takes_part(book: ClientBook, number: int) -> bool | None:
     return book.note(number, max_rounds=12, fingerprint=ONCE.fingerprint, num_batches=4)
 
@@ -372,6 +388,11 @@ def test_a_ledger_foresees_how_many_rounds_its_target_pays_for_and_begins_no_oth
         ledger.open()
     assert ledger.epsilon().epsilon == price
     assert ledger_of(reports).affordable(10**9) == 10**9
+
+
+def test_a_ledger_foresees_it_also_where_so_many_rounds_have_no_epsilon_at_its_delta():
+    ledger = ledger_of(ONCE, target_epsilon=5.0)
+    assert ledger.affordable(10**9) == ledger.affordable(10**4) < 10**4
 
 
 class Killed(BaseException):

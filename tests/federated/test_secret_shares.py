@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -137,6 +138,19 @@ def test_an_aggregator_that_is_started_anew_says_no_second_sum_of_a_round(tmp_pa
         anew.close_round(1)
 
 
+def test_what_the_server_asks_takes_no_second_copy_of_all_shares():
+    reports = ReportFormat.of_settings({**PLAIN, "dimension": 10**5})
+    aggregation = aggregation_of(reports)
+    for client in range(10):
+        aggregation.submit(reports.encode(1, None), sender=str(client))
+    tracemalloc.start()
+    tags = aggregation.aggregators[0].tags(1)
+    aggregation.aggregators[0].close_round(1, tags)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * reports.bytes_per_report  # of ten: their sum, and as it is handed over
+
+
 @pytest.mark.parametrize("lie", [-1, SHARED.bits * 5, SHARED.modulus // 2])
 def test_a_client_that_lies_moves_the_sum_as_it_likes_or_has_the_round_dropped(lie):
     """Nobody can check the range of a share: it moves a sum by more than the bits that it has."""
@@ -151,10 +165,14 @@ def test_a_client_that_lies_moves_the_sum_as_it_likes_or_has_the_round_dropped(l
         assert (np.frombuffer(aggregation.close_round(1).mixed, "<i8") == total + lie).all()
 
 
-def test_aggregators_are_services_and_who_reaches_one_or_splits_anew_is_missing():
+def test_aggregators_are_services_and_who_reaches_one_or_splits_anew_is_missing(tmp_path):
     named = [[f"{secret}-{place}" for secret in (*CLIENTS, SERVER)] for place in range(2)]
     services = [
-        ShufflerService(Aggregator(SHARED), clients=secrets[:-1], server=secrets[-1]).start()
+        ShufflerService(
+            Aggregator(SHARED, book=FileBook(tmp_path / secrets[-1])),
+            clients=secrets[:-1],
+            server=secrets[-1],
+        ).start()
         for secrets in named
     ]
     *clients, server = (
@@ -181,13 +199,28 @@ def test_aggregators_are_services_and_who_reaches_one_or_splits_anew_is_missing(
         (lambda: ReportFormat.of_settings({**PLAIN, "shares": 1}), "shares"),
         (lambda: Aggregator(SUMS), "format"),
         (lambda: Aggregator(SHARED, book="book.json"), "book"),
+        (
+            lambda: ShufflerService(Aggregator(SHARED), clients=CLIENTS, server=SERVER),
+            "its book is in memory",
+        ),
         (lambda: Shuffler(SHARED), "2 shares, each for an Aggregator"),
         (lambda: Shuffler(SHARED, is_part=True), "2 shares, each for an Aggregator"),
         (lambda: Aggregation(SUMS, []), "format"),
         (lambda: Aggregation(SHARED, [Shuffler(SUMS)] * 2), "each of aggregators"),
         (lambda: Aggregation(SHARED, [Aggregator(SHARED)] * 2), "no two the same"),
         (lambda: Aggregation(THREE, [Aggregator(THREE), Aggregator(THREE)]), "must be 3"),
-        (lambda: Aggregation(SHARED, [FarShuffler("http://localhost:9", SERVER)] * 2), "no two"),
+        (
+            lambda: Aggregation(
+                SHARED, [FarShuffler("http://localhost:9", secret) for secret in CLIENTS[:2]]
+            ),
+            "no two the same",
+        ),
+        (  # the one could report at the other in the name of everyone but its victim
+            lambda: Aggregation(
+                SHARED, [FarShuffler(f"http://localhost:{port}", CLIENTS[0]) for port in (8, 9)]
+            ),
+            "none shown another one's secret",
+        ),
         (lambda: aggregation_of(SHARED).submit(SUMS.encode(1, None)), "all 2 shares"),
         (lambda: aggregation_of(SHARED).submit(SHARED.encode(1, None)), "sender must be a str"),
         (lambda: aggregation_of(SHARED).close_round(2), "round 2 is not open"),

@@ -401,6 +401,7 @@ PART = '[{"url": "https://x", "secret-file": "server.txt", "own-certificate": "n
             "certifcate=.x.; .*did you mean certificate",
         ),
         ({"parts": PART}, "own_certificate='no.pem' cannot be used"),
+        ({"book": "{}"}, "--book is for an aggregator"),
     ],
 )
 def test_the_command_says_in_a_line_what_is_wrong_with_its_files(
@@ -411,7 +412,7 @@ def test_the_command_says_in_a_line_what_is_wrong_with_its_files(
         if content is not None:
             (tmp_path / f"{name}.txt").write_text(content)
     flags = {"--settings": "settings", "--secrets": "secrets", "--server-secret": "server"}
-    flags |= {"--parts": "parts"} if "parts" in changed else {}
+    flags |= {f"--{name}": name for name in ("parts", "book") if name in changed}
     with pytest.raises(SystemExit):
         main([f"{flag}={tmp_path / name}.txt" for flag, name in flags.items()])
     assert re.search(said, capsys.readouterr().err)
