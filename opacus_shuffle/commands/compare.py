@@ -459,7 +459,11 @@ def draw(comparison: Comparison) -> Any:
             capsize=4,
             color=TRUST_COLOURS[outcome.kind.trusted.split()[-1]],
         )
-        axes.bar_label(bar, [outcome.accuracy_with_spread()], padding=4)
+        # Beyond the line for guessing, too: a label of what has learnt nothing would lie on it.
+        end = max(100 * (outcome.accuracy + (outcome.spread or 0.0)), 100 / CLASSES)
+        place = (end, bar[0].get_y() + bar[0].get_height() / 2)
+        said = outcome.accuracy_with_spread()
+        axes.annotate(said, place, xytext=(4, 0), textcoords="offset points", va="center")
     axes.axvline(100 / CLASSES, color="black", linestyle=":", linewidth=1)
     axes.invert_yaxis()
     axes.set(

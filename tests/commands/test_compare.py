@@ -165,7 +165,7 @@ def words_and_boxes(figure):
     return [text.get_text() for text in axes.texts], labels, spreads
 
 
-@pytest.mark.parametrize("accuracies", [(0.99, 1.0), (0.0, 0.3)])
+@pytest.mark.parametrize("accuracies", [(0.99, 1.0), (0.0, 0.3), (0.06, 0.076)])
 def test_no_label_of_the_picture_lies_on_a_bar_or_off_the_canvas(ran, accuracies):
     import matplotlib
 
