@@ -368,7 +368,7 @@ def read_rounds(path: str) -> Rounds:
     rounds: list[tuple[Mechanism, int]] = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            head, *rows = csv.reader(file, strict=True)
+            head, *rows = list(csv.reader(file, strict=True)) or [[]]
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"--rounds {path} cannot be read as a table ({error})") from None
     for line, row in enumerate(rows, 2):

@@ -182,9 +182,11 @@ class Aggregator(Shuffler):
         return {share[:TAG_BYTES]: memoryview(share)[TAG_BYTES:] for share in reversed(self._held)}
 
     def tags(self, number: int) -> bytes:
-        """Returns the tags of the round's shares, sorted, so that their order tells nothing.
+        """Returns the tags of the round's shares, sorted.
 
-        Once it is closed they are those of its sum, so that a server that was killed finds them.
+        Once it is closed they are those of its sum, so that a server that was killed finds them. A
+        server that asks often sees when each has come, and may know whose it is: it may choose who
+        is in the sum, anyway (Theorem 8.8).
 
         Raises:
             UnknownRoundError: If this round is neither open nor the one that was closed last.

@@ -243,9 +243,14 @@ class TicketBook:
             part.ticket.summed.add(part.index)
 
     def end_pass(self) -> None:
-        """Notes that a pass has come to its end, which leaving the loop does not."""
+        """Notes that a pass has come to its end, which leaving the loop does not.
+
+        A pass without any step, as an evaluation is one, has left nothing out.
+        """
         if self.latest is not None:
-            self._last_left_out |= not self.latest.ticket.released
+            self._last_left_out |= (
+                0 < self.latest.ticket.epoch.next_place <= self.latest.ticket.place
+            )
 
     def left_out(self) -> bool:
         """Tells whether a batch saw no step: before the latest one, or at an earlier pass's end."""

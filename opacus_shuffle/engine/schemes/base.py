@@ -440,9 +440,9 @@ class Scheme:
 
         def account(optimizer: PrivateOptimizer) -> None:
             with contextlib.suppress(ReferenceError):  # a network may outlive its engine
+                scheme.look_for_left_out(run, optimizer)
                 scheme.engine.max_grad_norms.add(float(optimizer.max_grad_norm))
                 scheme.look_at_generators(optimizer)
-                scheme.look_for_left_out(run, optimizer)
             scheme.record(run, optimizer)
 
         return account, functools.partial(scheme.rehearse, run)
@@ -505,8 +505,6 @@ class Scheme:
         tickets = optimizer.tickets
         if run.sampling.kind not in INDEPENDENT or tickets is None or not tickets.left_out():
             return
-        keeper = self.tells_of_generators
-        keeper.unchecked = tuple(dict.fromkeys((*keeper.unchecked, LEFT_OUT)))
         warnings.warn(
             "a batch was drawn and no step was taken on it: if it was left out for its size, as "
             "an empty one may be, its size shows, and epsilon does not hold; step on every batch, "
@@ -514,6 +512,8 @@ class Scheme:
             PrivacyAssumptionWarning,
             stacklevel=6,
         )
+        keeper = self.tells_of_generators
+        keeper.unchecked = tuple(dict.fromkeys((*keeper.unchecked, LEFT_OUT)))
 
     def tell_of(self, name: str, generator: torch.Generator | None) -> None:
         """Adds one generator's name to every report, and warns once."""
