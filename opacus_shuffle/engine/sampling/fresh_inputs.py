@@ -10,7 +10,6 @@ next batch: it is forgotten when that one comes.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.utils.hooks import RemovableHandle
 
-from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import forget_unfinished_passes, watches_gradients
-from opacus_shuffle.engine.sampling.tickets import REMEDY, Origin, TicketBook
+from opacus_shuffle.engine.raw_gradients import note_gradient, watch_leaves
+from opacus_shuffle.engine.sampling.tickets import REMEDY, TicketBook, origin_of
 from opacus_shuffle.networks.running import results
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = (
@@ -42,7 +41,7 @@ class FreshInputs:
     def __init__(
         self, tickets: TicketBook | None = None, private: Any = None, network: Any = None
     ) -> None:
-        self._tickets, self._told = tickets, False
+        self._tickets = tickets
         self._private = (lambda: None) if private is None else weakref.ref(private)
         self._network = (lambda: None) if network is None else weakref.ref(network)
 
@@ -54,12 +53,13 @@ class FreshInputs:
 
         Raises:
             ValueError: If a tensor belongs to an earlier batch.
-
-        Warns:
-            PrivacyAssumptionWarning: If another network has made the inputs, once.
         """
         tickets = self._tickets
-        if tickets is None or not self._watches():
+        if not self._watches():
+            return
+        if part is self._network():
+            watch_leaves()
+        if tickets is None:
             return
         if part.training and tickets.is_stale((inputs, keywords)):
             raise ValueError(
@@ -70,18 +70,6 @@ class FreshInputs:
             network = self._network()
             whole = part is network
             origin = origin_of((inputs, keywords))
-            hooked = part.training and getattr(self._private(), "hooks_enabled", True)
-            if whole and hooked and origin == "a network" and not self._told:
-                self._told = True
-                warnings.warn(
-                    "the model was given what another network has made, and a backward pass gives "
-                    "that network gradients that are neither clipped nor noised: if it has seen "
-                    "records, as an encoder has, put it into the model before make_private, or "
-                    "detach() what it makes; if it has seen noise alone, as a generator has, call "
-                    "model.disable_hooks() before its pass and model.enable_hooks() after it",
-                    PrivacyAssumptionWarning,
-                    stacklevel=2,
-                )
             # Layers may be called without the network; one look for each batch is enough then.
             if network is not None and (whole or not tickets.weights.looks):
                 tickets.weights.look(network)
@@ -92,14 +80,16 @@ class FreshInputs:
     ) -> None:
         """Has a backward pass through this output refused once the next batch is drawn."""
         tickets = self._tickets
-        if tickets is None or not self._watches():
+        if not self._watches():
             return
         # Expanded weights have gradients of records in evaluation mode too, where old batches may
         # be looked at.
-        latest, stale = tickets.latest, tickets.is_stale((inputs, keywords))
+        latest = tickets and tickets.latest
+        stale = tickets is not None and tickets.is_stale((inputs, keywords))
 
         def check_batch(_: torch.Tensor) -> None:
-            if stale or tickets.latest is not latest:
+            note_gradient(None, network)  # expanded weights accumulate no gradient in any parameter
+            if stale or (tickets and tickets.latest) is not latest:
                 raise ValueError(
                     "loss.backward() goes through what the model answered to a batch before the "
                     "last one (a loss that is kept, or added up over several batches), whose "
@@ -122,23 +112,14 @@ class FreshInputs:
         return private is not None and torch.is_grad_enabled() and watches_gradients(private)
 
 
-def origin_of(inputs: Any) -> Origin:
-    """Tells whether the inputs of a forward pass are records, a leaf or a network's output."""
-    asked = [tensor for tensor in results(inputs) if tensor.requires_grad]
-    if not asked:
-        return "records"
-    return "a leaf" if all(tensor.is_leaf for tensor in asked) else "a network"
-
-
 def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -> None:
     """Attaches the hooks to a network, in the place of earlier ones."""
     for earlier in _HANDLES.pop(network, ()):
         earlier.remove()
-    if tickets is None:
-        return
     _stay_out_of_graphs()
     fresh = FreshInputs(tickets, private, network)
-    tickets.when_issued = fresh.forget_unfinished
+    if tickets is not None:
+        tickets.when_issued = fresh.forget_unfinished
     # Layers with hooks of their own may be called without the whole network; expanded weights know
     # the whole alone. Opacus keeps nothing of what layers without parameters see.
     alone = network.modules() if hasattr(private, "autograd_grad_sample_hooks") else ()

@@ -40,6 +40,14 @@ Origin = Literal["records", "a leaf", "a network"]
 """What a forward pass was of: records, a tensor that asks for its gradient, a network's output."""
 
 
+def origin_of(inputs: Any) -> Origin:
+    """Tells whether the inputs of a forward pass are records, a leaf or a network's output."""
+    asked = [tensor for tensor in results(inputs) if tensor.requires_grad]
+    if not asked:
+        return "records"
+    return "a leaf" if all(tensor.is_leaf for tensor in asked) else "a network"
+
+
 @dataclasses.dataclass(eq=False)
 class Pass:
     """One pass over a loader.
