@@ -36,11 +36,11 @@ from opacus_shuffle.engine.raw_gradients import (
     private_optimizers,
 )
 from opacus_shuffle.engine.training_plan import Request
-from opacus_shuffle.networks.check import SORT_BEFORE, FirstBatch
+from opacus_shuffle.networks.check import SORT_BEFORE, TrainingCheck
 from opacus_shuffle.networks.running import unwrap
 
 
-def check_network(request: Request, engine: Any) -> FirstBatch | None:
+def check_network(request: Request, engine: Any) -> TrainingCheck | None:
     """Refuses networks that cannot be trained as asked.
 
     Args:
@@ -48,8 +48,8 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
         engine: The engine that asks.
 
     Returns:
-        What is to look at the first batch, if the loader's first records are not what the network
-        takes.
+        What checks the network again when its modes change, or on the first batch if the loader's
+        first records are not what the network takes. None if nothing can be checked.
 
     Raises:
         ValueError: The network cannot be trained, with its part that cannot.
@@ -62,10 +62,34 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
         check_ghost_ties(network)
     else:
         check_denominators(network, request.criterion)
+    check_modes(request)
     if mode == "no_op" or any(map(is_lazy, network.parameters())):
         return None
-    first = FirstBatch(batch_first=request.batch_first, mode=mode, trained=request.trainable)
-    return None if first.check_loader(network, request.data_loader) else first
+    check = TrainingCheck(
+        network, batch_first=request.batch_first, mode=mode, trained=request.trainable
+    )
+    check.check_loader(network, request.data_loader)
+    return check
+
+
+def check_modes(request: Request) -> None:
+    """Refuses layers in evaluation mode that are to be trained.
+
+    Raises:
+        ValueError: There are some, of which Opacus's hooks compute no gradients.
+    """
+    trained = set(map(id, request.trainable))
+    asleep = [
+        f"{name or 'the module itself'} ({type(layer).__name__})"
+        for name, layer in unwrap(request.module).named_modules()
+        if not layer.training and trained & set(map(id, layer.parameters(recurse=False)))
+    ]
+    if asleep and request.grad_sample_mode != "ew":
+        raise ValueError(
+            f"module has layers in evaluation mode that the optimizer trains, {', '.join(asleep)}: "
+            "call module.train(), or freeze their parameters by requires_grad_(False) and leave "
+            "them out of the optimizer"
+        )
 
 
 def check_embeddings(network: nn.Module) -> None:

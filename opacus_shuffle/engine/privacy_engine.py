@@ -61,6 +61,7 @@ from opacus_shuffle.engine.schemes import Scheme, scheme_of
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.engine.weights.module import make_plain, make_shuffled
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.networks.check import modes_of
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -280,7 +281,7 @@ class PrivacyEngine(CheckpointMixin):
         """
         asked, network = run.request, unwrap(run.request.module)
         check_supported(self, asked.module)
-        first_batch = check_network(asked, self)
+        training_check = check_network(asked, self)
         before = [(owner.__dict__, dict(vars(owner))) for owner in (self.accountant, self)]
         model: Any = asked.module
         earlier = None
@@ -315,10 +316,12 @@ class PrivacyEngine(CheckpointMixin):
                 model.cleanup()
                 forget_parameters(network)
             raise
-        if first_batch is not None:
+        if training_check is not None:
             watched: Any = model if isinstance(model, nn.Module) else asked.module
-            watched.register_forward_pre_hook(first_batch, with_kwargs=True)
-            optimizer.first_batch = first_batch
+            watched.register_forward_pre_hook(training_check, with_kwargs=True)
+            optimizer.training_check = training_check
+            if training_check.checked:  # Opacus's hooks set flags of PyTorch's
+                training_check.checked = modes_of(network)
         for part in (asked.module, model):
             leave_out_records(part)
         watch_packs(network)

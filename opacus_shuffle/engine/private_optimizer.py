@@ -64,7 +64,7 @@ class PrivateOptimizer(OpenOptimizer):
         batch_clip: c′, to which the sum over the shuffled parameters is clipped; None for not.
         unshuffled_noise_ratio: σ₀/σ of the parameters that are not clipped so.
         shuffled: Identities of those that are.
-        first_batch: What is to look at the network's first batch; None if nothing has to.
+        training_check: Checks the network when its modes have changed; None if nothing does.
         rank: Of several processes, which one this is.
     """
 
@@ -76,7 +76,7 @@ class PrivateOptimizer(OpenOptimizer):
     batch_clip: float | None = None
     unshuffled_noise_ratio: float = 1.0
     shuffled: frozenset[int] = frozenset()
-    first_batch: Any = None
+    training_check: Any = None
     rank: int = 0
     world_size: int = 1
     before_release: Callable[[], Any] | None = None
@@ -307,8 +307,8 @@ class PrivateOptimizer(OpenOptimizer):
                 "has; leave it alone"
             )
         self.clipping.check_release(self)
-        if self.first_batch is not None and self.num_records:
-            self.first_batch.warn_if_not_called()
+        if self.training_check is not None and self.num_records:
+            self.training_check.end_batch()
         if self.before_release is not None:
             with contextlib.suppress(ReferenceError):  # what was to look is gone
                 self.before_release()

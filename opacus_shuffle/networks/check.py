@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -95,6 +96,7 @@ SORT_BEFORE = (
 )
 """The remedy where layers see records in another order."""
 
+_FLAGS = frozenset([bool, str, types.FunctionType, types.MethodType])
 _SHOWN = 4
 """Layers that a message names."""
 
@@ -174,25 +176,56 @@ def per_sample_check(
     return NetworkCheck(True, problem, kept=kept)
 
 
-class FirstBatch:
-    """Checks a network on a loader's first records or, as a hook, on its first batch in training.
+_Modes = frozenset[tuple[Any, ...]]
+
+
+def modes_of(network: nn.Module) -> _Modes:
+    """Returns the flags of all modules, with their training modes; nothing if none is training.
+
+    A flag is an attribute that is a truth value, a text or a function. Numbers are none: counters
+    change in every pass.
+    """
+    modules = list(network.modules())
+    if not any(module.training for module in modules):
+        return frozenset()
+    return frozenset(
+        (module, *(value for value in vars(module).values() if type(value) in _FLAGS))
+        for module in modules
+    )
+
+
+class TrainingCheck:
+    """Checks a network on a loader's first records or, as a hook, on a batch in training.
+
+    It checks again when a module has changed a flag or its mode since, for then other computations
+    are trained than were checked. Modules that were in evaluation mode stay in it.
 
     Args:
+        network: The network that is trained.
         batch_first: Opacus's, as the next two.
         mode: ``grad_sample_mode``.
         trained: The parameters that the optimizer trains.
 
     Attributes:
-        called: Whether the network itself was called in training, so that the hook could look.
-        done: Whether a batch of several records was looked at.
+        called: Whether the network itself was called on this batch, so that the hook could look.
+        checked: The flags with which a batch of several records was looked at.
     """
 
-    def __init__(self, *, batch_first: bool, mode: str, trained: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        batch_first: bool,
+        mode: str,
+        trained: Iterable[torch.Tensor],
+    ) -> None:
         self.axis, self.mode, self.trained = 0 if batch_first else 1, mode, list(trained)
-        self.called = self.done = False
+        self.checked: _Modes = frozenset()
+        self.called = self._has_warned = False
+        self._evaluated = [module for module in network.modules() if not module.training]
 
-    def check_loader(self, network: nn.Module, data_loader: DataLoader) -> bool:
-        """Returns whether the network could be seen on the loader's first records.
+    def check_loader(self, network: nn.Module, data_loader: DataLoader) -> None:
+        """Checks the network on the loader's first records, if it takes them.
 
         Raises:
             ValueError: As :meth:`check`.
@@ -200,8 +233,9 @@ class FirstBatch:
         try:
             call = from_batch(network, first_records(data_loader, MOST_RECORDS))
         except Exception:  # a training loop may make other arguments of what the loader yields
-            return False
-        return self.check(network, call, data_loader.batch_size).seen
+            return
+        if self.check(network, call, data_loader.batch_size).seen:
+            self.checked = modes_of(network)
 
     def check(self, network: nn.Module, call: Call, batch: int | None = None) -> NetworkCheck:
         """Looks at per-sample gradients, and at what stays in the network from batch to batch.
@@ -240,29 +274,67 @@ class FirstBatch:
         return check
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Checks the batch of a forward pass that trains, once; what PyTorch calls before it.
+        """Checks the batch of a forward pass that trains as no earlier one; PyTorch calls it.
 
         Raises:
             ValueError: As :meth:`check`.
+
+        Warns:
+            UserWarning: Modules that were in evaluation mode at ``make_private`` were put into
+                training mode.
         """
-        if self.done or not module.training or not torch.is_grad_enabled():
+        network = unwrap(module)
+        if not torch.is_grad_enabled():
             return
-        self.called, sizes = True, extents((args, keywords), self.axis)
+        self._keep_evaluated(network)
+        self.called, modes = True, modes_of(network)
+        if modes <= self.checked:
+            return
+        sizes = extents((args, keywords), self.axis)
         if sizes and max(sizes) < 2:
             return
-        check = self.check(unwrap(module), (args, keywords))
-        self.done, self.trained = True, []
+        check = self.check(network, (args, keywords))
+        self.checked |= modes
         if not check.seen:
             _warn_unseen(str(check.failure or "no argument has an axis of them"))
 
-    def warn_if_not_called(self) -> None:
-        """Warns, once, if there are gradients though no forward pass has come by this hook.
+    def _keep_evaluated(self, network: nn.Module) -> None:
+        """Puts modules back into evaluation mode that ``network.train()`` has taken out of it."""
+        awake = [module for module in self._evaluated if module.training]
+        if not awake:
+            return
+        for module in awake:
+            module.training = False
+        names = [name for name, module in network.named_modules() if module in awake]
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"modules {', '.join(names[:_SHOWN])} were in evaluation mode at make_private and "
+                "stay in it, whatever model.train() says: that is how the network was checked; "
+                "to train them in training mode, call make_private again",
+                stacklevel=3,
+            )
+
+    def end_batch(self) -> None:
+        """Looks at modes before a release that no forward pass of the network itself came before.
 
         A network that is trained by a method of its own (``network.training_step(x, y)``) is never
         called itself, and PyTorch runs no hook of it.
+
+        Raises:
+            ValueError: Modules have left the evaluation mode that they were checked in.
         """
-        if not self.called:
-            self.called = True
+        called, self.called = self.called, False
+        if called:
+            return
+        if any(module.training for module in self._evaluated):
+            raise ValueError(
+                "modules that were in evaluation mode at make_private were put into training mode, "
+                "in which nobody has checked them: call the network itself, which puts them back, "
+                "or call their eval() after model.train()"
+            )
+        if not self.checked:
+            self.checked = frozenset([()])
             _warn_unseen("the network itself was not called")
 
 

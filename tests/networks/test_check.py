@@ -669,6 +669,92 @@ def test_where_the_loader_s_records_do_not_fit_the_first_batch_is_looked_at(acco
             (model if wrap else network)(x)
 
 
+class Modal(nn.Module):
+    """Centres the batch in training mode, or by a flag."""
+
+    def __init__(self, *, in_training):
+        super().__init__()
+        self.in_training, self.centres = in_training, False
+
+    def forward(self, x):
+        return x - x.mean(0) * (self.centres or (self.training and self.in_training))
+
+
+def frozen_norm():
+    return nn.BatchNorm1d(6).requires_grad_(False).eval()
+
+
+FROZEN = {
+    "batch norm": frozen_norm,
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 2)), nn.InstanceNorm1d(3, track_running_stats=True), nn.Flatten()
+    ).eval(),
+    "a layer of one's own": lambda: Modal(in_training=True).eval(),
+}
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ew", "ghost"])
+@pytest.mark.parametrize("part", FROZEN)
+def test_what_was_in_evaluation_mode_stays_in_it(part, mode):
+    """One record moved the sum by 26 clipping norms once ``model.train()`` thawed a batch norm."""
+    network = inside(frozen := FROZEN[part]())
+    network.frozen = frozen
+    statistics = copy.deepcopy(frozen.state_dict())
+    model, optimizer, *ghost, loader = private(network, mode=mode)
+    with pytest.warns(UserWarning, match="modules frozen.* were in evaluation mode") as said:
+        for _ in range(2):
+            model.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                (ghost[0] if ghost else F.cross_entropy)(model(x), y).backward()
+                optimizer.step()
+    assert sum("were in evaluation mode" in str(warning.message) for warning in said) == 1
+    assert not any(module.training for module in frozen.modules())
+    for name, value in frozen.state_dict().items():
+        assert torch.equal(value, statistics[name])
+
+
+def centred_forward(part):
+    forward = part.forward
+    part.forward = lambda x: forward(x - x.mean(0))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda part: setattr(part, "centres", True), centred_forward], ids=["flag", "other"]
+)
+def test_a_network_that_changes_after_the_check_is_checked_again(change):
+    """A change without effect on other records goes on training."""
+    part = Modal(in_training=False)
+    network = inside(part)
+    network.part, network.dropout = part, nn.Dropout()
+    model, _, loader = private(network)
+    model.dropout.eval()
+    x, _ = next(iter(loader))
+    model(x)
+    change(part)
+    with pytest.raises(ValueError, match="module mixes records in"):
+        model(x)
+
+
+def test_a_thawed_module_is_refused_where_the_network_itself_is_not_called():
+    network = inside(part := FROZEN["a layer of one's own"]())
+    network.part = part
+    model, optimizer, loader = private(network)
+    model.train()
+    for x, _ in loader:
+        network.last(part(network.first(x))).sum().backward()
+        with pytest.raises(ValueError, match="put into training mode, in which nobody has checked"):
+            optimizer.step()
+        break
+
+
+def test_a_layer_that_is_trained_in_evaluation_mode_is_refused_by_name():
+    network = inside(torch.tanh)
+    network.last.eval()
+    with pytest.raises(ValueError, match=r"last \(Linear\): call module\.train\(\), or freeze"):
+        private(network)
+
+
 def padded(rows):
     return pad_sequence([x for x, _ in rows], batch_first=True), torch.tensor([y for _, y in rows])
 
