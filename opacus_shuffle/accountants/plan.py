@@ -348,11 +348,8 @@ def _ways(asked: dict[str, Any]) -> Iterator[tuple[type[Mechanism], Bound, dict[
 def _rounds(
     kind: type[Mechanism], steps: int, fields: dict[str, Any], sigma: float, **changed: Any
 ) -> Rounds:
-    """Returns all rounds at a noise multiplier; those of random allocation are whole epochs."""
-    one = kind.build(**{**fields, "noise_multiplier": sigma, **changed})
-    if isinstance(one, RandomAllocation):
-        steps = one.num_batches * math.ceil(steps / one.num_batches)
-    return [(one, steps)]
+    """Returns all rounds at a noise multiplier."""
+    return [(kind.build(**{**fields, "noise_multiplier": sigma, **changed}), steps)]
 
 
 def _users_needed(

@@ -4,8 +4,7 @@ A trusted server releases the noised sum of every batch. Where one record's grad
 the likelihood ratio of a whole epoch of t batches is at most, in convex order, the mean of t
 independent copies of X = exp(z/σ − 1/2σ²): the ratio of a round of t shuffled Gaussian reports,
 σ each. Where the record becomes any other one, the worst is that its gradients become the opposite.
-An epoch that ends after m of its t batches is a sample of m such reports at rate m/t. Proofs:
-docs/proofs/11_random_allocation.md.
+Proofs: docs/proofs/11_random_allocation.md.
 
 >>> lower, upper = zero_out_epsilon([(epoch(1.0, 1000), 1)], delta=1e-5)
 >>> round(lower, 4), round(upper, 4)
@@ -39,23 +38,14 @@ NEGLIGIBLE = 1e-4
 """The share of δ below which probabilities need not be computed well."""
 
 
-def epoch(noise_multiplier: float, num_batches: int, steps: int | None = None) -> ShuffledRound:
+def epoch(noise_multiplier: float, num_batches: int) -> ShuffledRound:
     """Returns the round of shuffled reports that is as private as an epoch.
 
     Args:
         noise_multiplier: σ of the sum of a batch over the clipping norm.
         num_batches: t, into how many batches an epoch's records fall.
-        steps: m, how many of them are trained on, if the epoch ends before its last batch at a step
-            that was fixed before the run.
     """
-    if steps is None or steps == num_batches:
-        return ShuffledRound(noise_multiplier=noise_multiplier, num_users=num_batches)
-    return ShuffledRound(
-        noise_multiplier=noise_multiplier,
-        num_users=num_batches,
-        sample_rate=steps / num_batches,
-        sampling="fixed_size",
-    )
+    return ShuffledRound(noise_multiplier=noise_multiplier, num_users=num_batches)
 
 
 def zero_out_epsilon(epochs: Rounds, *, delta: float) -> tuple[float, float]:
@@ -130,8 +120,7 @@ def _replacement_epsilon(epochs: Merged, delta: float) -> float:
     for kind, count in coarsen(epochs, "upper"):
         ratio = opposite_reports(
             noise_multiplier=kind.noise_multiplier,
-            num_users=max(1, round(kind.num_users * kind.sample_rate)),
-            sample_rate=kind.sample_rate,
+            num_users=kind.num_users,
             tail=tail,
             negligible=negligible,
         )

@@ -63,17 +63,12 @@ def test_one_report_is_the_gaussian_mechanism(sigma, mechanism, close):
         assert exported.get_epsilon_for_delta(delta) <= close * epsilon
 
 
-@pytest.mark.parametrize(("batches", "sigma"), [(10, 0.7), (50, 2.0)])
-def test_one_step_is_a_poisson_sample_in_either_direction(batches, sigma):
-    """Theirs goes one way with theirs; the other way round each direction would meet the other."""
-    theirs = distributions.from_gaussian_mechanism(sigma, sampling_prob=1 / batches)
-    exported = to_dp_accounting(allocated(batches, sigma, 1))
-    both = theirs.compose(exported)
-    twice = theirs.self_compose(2)
-    for delta in (1e-3, 1e-6, 1e-9):
-        for one, exact in ((exported, theirs), (both, twice)):
-            epsilon = exact.get_epsilon_for_delta(delta)
-            assert epsilon * (1 - 1e-6) <= one.get_epsilon_for_delta(delta) <= 1.001 * epsilon
+def test_an_epoch_costs_more_than_its_first_step_in_either_direction():
+    """That is a Poisson sample. Were directions mixed up, they would cost 8.7 and 11.0 together."""
+    theirs = distributions.from_gaussian_mechanism(0.7, sampling_prob=0.5)
+    both, twice = theirs.compose(to_dp_accounting(allocated(2, 0.7))), theirs.self_compose(2)
+    for delta in (1e-6, 1e-9):  # 9.2 and 11.8
+        assert both.get_epsilon_for_delta(delta) > twice.get_epsilon_for_delta(delta)
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-8])

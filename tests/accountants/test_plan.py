@@ -100,7 +100,7 @@ def test_every_row_says_what_a_user_sends_and_what_its_epsilon_counts_on(asked, 
 def test_random_allocation_takes_less_noise_than_the_server_s_poisson_batches(asked):
     """It has a row where the batches nearest to the rate are at least two, one a user at most."""
     allocated, server = asked.rows[-2:]
-    assert (allocated.round.num_batches, allocated.bound.rounds) == (4, 4)  # a whole epoch for 3
+    assert (allocated.round.num_batches, allocated.bound.rounds) == (4, 3)  # of a whole epoch
     assert epsilon_at(allocated, allocated.round.noise_multiplier) <= 10.0
     assert allocated.noise_of_mean < 0.9 * server.noise_of_mean
     assert allocated.users_needed == allocated.round.num_users == 400

@@ -7,44 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.private_runs import OPACUS, OURS, Run
+from helpers.private_runs import Run
 from torch import nn
 from torch.utils.data import DataLoader
-
-from opacus_shuffle.integrations.epoch_budget import EpochBudget
 
 lightning = pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 DELTA = 1e-5
-
-
-@pytest.mark.parametrize("name", [*OURS, *OPACUS])
-def test_the_epsilon_that_is_foretold_is_the_one_that_is_spent(name):
-    run = Run(name, **OURS.get(name, {}))
-    if name != "shuffled_sums":  # whose noise nothing changes
-        run.optimizer.noise_multiplier *= 1.5
-    foretold = run.optimizer.epsilon_after(len(run.loader), DELTA)
-    assert run.accounted == 0
-    assert run.train().engine.get_epsilon(DELTA) == foretold
-
-
-@pytest.mark.parametrize("name", ["random_allocation", "rdp"])
-def test_whole_epochs_run_within_a_budget_and_no_step_beyond_it(name):
-    run = Run(name)
-    target = run.optimizer.epsilon_after(2 * len(run.loader), DELTA)
-    budget = EpochBudget(run.engine, delta=DELTA, target_epsilon=target)
-    with pytest.raises(ValueError, match="whose batches nobody accounts for"):
-        budget.start(run.model, run.toy["data_loader"])
-    budget.start(run.model, run.loader)
-    run.train()
-    assert budget.allows_epoch()
-    run.optimizer.noise_multiplier *= 0.99
-    with pytest.raises(ValueError, match="let the noise fall between epochs alone"):
-        budget.check_step()
-    assert not budget.allows_epoch()
-    with run.refused("does not allow this epoch", goes_on=False):
-        run.step()
 
 
 @pytest.mark.parametrize(

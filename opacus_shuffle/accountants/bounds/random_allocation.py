@@ -35,7 +35,9 @@ ADVERSARY = (
 def epochs_of(
     rounds: Rounds, noise_of_epoch: Callable[[float, float], float] = min
 ) -> shuffled_rounds.Rounds:
-    """Returns the epochs that some steps make, in their order.
+    """Returns the epochs that some steps make, in their order; one that they begin counts in full.
+
+    What an epoch shows may end a run, which costs what the whole epoch does (Corollary 11.3).
 
     Args:
         rounds: Steps, each kind with its number of repetitions.
@@ -43,26 +45,17 @@ def epochs_of(
             the smaller one is on the safe side.
     """
     epochs: list[tuple[shuffled_rounds.ShuffledRound, int]] = []
-    batches = begun = 0
-    noise = 0.0
+    batches = missing = 0  # missing: steps that the latest epoch has not run yet
     for mechanism, steps in rounds:
         sigma = mechanism.noise_multiplier
-        if begun and mechanism.num_batches != batches:
-            epochs.append((epoch(noise, batches, begun), 1))
-            begun = 0
-        batches = mechanism.num_batches
-        if begun:  # ends the epoch that earlier steps have begun, or goes on with it
-            taken = min(steps, batches - begun)
-            noise, begun, steps = noise_of_epoch(noise, sigma), begun + taken, steps - taken
-            if begun < batches:
-                continue
-            epochs.append((epoch(noise, batches), 1))
-        whole, begun = divmod(steps, batches)
-        noise = sigma
-        if whole:
-            epochs.append((epoch(sigma, batches), whole))
-    if begun:
-        epochs.append((epoch(noise, batches, begun), 1))
+        missing *= mechanism.num_batches == batches
+        batches, more = mechanism.num_batches, min(steps, missing)
+        if more:
+            sigma_so_far = epochs[-1][0].noise_multiplier
+            epochs[-1] = epoch(noise_of_epoch(sigma_so_far, sigma), batches), 1
+        whole, part = divmod(steps - more, batches)
+        epochs += [(epoch(sigma, batches), count) for count in (whole, min(part, 1)) if count]
+        missing = batches - part if part else missing - more
     return epochs
 
 
@@ -74,8 +67,8 @@ def _rough(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     RandomAllocation,
     "certified",
     rough=(_rough,),
-    meaning="each record falls into one batch of every epoch, by a secret draw of its own; "
-    "whatever the others are",
+    meaning="each record falls into one batch of every epoch, by a secret draw of its own, and a "
+    "begun epoch counts in full; whatever the others are",
     trusted=SERVER,
     adversary=ADVERSARY,
     cites="docs/proofs, page 11",

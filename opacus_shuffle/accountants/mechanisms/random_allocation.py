@@ -20,9 +20,8 @@ from opacus_shuffle.core.validation import integer
 class RandomAllocation(Mechanism):
     """One step of an epoch of ``num_batches``, the noised sum of one batch.
 
-    Steps are counted in the order in which they ran, ``num_batches`` to an epoch. Fewer at the end
-    are an epoch that stops there, at a step that was fixed before the run: whoever stops by what
-    the run has shown accounts for whole epochs, as training does.
+    Steps are counted in the order in which they ran, ``num_batches`` to an epoch. An epoch that
+    they begin counts in full, because what it shows may end a run.
 
     Attributes:
         noise_multiplier: σ of the **sum** in units of the clipping norm, as in Opacus.

@@ -454,7 +454,8 @@ class Scheme:
     def rehearse(self, run: Run, optimizer: PrivateOptimizer, steps: int) -> Any:
         """Returns a copy of the account that holds so many more rounds, with the noise of now."""
         ahead = copy.deepcopy(self.accountant)
-        ahead.record(self.mechanism(run, optimizer.noise_multiplier), steps)
+        if steps:
+            ahead.record(self.mechanism(run, optimizer.noise_multiplier), steps)
         return ahead
 
     def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:

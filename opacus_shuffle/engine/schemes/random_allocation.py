@@ -7,7 +7,8 @@ over the loader is another epoch.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,7 +34,7 @@ class EpochScheme(Scheme):
         newest: The name of its last round in the account's lineage, and how many have that name.
     """
 
-    epoch: object = None
+    epoch: Any = None
     noise: float = 0.0
     newest: tuple[str, int] = ("", 0)
 
@@ -58,14 +59,8 @@ class EpochScheme(Scheme):
         if run.sampling.kind != "random_allocation":
             super().record(run, optimizer)
             return
-        step, tickets = self.round(run, optimizer), optimizer.tickets
-        assert tickets is not None
-        assert tickets.latest is not None  # or the step would have been refused
-        epoch = tickets.latest.ticket.epoch
-        # An account that was taken back in the middle of an epoch may not hold it any more.
-        name, rounds = self.newest
-        held = self.accountant.lineage.held.get(name, 0) >= rounds
-        if epoch is not self.epoch or not held:
+        step = self.round(run, optimizer)
+        if not self.accounted_ahead(run, optimizer):
             self.accountant.record(step, run.sampling.steps_per_epoch)
             *_, self.newest = self.accountant.lineage.held.items()
             self.noise = step.noise_multiplier
@@ -74,7 +69,29 @@ class EpochScheme(Scheme):
                 f"noise_multiplier is {step.noise_multiplier}, this epoch was accounted with "
                 f"{self.noise} at its first step: let it fall between epochs alone"
             )
-        self.epoch = epoch
+        tickets: Any = optimizer.tickets  # there is a batch, or the step would have been refused
+        self.epoch = tickets.latest.ticket.epoch
+
+    def rehearse(self, run: Run, optimizer: PrivateOptimizer, steps: int) -> Any:
+        """Returns a copy of the account after so many more steps, with epochs as a whole.
+
+        An epoch that has begun is taken to go on.
+        """
+        if run.sampling.kind == "random_allocation":
+            batches = run.sampling.steps_per_epoch
+            steps -= self.accounted_ahead(run, optimizer)
+            steps = batches * max(0, math.ceil(steps / batches))
+        return super().rehearse(run, optimizer, steps)
+
+    def accounted_ahead(self, run: Run, optimizer: PrivateOptimizer) -> int:
+        """Returns how many steps to come the account has already, of the epoch that has begun."""
+        part = getattr(optimizer.tickets, "latest", None)
+        # An account that was taken back in the middle of an epoch may not hold it any more.
+        name, rounds = self.newest
+        held = self.accountant.lineage.held.get(name, 0) >= rounds
+        if part is None or part.ticket.epoch is not self.epoch or not held:
+            return 0
+        return int(run.sampling.steps_per_epoch - part.ticket.epoch.next_place)
 
 
 class AllocatedDPSGD(EpochScheme):
