@@ -19,8 +19,9 @@ from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound
 from opacus_shuffle.accountants.calibrate import least_noisy_rate, noise_within
+from opacus_shuffle.accountants.flag_warnings import drowned
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
-from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.accountants.report import PrivacyReport, large_delta
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 
@@ -116,7 +117,7 @@ def compute_epsilon(
         ValueError: If an argument is out of range or unknown.
 
     Warns:
-        PrivacyAssumptionWarning: If the bound does not cover every data set.
+        PrivacyAssumptionWarning: If the bound does not cover every data set, or δ is above 1/n.
 
     Formal Guarantees:
         ``"certified"`` covers every data set. ``"published"`` and ``"pair"`` are about one pair of
@@ -126,16 +127,11 @@ def compute_epsilon(
     # A round of no effect on the answer lets the validators see every argument even when nothing
     # ran.
     counted = max(1, integer("steps", steps, minimum=0))
+    one = _mechanism(mechanism, fields)
     answer = privacy_bound(
-        mechanism,
-        steps=counted,
-        delta=delta,
-        bound=bound,
-        adjacency=adjacency,
-        orders=orders,
-        **fields,
+        one, steps=counted, delta=delta, bound=bound, adjacency=adjacency, orders=orders
     )
-    _warn_of_assumption(answer, "compute_epsilon")
+    _warn(answer, "compute_epsilon", one)
     return answer.epsilon if steps else 0.0
 
 
@@ -166,7 +162,8 @@ def compute_noise_multiplier(
         ValueError: If an argument is out of range or unknown, or no noise meets the target.
 
     Warns:
-        PrivacyAssumptionWarning: If the bound does not cover every data set.
+        PrivacyAssumptionWarning: If the bound does not cover every data set, δ is above 1/n, or
+            the noise is so much that nothing can be learned.
     """
     open_unit_interval("target_delta", target_delta)
     kind, count = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)], integer("steps", steps)
@@ -188,7 +185,7 @@ def compute_noise_multiplier(
         lowest=kind.least_noise,
     )
     answer = compute_bound(rounds(sigma), delta=target_delta, bound=bound, adjacency=adjacency)
-    _warn_of_assumption(answer, "compute_noise_multiplier")
+    _warn(answer, "compute_noise_multiplier", rounds(sigma)[0][0], count)
     return sigma
 
 
@@ -248,15 +245,16 @@ def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
     return mechanism
 
 
-def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:
-    """Warns of an ε that is not proved, in the same words for every call.
+def _warn(answer: PrivacyBound, function: str, one: Mechanism, steps: int | None = None) -> None:
+    """Warns of an ε that is not proved, of a large δ, and of noise of no use for so many steps.
 
-    Python shows it once per place.
+    The words are the same for every call, so that Python shows them once per place.
     """
-    if answer.guarantee is not Guarantee.PROVED:
-        warnings.warn(
-            f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee "
-            "for every data set; bound='certified' is one",
-            PrivacyAssumptionWarning,
-            stacklevel=3,
-        )
+    assumed = (
+        f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee "
+        "for every data set; bound='certified' is one"
+    ) * (answer.guarantee is not Guarantee.PROVED)
+    # Where no number of users is known, the mean's noise is not either.
+    useless = drowned(one.noise_of_mean, steps) if steps and one.num_users > 1 else ""
+    for sentence in filter(None, [assumed, large_delta(answer.delta, one.num_users), useless]):
+        warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=3)

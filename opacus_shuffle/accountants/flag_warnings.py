@@ -43,6 +43,19 @@ def unread_flags(keywords: Mapping[str, Any]) -> str:
     )
 
 
+def drowned(noise_of_mean: float, steps: int) -> str:
+    """Returns a warning where all rounds' noise is more than all that their gradients could sum to.
+
+    Args:
+        noise_of_mean: Of one coordinate of a round's mean gradient, in clipping norms.
+        steps: How many rounds there are.
+    """
+    return (
+        f"noise on the mean gradient is {noise_of_mean:.3g} clipping norms in each of {steps:,} "
+        "rounds: nothing can be learned; ask for a larger target_epsilon, or train on more records"
+    ) * (steps < noise_of_mean**2)
+
+
 def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
     """Returns a warning where noise of the sum was likely meant for each report.
 

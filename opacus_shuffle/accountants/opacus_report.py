@@ -33,6 +33,16 @@ MEANINGS: dict[type[IAccountant], tuple[Guarantee, str]] = {
 }
 """What the ε of each of Opacus's accountants is worth, and how it is found."""
 
+UNPROVED = {
+    "Poisson samples, which batches with poisson_sampling=False are not": "leave it out, or use "
+    "'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', which account for batches of one "
+    "size",
+    "clipping norms that nobody sees, which with clipping='adaptive' show something of how many "
+    "records a batch has": "use clipping='flat'",
+}
+"""What an ε of theirs is about where it is no guarantee, with the remedy."""
+OWN_BATCHES, NORMS_UNSEEN = UNPROVED
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerRound:
@@ -59,17 +69,14 @@ class ServerRound:
         return self.noise_multiplier
 
 
-def report_of_opacus(
-    accountant: IAccountant, *, delta: float, poisson: bool = True, **facts: Any
-) -> PrivacyReport:
+def report_of_opacus(accountant: IAccountant, *, delta: float, **facts: Any) -> PrivacyReport:
     """Returns what one of Opacus's own accountants says of a run, in the words of every report.
 
     Args:
         accountant: ``prv``, ``rdp`` or ``gdp``, after at least one step; it stays as it is.
         delta: δ in (0, 1).
-        poisson: Whether every batch was a Poisson sample, without which no ε of these accountants
-            is a guarantee.
-        **facts: Others of :class:`~opacus_shuffle.accountants.report.PrivacyReport`.
+        **facts: Others of :class:`~opacus_shuffle.accountants.report.PrivacyReport`. With one of
+            :data:`UNPROVED` unchecked, no ε is a guarantee.
 
     Raises:
         ValueError: If the accountant is another one, an argument is out of range, nothing ran,
@@ -112,8 +119,9 @@ def report_of_opacus(
 
     guarantee, meaning = MEANINGS[type(accountant)]
     covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
-    if not poisson:
-        guarantee, covers = Guarantee.ESTIMATE, "Poisson samples, which these batches were not"
+    unproved = [reason for reason in facts.get("unchecked", ()) if reason in UNPROVED]
+    if unproved:
+        guarantee, covers = Guarantee.ESTIMATE, " and ".join(unproved)
     bound = Bound(
         name=name,
         function=spent,
@@ -121,7 +129,9 @@ def report_of_opacus(
         guarantee=guarantee,
         covers=covers,
         trusted="the server",
-        adversary="sees the noised sum of every round, but not how many records a batch has",
+        adversary="sees the noised sum "
+        + "and the noised count of unclipped records " * (NORMS_UNSEEN in unproved)
+        + "of every round, but not how many records a batch has",
         cites=f"opacus {version('opacus')}, accountant {name!r}",
     )
     return PrivacyReport(rounds, delta=delta, entries=[bound], **facts)

@@ -251,7 +251,7 @@ class PrivacyReport:
         ]
         notes += [
             self._ran_note(),
-            self._delta_note(),
+            large_delta(self.delta, self.num_users or self._largest_round),
             rewound_sentence(self.rewound),
             on_trust(self.unchecked),
         ]
@@ -290,19 +290,6 @@ class PrivacyReport:
         """A sentence where fewer rounds ran than are accounted; else nothing."""
         ran, accounted = (plural(rounds, "round") for rounds in (self.ran, self.bounds[0].rounds))
         return f"{ran} ran; begun epochs are accounted in full: {accounted}." * (ran != accounted)
-
-    def _delta_note(self) -> str:
-        """A sentence where δ is so large that it allows to publish a record outright.
-
-        Else nothing.
-        """
-        users = self.num_users or self._largest_round
-        if users <= 1 or self.delta <= 1 / users:
-            return ""
-        return (
-            f"delta = {self.delta:.3g} is above 1/n = {1 / users:.3g}: it would allow a run to "
-            "publish a random record; ask for an epsilon at a smaller delta."
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -361,7 +348,7 @@ class PrivacyReport:
             on_trust(self.unchecked),
             *(contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds),
             self._ran_note(),
-            self._delta_note(),
+            large_delta(self.delta, self.num_users or self._largest_round),
             self._noise(),
             str(self.sent or ""),
         ]
@@ -510,6 +497,16 @@ def promise(bound: PrivacyBound) -> str:
     return (
         f"({round_up(bound.epsilon)}, {bound.delta:.3g})-differentially private for every data set "
         f"in {name} adjacency, trusting {alone}"
+    )
+
+
+def large_delta(delta: float, users: int | None) -> str:
+    """Returns a warning where δ allows to publish a record outright; empty where it does not."""
+    if not users or users <= 1 or delta <= 1 / users:
+        return ""
+    return (
+        f"delta = {delta:.3g} is above 1/n = {1 / users:.3g}: it would allow a run to publish a "
+        "random record; ask for an epsilon at a smaller delta."
     )
 
 

@@ -44,7 +44,7 @@ _MARK = "opacus_shuffle"
 _SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
 _WEIGHTS, _ROUNDS = "module_state_dict", "privacy_accountant_state_dict"
 _STATES = ("optimizer_state_dict", "noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
-_TOLD = ("lineage", "poisson", "predictable", "unchecked")
+_TOLD = ("lineage", "predictable", "unchecked")
 STOCK = (
     "a checkpoint of Opacus's own engine, which says neither how its batches were drawn nor "
     "whether it was changed"
@@ -61,7 +61,6 @@ class CheckpointMixin(opacus.PrivacyEngine):
     Attributes:
         shuffler: Permutes the weights of the latest ``make_private``; None without
             ``shuffle_weights``.
-        poisson: Whether all batches of runs by Opacus's own accountants were Poisson samples.
         predictable: What was passed to such runs that lets others draw their randomness again.
         unchecked: What an account by one of them takes on trust, as
             ``ShuffleAccountant.unchecked``.
@@ -69,8 +68,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
     """
 
     shuffler: WeightShuffler | None = None
-    poisson: bool = True  # ours know these three themselves
-    predictable: tuple[str, ...] = ()
+    predictable: tuple[str, ...] = ()  # ours know these two themselves
     unchecked: tuple[str, ...] = ()
     accountant: Any  # Opacus's, untyped
     opacus_lineage: OpacusLineage
@@ -133,7 +131,6 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 saved[key] = {name: value for name, value in state if not callable(value)}
         told = {
             "lineage": None if self._is_ours else self.opacus_lineage.state(self.accountant),
-            "poisson": self.poisson,
             "predictable": list(self.predictable),
             "unchecked": list(self.unchecked),
         }
@@ -247,7 +244,6 @@ class CheckpointMixin(opacus.PrivacyEngine):
         finally:
             self._loading = False
         self.opacus_lineage = followed
-        self.poisson = self.poisson and told["poisson"]
         self.predictable = tuple(dict.fromkeys((*self.predictable, *told["predictable"])))
         knows = self.accountant if self._is_ours else self
         unchecked = (*knows.unchecked, *told["unchecked"], *([PICKLED] if allow_pickle else []))
@@ -466,7 +462,7 @@ def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
     told = saved.get(_ACCOUNT)
     if told is None and _SHUFFLER not in saved:  # nothing of ours
         name = fingerprint(saved[_WEIGHTS], saved[_ROUNDS])
-        return {"lineage": None, "poisson": True, "predictable": [], "unchecked": [STOCK]}, name
+        return {"lineage": None, "predictable": [], "unchecked": [STOCK]}, name
     told = dict(told) if isinstance(told, dict) else {}
     digest = told.pop("digest", None)
     if told.keys() != set(_TOLD) or digest != _digest(saved, told):

@@ -90,15 +90,14 @@ class LocalGaussianNoise(GaussianNoise):
 class AdaptiveNoise(GaussianNoise):
     """Adds Opacus's noise of adaptive clipping: to the sum, and to the count of clipped records.
 
-    Theorem 1 of arXiv:1905.03871: both together cost what σ alone does on the sum.
+    By Theorem 1 of arXiv:1905.03871, whose sensitivity is half of Opacus's: what a step costs is in
+    :mod:`~opacus_shuffle.engine.schemes.opacus_own`.
     """
 
     def multiplier(self, optimizer: Any) -> float:
         """Returns (σ⁻² − (2σ_u)⁻²)^(−1/2), with σ_u the deviation of the noise on the count."""
-        sigma = optimizer.noise_multiplier
-        if not sigma > 0:
-            return 0.0
-        return float((sigma ** (-2) - (2 * optimizer.unclipped_num_std) ** (-2)) ** (-1 / 2))
+        sigma, count_noise = optimizer.noise_multiplier, optimizer.unclipped_num_std
+        return float(sigma and (sigma ** (-2) - (2 * count_noise) ** (-2)) ** (-1 / 2))
 
     def add(self, optimizer: Any) -> None:
         """Adds noise to the sum, then to the count of records that were not clipped."""

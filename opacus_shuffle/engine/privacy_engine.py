@@ -27,11 +27,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
-from opacus_shuffle.accountants.flag_warnings import little_local_noise, little_noise
+from opacus_shuffle.accountants.flag_warnings import drowned, little_local_noise, little_noise
 from opacus_shuffle.accountants.mechanism import MECHANISMS
 from opacus_shuffle.accountants.opacus_report import report_of_opacus
-from opacus_shuffle.accountants.report import PrivacyReport, not_private
-from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.accountants.report import PrivacyReport, large_delta, not_private
+from opacus_shuffle.core.guarantees import Adjacency, PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import ACCOUNTANTS, forget_parameters, wrap_network
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import (
@@ -376,6 +376,10 @@ class PrivacyEngine(CheckpointMixin):
             **keywords: Those of :meth:`make_private`, without ``noise_multiplier``; with
                 ``local_noise=True`` the noise found is the local σ.
 
+        Warns:
+            UserWarning: If the noise is so much that nothing can be learned; and at the first step
+                beyond those of the ``epochs``, which the noise was not made for.
+
         Raises:
             ValueError: If an argument is out of range or no noise meets the target.
         """
@@ -392,7 +396,13 @@ class PrivacyEngine(CheckpointMixin):
                 f"total will exceed target_epsilon={target_epsilon}",
                 stacklevel=2,
             )
-        return self.make_private(**{**keywords, **scheme_of(self).calibrate(request, budget)})
+        made = self.make_private(**{**keywords, **scheme_of(self).calibrate(request, budget)})
+        made[1].planned_rounds = steps = epochs * max(len(made[-1]), len(request.data_loader))
+        planned = getattr(self.accountant, "planned", None)
+        noise = made[1].noise_multiplier / made[1].expected_batch_size
+        if sentence := drowned(planned.noise_of_mean if planned else noise, steps):
+            warnings.warn(sentence, stacklevel=2)
+        return made
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
         """Returns ε spent so far at δ.
@@ -402,7 +412,12 @@ class PrivacyEngine(CheckpointMixin):
             **options: ``bound``, ``adjacency``, ``orders`` of
                 :meth:`opacus_shuffle.accountants.accountant.ShuffleAccountant.get_epsilon`; none
                 with Opacus's own accountants.
+
+        Warns:
+            PrivacyAssumptionWarning: If δ is above 1/n, or as the accountant's.
         """
+        if sentence := large_delta(open_unit_interval("delta", delta), self.num_users):
+            warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=2)
         if not isinstance(self.accountant, ShuffleAccountant):
             reject_unknown(f"get_epsilon of accountant {self.accountant.mechanism()!r}", options)
             self.warn_if_rewound()
@@ -438,7 +453,6 @@ class PrivacyEngine(CheckpointMixin):
         return report_of_opacus(
             self.accountant,
             delta=delta,
-            poisson=self.poisson,
             rewound=self.rewound,
             predictable=self.predictable,
             pytorch_noise=self.pytorch_noise,

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -58,6 +59,7 @@ class PrivateOptimizer(OpenOptimizer):
         num_records: Records of the current logical batch that have been clipped and summed so far.
         tickets: Of the loader; None where Opacus lets users train on any batches.
         accountant: Of the engine that accounts for the steps.
+        planned_rounds: How many rounds the account may have until a step is warned of.
         before_release: Is called before each step is accounted, and may refuse it; None for not.
         released: What this step has released for the update: each gradient, and how often it had
             been written to.
@@ -79,6 +81,7 @@ class PrivateOptimizer(OpenOptimizer):
     training_check: Any = None
     rank: int = 0
     world_size: int = 1
+    planned_rounds: float = math.inf
     before_release: Callable[[], Any] | None = None
     _account: Callable[[Any], Any] | None = None
     _rehearse: Callable[[Any, int], Any]
@@ -125,8 +128,9 @@ class PrivateOptimizer(OpenOptimizer):
         """Returns what ε would be after so many more steps; none is taken or accounted.
 
         Args:
-            steps: How many, at least 1, with the noise of now. Of ``random_allocation`` an epoch is
-                accounted as a whole, so ask for the steps of whole epochs.
+            steps: How many, at least 1, with the noise of now. With ``random_allocation`` every
+                epoch that they begin counts as a whole, as it is accounted; one that has begun is
+                taken to go on.
             delta: δ in (0, 1).
         """
         return self._rehearse(self, integer("steps", steps)).get_epsilon(delta)
@@ -257,15 +261,19 @@ class PrivateOptimizer(OpenOptimizer):
         """Clips one physical batch and adds it to the sum of the logical one.
 
         Raises:
-            ValueError: If it is called by hand, or the norm is not positive.
+            ValueError: If it is called by hand, or norm or noise are not positive and finite.
         """
         if self.tickets is not None and not self._may_clip:
             raise ValueError(f"optimizer.clip_and_accumulate() {BY_ITSELF}")
         self._may_clip = False
         records, norm = self.clipping.clip(self)
-        if not norm > 0:
+        # In the parameters' own precision: what is infinite there would move them by that.
+        largest = min(torch.finfo(dtype).max for dtype in {p.dtype for p in self.params})
+        if not 0 < norm <= norm * (1 + self.noise_multiplier) <= largest:
             raise ValueError(
-                f"max_grad_norm must be positive, got {norm}: nothing bounds the sum of this batch"
+                f"max_grad_norm must be positive, got {norm}, and it and its product with "
+                f"noise_multiplier={self.noise_multiplier} at most {largest:.3g}: set "
+                "both to finite numbers"
             )
         self.num_records += records
         # Of two norms the larger counts: the noise must be made for it.
@@ -314,6 +322,14 @@ class PrivateOptimizer(OpenOptimizer):
                 self.before_release()
         if self._account is not None:
             self._account(self)
+        if self.planned_rounds < len(self.accountant or ()):
+            warnings.warn(
+                f"make_private_with_epsilon made the noise for {self.planned_rounds} steps, and "
+                f"{len(self.accountant)} are accounted with this one: epsilon leaves "
+                "target_epsilon; end the training, or ask for more epochs",
+                stacklevel=4,
+            )
+            self.planned_rounds = math.inf
         if self.tickets is not None:
             self.tickets.release()
         self._accounted = True

@@ -56,7 +56,17 @@ def test_the_report_says_in_one_line_that_the_noise_is_pytorch_s_own(secure_mode
     assert report.to_dict()["pytorch_noise"] is not secure_mode
 
 
-@pytest.mark.parametrize("way", [{"poisson_sampling": False}, {"seed": 3}], ids=str)
+ADAPTIVE = {
+    "clipping": "adaptive",
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 2.0,
+    "min_clipbound": 0.5,
+    "unclipped_num_std": 4.0,
+}
+
+
+@pytest.mark.parametrize("way", [{"poisson_sampling": False}, {"seed": 3}, ADAPTIVE], ids=str)
 def test_what_makes_an_epsilon_no_guarantee_is_not_forgotten_in_a_checkpoint(way, tmp_path):
     saved, model, optimizer, _ = trained("rdp", **way)
     saved.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from opacus_shuffle import PrivacyEngine
+from opacus_shuffle import PrivacyEngine, WeightShuffling
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
@@ -76,12 +76,11 @@ def flat(run):
     return torch.cat([parameter.detach().flatten() for parameter in run.network.parameters()])
 
 
-def noise_of(name, **options):
+def noise_of(name, module=None, **options):
     """Steps on gradients of zero: the released sums, and how many records this rank had."""
-    module = nn.Linear(FEATURES, 3, bias=False)
     run = private(
         name,
-        module=module,
+        module=nn.Linear(FEATURES, 3, bias=False) if module is None else module,
         records=data(FEATURES, zero=True),
         loss_reduction="sum",
         sigma=2.0,
@@ -91,7 +90,7 @@ def noise_of(name, **options):
     for _ in range(STEPS):
         for x, y in run.loader:
             run.step((x, y))
-            sums.append(run.optimizer.params[0].grad.flatten().clone())
+            sums.append(run.optimizer.params[-1].grad.flatten().clone())
             here.append(len(x))
     return {
         "sums": torch.stack(sums),
@@ -199,6 +198,11 @@ def worker(folder):
         "noise": {
             **{name: noise_of(name, **FLAGS[name]) for name in OURS},
             "emulated": noise_of("shuffled_checkin"),
+            "unshuffled": noise_of(
+                "shuffled_fw",
+                nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 100)),
+                shuffle_weights=WeightShuffling(unshuffled_noise_multiplier=6.0),
+            ),
         },
         "drawn": {
             **{name: drawn(name) for name in OURS},
@@ -283,6 +287,12 @@ def test_the_sum_carries_the_noise_that_is_accounted_once_and_all_ranks_account_
     for rank in noises:
         assert rank["rounds"] == [(one.engine.accountant.planned, 4 * STEPS)]
         assert rank["epsilon"] == noises[0]["epsilon"] > 0
+
+
+def test_parameters_that_are_not_shuffled_carry_their_larger_noise_once(ranks):
+    """Were it drawn on two ranks, its variance were 68 in place of 36."""
+    sums = ranks[0]["noise"]["unshuffled"]["sums"]
+    assert is_noise_of(sums, torch.full((4 * STEPS,), 6.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", [*OURS, "fixed sums", "sums in epochs", "shares"])

@@ -269,6 +269,11 @@ TABLE = [
         "expected_batch_size of 0",
     ),
     ("rdp", {**BUDGET, "bound": "published"}, "has one ε only"),
+    (
+        "rdp",
+        {**BUDGET, "clipping": "adaptive", "unclipped_num_std": 0.1},
+        "unclipped_num_std must be above .*, got 0.1: .*; pass about",
+    ),
     # Opacus's search never ended.
     *(
         (name, {**BUDGET, "target_epsilon": epsilon}, match)

@@ -8,10 +8,15 @@ import warnings
 
 import pytest
 import torch
-from helpers.private_runs import Run
+from helpers.private_runs import OURS, Run
 from helpers.toy import here, make_toy
 
-from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_epsilon
+from opacus_shuffle import (
+    PrivacyAssumptionWarning,
+    PrivacyEngine,
+    compute_epsilon,
+    compute_noise_multiplier,
+)
 from opacus_shuffle.engine.schemes import Scheme
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -108,6 +113,44 @@ def test_reports_whose_own_noise_makes_one_step_cost_more_than_ten_are_warned_of
 def test_noise_of_the_sum_that_was_likely_meant_for_each_report_is_warned_of():
     with pytest.warns(UserWarning, match="local_noise=True"):
         Run("shuffled_checkin", sigma=0.3)
+
+
+@pytest.mark.parametrize("name", ["shuffled_checkin", "shuffled_sums", "random_allocation", "prv"])
+def test_the_first_step_beyond_a_budget_s_epochs_is_warned_of_and_no_other(name):
+    budget = {"target_epsilon": 8.0, "target_delta": DELTA, "epochs": 1}
+    run = Run(name, sigma=None, **budget, **OURS.get(name, {}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.train()
+        assert "epsilon leaves target_epsilon" not in str([one.message for one in told])
+        run.train().train()
+    said = [one for one in told if "epsilon leaves target_epsilon" in str(one.message)]
+    assert len(said) == 1
+    assert "make_private_with_epsilon made the noise for 4 steps" in str(said[0].message)
+
+
+@pytest.mark.parametrize("name", ["shuffled_checkin", "prv"])
+@pytest.mark.parametrize("target", [0.01, 8.0])
+def test_noise_for_a_budget_in_which_nothing_can_be_learned_is_warned_of(name, target):
+    budget = {"target_epsilon": target, "target_delta": 0.01 * DELTA}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Run(name, sigma=None, epochs=1, **budget)
+        compute_noise_multiplier(
+            "shuffled_checkin", steps=4, **NUMBERS["shuffled_checkin"], **budget
+        )
+    said = [one for one in told if "nothing can be learned" in str(one.message)]
+    assert len(said) == 2 * (target < 1)
+
+
+@pytest.mark.parametrize("name", ["shuffled_checkin", "prv"])
+def test_a_delta_that_allows_to_publish_a_record_is_warned_of(name):
+    run = Run(name).train()
+    with pytest.warns(PrivacyAssumptionWarning, match=r"delta = 0.05 is above 1/n = 0.0417"):
+        run.engine.get_epsilon(0.05)
+    one = {"noise_multiplier": 2.0, "steps": 1, **NUMBERS["shuffled_checkin"]}
+    with pytest.warns(PrivacyAssumptionWarning, match="above 1/n"):
+        compute_epsilon("shuffled_checkin", delta=0.05, **one)
 
 
 def test_the_report_shows_every_bound_and_refuses_where_nothing_ran():

@@ -15,7 +15,8 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_shuffle import PrivacyEngine
+from opacus_shuffle import Guarantee, PrivacyEngine
+from opacus_shuffle.analysis import gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NORMS = [0.3, 0.4, 0.5, 0.6]
@@ -140,13 +141,29 @@ def test_the_noise_of_a_batch_is_that_of_its_own_records_whatever_was_left_half_
 
 
 def test_adaptive_clipping_s_noise_leaves_room_for_that_of_its_count():
-    """Theorem 1 of arXiv:1905.03871: both together cost what σ alone does on the sum."""
+    """Opacus's noise, by Theorem 1 of arXiv:1905.03871."""
     run = Run("rdp", sigma=1.5, toy={"max_grad_norm": 1.0}, **ADAPTIVE)
     norms = [1.0]
     releases = noise_of(run, 6, after=lambda: norms.append(float(run.optimizer.max_grad_norm)))
     drawn = [noise / norm for (_, noise), norm in zip(releases, norms[:-1], strict=True)]
     assert_normal(torch.cat(drawn), (1.5**-2 - (2 * 1.0) ** -2) ** -0.5)
     assert len(set(norms)) == len(norms)
+
+
+@pytest.mark.parametrize("budget", [{}, {"target_epsilon": 3.0, "target_delta": 0.01, "epochs": 1}])
+def test_adaptive_clipping_costs_what_the_noised_sum_and_the_noised_count_cost_together(budget):
+    """One record moves the sum by C and the count by 1: two Gaussian mechanisms, at the rate 1."""
+    options = {**ADAPTIVE, "unclipped_num_std": 1.01, **budget}
+    run = Run("prv", sigma=None if budget else 2.0, batch_size=24, **options)
+    foretold = run.optimizer.epsilon_after(1, 0.01)
+    spent = run.train().engine.get_epsilon(0.01)
+    drawn = run.optimizer.noise_multiplier**-2 - (2 * 1.01) ** -2  # σ⁻² of the noise on the sum
+    exact = gaussian.compute_epsilon(mu=math.sqrt(drawn + 1.01**-2), delta=0.01)
+    assert exact <= spent == foretold <= exact + 0.03  # thrice what PRV accounting may be wrong by
+    assert spent <= 3.0 if budget else exact == pytest.approx(2.295, abs=1e-3)
+    best = run.engine.privacy_report(0.01).best
+    assert (best.epsilon, best.guarantee) == (spent, Guarantee.ESTIMATE)
+    assert "noised count of unclipped records" in best.adversary
 
 
 @contextlib.contextmanager
@@ -303,7 +320,24 @@ def test_adaptive_clipping_counts_each_record_once_and_one_that_is_not_finite_as
         run.step(batch)  # where Opacus divides by nothing
         assert math.isfinite(run.optimizer.max_grad_norm)
     assert all(value.isfinite().all() for value in run.weights().values())
-    assert run.engine.accountant.history == [(0.01, 1.0, 4)]
+    ((noise, rate, steps),) = run.engine.accountant.history
+    assert (noise, rate, steps) == (pytest.approx((0.01**-2 + 0.75 * 0.02**-2) ** -0.5), 1.0, 4)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("name", ["max_grad_norm", "noise_multiplier"])
+@pytest.mark.parametrize("value", [math.inf, 1e39, math.nan])  # single precision ends at 3.4e38
+def test_a_norm_or_noise_that_is_not_finite_is_refused_at_the_step(name, value, mode):
+    run = Run("rdp", mode)
+    run.step()
+    finite = getattr(run.optimizer, name)
+    said = "max_grad_norm must be positive.*set both to finite|max_grad_norm is .* for the noise"
+    with run.refused(said, goes_on=False):
+        setattr(run.optimizer, name, value)
+        run.step()
+    setattr(run.optimizer, name, finite)
+    run.step()
+    assert run.accounted == 2
 
 
 # ---- accounting -----------------------------------------------------------------------------

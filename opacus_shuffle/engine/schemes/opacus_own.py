@@ -1,16 +1,18 @@
 """Trains with Opacus's own accountants, bit by bit as Opacus does.
 
-Batches, noise and errors are the same. That includes its arithmetic in floating-point numbers:
-where it makes 92 batches of 93 and accounts for the rate 1/92, which is no less than is spent, so
-does this. What is refused besides is what would train on nothing, and settings of which nothing
-would come in silence. With a flag of this package, such as ``shuffle_weights``, noise and
-participation are secret instead.
+Batches, noise and errors are the same, and so is the account, but for adaptive clipping, whose
+noised count Opacus accounts for as if one record moved it by 1/2. That includes its arithmetic in
+floating-point numbers: where it makes 92 batches of 93 and accounts for the rate 1/92, which is no
+less than is spent, so does this. What is refused besides is what would train on nothing, and
+settings of which nothing would come in silence. With a flag of this package, such as
+``shuffle_weights``, noise and participation are secret instead.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import warnings
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from opacus.accountants.utils import get_noise_multiplier
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.accountants.opacus_report import NORMS_UNSEEN, OWN_BATCHES, UNPROVED
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import renew_after_fork
 from opacus_shuffle.core.validation import not_negative
@@ -158,7 +161,7 @@ class OpacusOwn(Scheme):
                 "noise_multiplier to make_private"
             )
         try:
-            sigma = get_noise_multiplier(
+            sigma: float = get_noise_multiplier(
                 target_epsilon=budget.target_epsilon,
                 target_delta=budget.target_delta,
                 sample_rate=rate,
@@ -172,46 +175,67 @@ class OpacusOwn(Scheme):
                 f"target_delta={budget.target_delta!r} ({error}): ask for other ones, or use "
                 "another accountant"
             ) from error
+        # Of adaptive clipping the noised count costs its share: see _accounted.
+        count_noise = request.others.get("unclipped_num_std", math.inf)
+        if not sigma < count_noise:
+            raise ValueError(
+                f"unclipped_num_std must be above {sigma:.4g}, got {count_noise!r}: the noised "
+                "count of unclipped records would take all of "
+                f"target_epsilon={budget.target_epsilon!r}; pass about {10 * sigma:.2g}"
+            )
+        sigma /= math.sqrt(1 - 0.75 * (sigma / count_noise) ** 2)
         return {"noise_multiplier": float(sigma)}
 
     def describe(self, run: Run) -> None:
-        """Warns where batches are not what Opacus's accountants assume."""
+        """Warns where a run is not what Opacus's accountants assume."""
         engine, asked = self.engine, run.request
         own = self.is_opacus(asked) and asked.noise_generator is None
         engine.pytorch_noise = engine.pytorch_noise or own
-        if run.sampling.kind == "own":
-            engine.poisson = False
+        reasons = [OWN_BATCHES] * (run.sampling.kind == "own") + [NORMS_UNSEEN] * (
+            asked.clipping == "adaptive"
+        )
+        engine.unchecked = tuple(dict.fromkeys((*engine.unchecked, *reasons)))
+        for reason in reasons:
             warnings.warn(
-                f"poisson_sampling=False: {self.name} accounts for Poisson samples, which the "
-                "batches of this data loader are not, and nobody sees how often each is stepped "
-                "on, so that no ε of it is a guarantee; leave it out, or use "
-                "'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', which account for "
-                "batches of one size",
+                f"{self.name} accounts for {reason}, so that no ε of it is a guarantee; "
+                f"{UNPROVED[reason]}",
                 PrivacyAssumptionWarning,
                 stacklevel=4,
             )
 
     def attach(self, run: Run, model: Any, optimizer: PrivateOptimizer, loader: DataLoader) -> None:
-        """Starts the run as every scheme does, accounted by Opacus's own hook."""
-        rate = run.sampling.sample_rate
-        self.hook = self.accountant.get_optimizer_hook_fn(sample_rate=rate)
+        """Starts the run as every scheme does, with a secret of its own after a fork."""
         super().attach(run, model, optimizer, loader)
         for secret in (optimizer, loader.batch_sampler):
             if isinstance(secret, PrivateOptimizer | PoissonSampler):
                 renew_after_fork(secret)
 
     def record(self, run: Run, optimizer: PrivateOptimizer) -> None:
-        """Records the step with Opacus's accountant, by Opacus's own hook."""
+        """Records the step with Opacus's accountant, at the rate that Opacus's hook takes."""
+        rate = run.sampling.sample_rate * optimizer.accumulated_iterations
         try:
             lineage = self.engine.opacus_lineage
         except ReferenceError:  # a network may outlive its engine
             lineage = OpacusLineage()
         with lineage.another_round(self.accountant):
-            self.hook(optimizer)
+            self.accountant.step(noise_multiplier=_accounted(optimizer), sample_rate=rate)
 
     def rehearse(self, run: Run, optimizer: PrivateOptimizer, steps: int) -> Any:
         """Returns a copy of Opacus's account that holds so many more steps."""
         ahead, rate = copy.deepcopy(self.accountant), run.sampling.sample_rate
         for _ in range(steps):
-            ahead.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
+            ahead.step(noise_multiplier=_accounted(optimizer), sample_rate=rate)
         return ahead
+
+
+def _accounted(optimizer: Any) -> float:
+    """Returns the multiplier of the noise on a sum alone that costs as much as a step does.
+
+    With adaptive clipping Opacus raises the noise on the sum to (σ⁻² − (2σ_u)⁻²)^(−1/2), by Theorem
+    1 of Andrew et al. 2021, "Differentially private learning with adaptive clipping"
+    (arXiv:1905.03871), which is about a count of ±1/2 a record. Opacus's counts 0 or 1, so that the
+    two cost (σ⁻² + ¾σ_u⁻²)^(−1/2) together.
+    """
+    count_noise = getattr(optimizer, "unclipped_num_std", math.inf)
+    sigma = float(optimizer.noise_multiplier)
+    return sigma / math.hypot(1.0, math.sqrt(0.75) * sigma / count_noise)
