@@ -322,10 +322,12 @@ class PrivateOptimizer(OpenOptimizer):
                 self.before_release()
         if self._account is not None:
             self._account(self)
-        if self.planned_rounds < len(self.accountant or ()):
+        if self.planned_rounds < math.inf and self.planned_rounds < (
+            accounted := sum(steps for *_, steps in self.accountant.history)
+        ):
             warnings.warn(
                 f"make_private_with_epsilon made the noise for {self.planned_rounds} steps, and "
-                f"{len(self.accountant)} are accounted with this one: epsilon leaves "
+                f"{accounted} are accounted with this one: epsilon leaves "
                 "target_epsilon; end the training, or ask for more epochs",
                 stacklevel=4,
             )
