@@ -247,7 +247,7 @@ class PrivateOptimizer(OpenOptimizer):
             )
         counts = self.clipping.record_counts(self)
         tickets.check(counts, more=self.signalled())
-        if changed := tickets.weights.changed():
+        if changed := tickets.changed_weights():
             raise ValueError(
                 f"{names_of(changed)} changed between the forward pass on this batch and "
                 "optimizer.step() (by a perturbation, a look-ahead or an update by hand): what one "

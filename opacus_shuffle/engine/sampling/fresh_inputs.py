@@ -67,13 +67,10 @@ class FreshInputs:
                 "data loader: its records are accounted no more; " + REMEDY
             )
         if not is_tracing():  # type: ignore[no-untyped-call]
-            network = self._network()
-            whole = part is network
-            origin = origin_of((inputs, keywords))
-            # Layers may be called without the network; one look for each batch is enough then.
-            if network is not None and (whole or not tickets.weights.looks):
-                tickets.weights.look(network)
-            tickets.passes += [origin] if whole else []
+            if (network := self._network()) is not None:
+                tickets.see(network)
+            if part is network:
+                tickets.passes.append(origin_of((inputs, keywords)))
 
     def after(
         self, network: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any

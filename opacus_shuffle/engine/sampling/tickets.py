@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.randomness import renew_after_fork
-from opacus_shuffle.engine.sampling.same_weights import SameWeights
 from opacus_shuffle.networks.running import results
 
 REMEDY = (
@@ -109,7 +109,7 @@ class TicketBook:
 
     Attributes:
         latest: The part that was yielded last; None where no step may follow.
-        weights: What forward passes on the latest batch saw of the weights.
+        versions: Of each trained parameter, when the network first saw the latest batch.
         passes: What each forward pass on it was of.
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
@@ -129,7 +129,7 @@ class TicketBook:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
         self.passes: list[Origin] = []
-        self.weights = SameWeights()
+        self.versions: dict[torch.Tensor, int] = {}
         self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] = lambda: None
         self._earlier_passes = 0  # on other parts of the latest batch
@@ -151,7 +151,7 @@ class TicketBook:
     def issue(self, part: Part | None, batch: Any = None) -> None:
         """Gives out the ticket of a batch that is being yielded."""
         if part is None or self.latest is None or part.ticket is not self.latest.ticket:
-            self.weights.forget()
+            self.versions.clear()
             self.passes.clear()
         self._earlier_passes, self.latest = len(self.passes), part
         # By their memory, which a view of a batch shares, and a copy does not.
@@ -161,6 +161,22 @@ class TicketBook:
         for storage in _storages(batch):
             self._yielded[storage._cdata] = StorageWeakRef(storage), part  # type: ignore[no-untyped-call]
         self.when_issued()
+
+    def see(self, network: nn.Module) -> None:
+        """Notes the versions of the weights that the first forward pass on a batch sees.
+
+        Clipping bounds what one record adds to the sum at given weights. A gradient that moves them
+        in the middle of a batch, as sharpness-aware minimisation does, hands one record's influence
+        to the gradients of all others: one was seen to move the sum by three clipping norms.
+        """
+        if not self.versions:
+            # In a pass, expanded weights stand for parameters.
+            weights = (vars(weight).get("orig_weight", weight) for weight in network.parameters())
+            self.versions.update((each, each._version) for each in weights if each.requires_grad)
+
+    def changed_weights(self) -> list[torch.Tensor]:
+        """Returns the parameters that were written to since; writes to ``.data`` do not show."""
+        return [weight for weight, seen in self.versions.items() if weight._version != seen]
 
     def is_stale(self, inputs: Any) -> bool:
         """Tells whether any of these tensors belongs to an earlier batch."""
