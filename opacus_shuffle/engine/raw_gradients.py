@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opacus_shuffle.core.opacus_compat import is_copy, is_used, waits_for_step, wrapped_network
@@ -91,9 +92,12 @@ def watch_leaves(optimizers: Iterable[torch.optim.Optimizer] = _OPTIMIZERS) -> N
     """Watches all tensors that optimizers may step on, also those that were frozen earlier."""
     for optimizer in list(optimizers):
         for leaf in (leaf for group in optimizer.param_groups for leaf in group["params"]):
-            hooks = leaf._post_accumulate_grad_hooks or {}
-            if leaf.requires_grad and note_gradient not in hooks.values():
+            if leaf.requires_grad and not is_lazy(leaf) and not _is_watched(leaf):
                 leaf.register_post_accumulate_grad_hook(note_gradient)
+
+
+def _is_watched(leaf: torch.Tensor) -> bool:
+    return note_gradient in (leaf._post_accumulate_grad_hooks or {}).values()
 
 
 def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
@@ -235,8 +239,14 @@ def _check_outside(optimizer: torch.optim.Optimizer) -> None:
         ValueError: The optimizer holds tensors outside of the network that received one.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # What is released is another tensor than what the backward pass has left.
-    raw = {id(leaf): leaf for leaf in held if getattr(leaf.grad, "of_records", False)}
+    # What is released is another tensor than what the backward pass has left. A leaf that came
+    # into being in the pass, as a lazy layer's does, is not watched yet.
+    raw = {
+        id(leaf): leaf
+        for leaf in held
+        if leaf.grad is not None
+        and getattr(leaf.grad, "of_records", _latest.private and not _is_watched(leaf))
+    }
     if not raw:
         return
     modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))

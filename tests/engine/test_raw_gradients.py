@@ -436,6 +436,7 @@ def thawed_meanwhile(run):
 
 BESIDE = {
     "head": (beside(lambda: nn.Linear(3, 3)), r"Linear\.weight, Linear\.bias"),
+    "lazy": (beside(lambda: nn.LazyLinear(3)), r"Linear\.weight"),
     "temperature": (beside(Scale), r"Scale\.temperature"),
     "encoder": (
         beside(lambda: nn.Linear(5, 5), after=lambda run, part: lambda x: run.model(part(x))),
@@ -448,8 +449,11 @@ BESIDE = {
 }
 
 
-@every_mode
-@pytest.mark.parametrize("way", BESIDE)
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    # Ghost clipping's second pass hides the first one from a layer that has just come into being.
+    [(way, mode) for way in BESIDE for mode in MODES if (way, mode) != ("lazy", "ghost")],
+)
 def test_a_backward_pass_through_a_private_network_trains_nothing_outside_of_it(way, mode):
     train, names = BESIDE[way]
     with pytest.raises(ValueError, match=rf"SGD\.step\(\) would move .*{names}.*, outside of"):
