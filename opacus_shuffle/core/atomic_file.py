@@ -1,4 +1,6 @@
-"""Files that are whole at every moment: a process killed while writing leaves the file as it was.
+"""Files of one user: whole at every moment, readable by nobody else, and reached by no link.
+
+A process killed while writing leaves a file as it was.
 
 >>> import tempfile
 >>> folder = tempfile.TemporaryDirectory()
@@ -14,39 +16,85 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from opacus_shuffle.core.validation import instance_of
+
+try:
+    import fcntl
+except ImportError:  # Windows: there two processes must not use one file at once
+    fcntl = None  # type: ignore[assignment]
+
+
+def private(path: Any, flags: int) -> int:
+    """Opens a file for its owner alone; for ``open(path, mode, opener=private)``.
+
+    A new file has mode 0600. A symbolic link is not followed: in a folder that others can write to,
+    it may lead to any file of this user.
+    """
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+
+
+def own_path(name: str, path: Any) -> Path:
+    """Returns the place of a file that outlasts the process, wherever that moves to.
+
+    Args:
+        name: What the argument is called.
+        path: The file, which need not exist. Its folder may be named by links.
+
+    Raises:
+        ValueError: If there is no such folder, or the file is a symbolic link: two names of one
+            file have two locks.
+    """
+    folder, file = os.path.split(instance_of(name, path, (str, os.PathLike)))
+    own = Path(os.path.realpath(folder), file)
+    if own.is_symlink() or not own.parent.is_dir():
+        raise ValueError(
+            f"{name}={str(path)!r} must be a file in a folder that is there, and no symbolic link: "
+            "make the folder, or name the file itself"
+        )
+    return own
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from what they do under the same lock, ``<path>.lock``."""
+    # Opened for appending, it destroys nothing, whatever file has this name.
+    with open(f"{path}.lock", "ab", opener=private) as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[Any]:
     """Opens a file that takes the place of ``path`` when all of it is on the disk.
 
-    It is written beside it, as ``.<name>.<random>.tmp``, flushed to the disk and renamed. A failure
-    removes it; only a killed process leaves it behind, and it may then be deleted. File objects,
-    devices and pipes are written to directly.
+    It is written beside it, as ``.<name>.<random>.tmp``, flushed to the disk and renamed. It has
+    mode 0600, and takes the place of a symbolic link, not of what that leads to. A failure removes
+    it; only a killed process leaves it behind, and it may then be deleted. File objects, devices
+    and pipes are written to directly.
 
     Args:
         path: A path, or a file object.
     """
-    target = os.path.realpath(path) if isinstance(path, str | bytes | os.PathLike) else None
-    if target is None or (os.path.exists(target) and not os.path.isfile(target)):
+    named = isinstance(path, str | bytes | os.PathLike)
+    if not named or (os.path.exists(path) and not os.path.isfile(path)):
         yield path
         return
-    folder, name = os.path.split(os.fsdecode(target))
+    folder, name = os.path.split(os.fsdecode(path))
+    folder = os.path.realpath(folder)
     beside = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
     # A failure to open it is not caught: then there is nothing of ours to remove.
-    file = open(beside, "xb")  # noqa: SIM115
+    file = open(beside, "xb", opener=private)  # noqa: SIM115
     try:
         with file:
-            if os.path.exists(target):
-                with contextlib.suppress(OSError):  # a file system without permissions
-                    shutil.copymode(target, beside)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.replace(beside, os.path.join(folder, name))
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(beside)

@@ -16,7 +16,6 @@ import io
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from opacus_shuffle.accountants.accountant import ShuffleAccountant
 from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.atomic_file import locked, own_path, private, replacing
 from opacus_shuffle.core.guarantees import PrivacyBound
 from opacus_shuffle.core.validation import (
     boolean,
@@ -33,7 +32,7 @@ from opacus_shuffle.core.validation import (
     open_unit_interval,
     positive,
 )
-from opacus_shuffle.federated.report_formats import ReportFormat
+from opacus_shuffle.federated.report_formats import ReportFormat, check_mixed
 from opacus_shuffle.federated.shuffler import Released, RoundsOfAShuffler, UnknownRoundError
 
 
@@ -45,7 +44,8 @@ class Ledger:
         shuffler: Where rounds are opened and closed.
         delta: δ of the run.
         target_epsilon: No round begins that would take the certified ε above it; None for no limit.
-        path: Where the book is kept; None keeps it in memory, and a killed process forgets it.
+        path: Where the book is kept, a file for its owner alone (mode 0600) and no symbolic link;
+            None keeps it in memory, and a killed process forgets it.
 
     Attributes:
         accountant: Of the rounds that were begun.
@@ -82,15 +82,7 @@ class Ledger:
             None if target_epsilon is None else positive("target_epsilon", target_epsilon)
         )
         # It stays where it is if the process moves: a book elsewhere forgets what was spent.
-        self.path = (
-            None
-            if path is None
-            else Path(os.path.realpath(instance_of("path", path, (str, os.PathLike))))
-        )
-        if self.path is not None and not self.path.parent.is_dir():
-            raise ValueError(
-                f"path={str(path)!r} must be a file in a folder that is there: make the folder"
-            )
+        self.path = None if path is None else own_path("path", path)
         compute_bound(
             [(format.mechanism, 1)], delta=self.delta
         )  # refuses a δ that no round can have
@@ -175,7 +167,7 @@ class Ledger:
 
         Raises:
             ValueError: If that hands over fewer reports than a round is accounted with, as a part
-                of a shuffler does.
+                of a shuffler does, more than there are clients, or what is not of so many.
         """
         if not self.begun:
             self.begin()
@@ -184,12 +176,17 @@ class Ledger:
         except UnknownRoundError:
             # The shuffler was started anew: it has nothing of this round, and nobody ever will.
             return Released(self.round, 0, b"")
-        if 0 < released.num_reports < self.format.min_reports:
+        if released.dropped:
+            return released
+        fewest, most = self.format.min_reports, self.format.num_users
+        if not fewest <= released.num_reports <= most:
             raise ValueError(
                 f"round {self.round} was handed over with {released.num_reports} reports, and "
-                f"min_reports={self.format.min_reports} are accounted for: this shuffler is a part "
-                "of another one, so ask that, and count no ε on what was seen of this round"
+                f"min_reports={fewest} to num_users={most} are accounted for: this shuffler is a "
+                "part of another one, so ask that, or it is faulty; count no ε on what was seen of "
+                "this round"
             )
+        check_mixed(len(released.mixed) in self.format.sizes(released.num_reports))
         return released
 
     def finish(self, result: Any = None) -> None:
@@ -264,12 +261,6 @@ class Ledger:
             for name in ("accountant", "round", "begun", "result")
         }
         if self.path is not None:
-            if self._stamp != self._stamp_of_file():
-                raise ValueError(
-                    f"path={str(self.path)!r} was written by another server since this one has "
-                    "read it: a book is one server's, or rounds of it would be forgotten; end one "
-                    "of them, and start the other again"
-                )
             settings = self.format.fingerprint.hex()
             held = io.BytesIO()
             torch.save(
@@ -286,9 +277,16 @@ class Ledger:
                     f"{type(after['result']).__name__}: a book with anything "
                     "else in it could not be read again; turn arrays into tensors"
                 ) from None
-            with replacing(self.path) as file:
-                file.write(held.getvalue())
-            self._stamp = self._stamp_of_file()
+            with locked(self.path):  # no other server writes between the look and the writing
+                if self._stamp != self._stamp_of_file():
+                    raise ValueError(
+                        f"path={str(self.path)!r} was written by another server since this one has "
+                        "read it: a book is one server's, or rounds of it would be forgotten; end "
+                        "one of them, and start the other again"
+                    )
+                with replacing(self.path) as file:
+                    file.write(held.getvalue())
+                self._stamp = self._stamp_of_file()
         self.__dict__.update(after)  # all at once
 
     def _stamp_of_file(self) -> tuple[int, int] | None:
@@ -300,7 +298,8 @@ class Ledger:
 
     def _read(self) -> None:
         try:
-            state = torch.load(self.path, weights_only=True)  # type: ignore[arg-type]
+            with open(self.path, "rb", opener=private) as file:  # type: ignore[arg-type]
+                state = torch.load(file, weights_only=True)
             settings, rounds, begun = (
                 state["settings"],
                 integer("round", state["round"], minimum=0),

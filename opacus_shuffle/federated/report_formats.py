@@ -66,10 +66,7 @@ _HEADER = struct.Struct("<I8s")  # the round, and the fingerprint of the setting
 LARGEST_ROUND = 2**32 - 1
 
 _REFUSED = 1e-30
-"""The chance that an honest report is taken for one of a client that lies about its clip.
-
-It is far below any δ, in all rounds together.
-"""
+"""The chance that an honest report is refused: far below any δ, in all rounds together."""
 _LEAST, _MOST = 1e-30, 1e30
 """Numbers that single precision holds with all of their bits, and their sums, too."""
 _SHORTEST = 1e-150
@@ -219,6 +216,10 @@ class ReportFormat(ABC):
     def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
         """Returns what the shuffler hands over, which does not depend on the order of reports."""
 
+    def sizes(self, num_reports: int) -> range:
+        """Returns how many bytes so many reports may be mixed to: none of them is left out."""
+        return range(most := num_reports * self.bytes_per_report, most + 1)
+
     @abstractmethod
     def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
         """Returns the unbiased estimate of the sum of all vectors: float64, shape (d,).
@@ -253,8 +254,6 @@ class ReportFormat(ABC):
     ) -> bytes:
         """Returns one client's report of a round: clipped, noised and packed.
 
-        Nothing else of the vector leaves the client.
-
         Args:
             number: The round.
             vector: Shape (d,), any norm. One whose norm is not finite in double precision is
@@ -272,11 +271,7 @@ class ReportFormat(ABC):
         return header + self.randomize(clipped, draws)
 
     def clip(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns the vector, scaled down to norm C at most; zero if its norm is not finite.
-
-        Returns:
-            float64 on the CPU.
-        """
+        """Returns the vector in float64 on the CPU, scaled down to norm C; zero if not finite."""
         given = instance_of("vector", vector, (torch.Tensor,)).detach()
         if given.shape != (self.dimension,):
             raise ValueError(
@@ -315,11 +310,12 @@ class ReportFormat(ABC):
         return round_, numbers
 
 
-def _check_mixed(possible: bool) -> None:
+def check_mixed(possible: bool) -> None:
+    """Refuses what cannot be the mix of as many reports as its shuffler says."""
     if not possible:
         raise ValueError(
-            "what a part has mixed is not of so many reports as it says: are all shufflers of the "
-            "same version?"
+            "what a shuffler has mixed is not of so many reports as it says: are all shufflers of "
+            "the same version?"
         )
 
 
@@ -446,9 +442,9 @@ class BitSums(ReportFormat):
 
     def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's sum of counts."""
-        _check_mixed(len(mixed) == 8 * self.dimension)
+        check_mixed(len(mixed) in self.sizes(num_reports))
         counts = np.frombuffer(mixed, "<i8")
-        _check_mixed(counts.min() >= 0 and counts.max() <= num_reports * self.bits)
+        check_mixed(counts.min() >= 0 and counts.max() <= num_reports * self.bits)
         self._add(held, counts)
 
     def _add(self, held: list[Any], counts: npt.NDArray[Any]) -> None:
@@ -460,6 +456,10 @@ class BitSums(ReportFormat):
         """Returns the sum of the counts."""
         return held[0].astype("<i8").tobytes()
 
+    def sizes(self, num_reports: int) -> range:
+        """Returns how many bytes a sum has: eight a coordinate."""
+        return range(8 * self.dimension, 8 * self.dimension + 1)
+
     def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
         """Returns the estimate of the sum from the counts of ones."""
         ones = np.frombuffer(mixed, "<i8").astype(np.int64)
@@ -467,9 +467,7 @@ class BitSums(ReportFormat):
 
 
 class VectorReports(ReportFormat):
-    """Reports vectors of numbers in single precision, each with noise of its own.
-
-    The mean of a client's report is its clipped vector.
+    """Reports vectors in single precision, each with noise of its own and its vector as mean.
 
     Args:
         noise_multiplier: σ of each report, over C.
@@ -534,8 +532,7 @@ class VectorReports(ReportFormat):
     def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
         """Adds another shuffler's reports."""
         size = self.bytes_per_report
-        _check_mixed(len(mixed) % size == 0)
-        _check_mixed(len(mixed) <= num_reports * size <= self.num_users * size)
+        check_mixed(num_reports <= self.num_users and len(mixed) in self.sizes(num_reports))
         reports = [mixed[start : start + size] for start in range(0, len(mixed), size)]
         for report in reports:
             self.check_numbers(report)
@@ -623,6 +620,10 @@ class GaussianReports(VectorReports):
         """Returns the reports of those who take part, in random order."""
         blank = bytes(self.bytes_per_report)
         return super().mix([numbers for numbers in held if numbers != blank], generator)
+
+    def sizes(self, num_reports: int) -> range:
+        """Returns how many bytes there may be: any number of clients may not take part."""
+        return range(0, super().sizes(num_reports).stop, self.bytes_per_report)
 
 
 class SecretReports(VectorReports):

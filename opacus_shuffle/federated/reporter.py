@@ -21,23 +21,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.atomic_file import locked, own_path, private, replacing
 from opacus_shuffle.core.participation import bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer
 from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
-try:
-    import fcntl
-except ImportError:  # Windows: there two processes of one client must not answer at once
-    fcntl = None  # type: ignore[assignment]
+log = logging.getLogger("opacus_shuffle.reporter")
+"""Why a client reported zero: for the client alone."""
 
 
 class ClientBook:
@@ -121,8 +119,8 @@ class FileBook(ClientBook):
     """The rounds that a client has answered, in a file of its own.
 
     Args:
-        path: The file, made at the first round. By default a run with other settings is another
-            agreement, with another file.
+        path: The file, made at the first round for its owner alone (mode 0600); no symbolic link.
+            By default a run with other settings is another agreement, with another file.
         most_rounds: Rounds of all runs together that this file is good for: runs with other
             settings go into it, too, and none of them is answered once there are so many.
     """
@@ -130,12 +128,7 @@ class FileBook(ClientBook):
     def __init__(self, path: str | os.PathLike[str], *, most_rounds: int | None = None) -> None:
         super().__init__()
         self.most_rounds = None if most_rounds is None else integer("most_rounds", most_rounds)
-        # One file has one lock, whatever it is called, and stays where it is if the process moves.
-        self.path = Path(os.path.realpath(instance_of("book", path, (str, os.PathLike))))
-        if not self.path.parent.is_dir():
-            raise ValueError(
-                f"book={str(path)!r} must be a file in a folder that is there: make the folder"
-            )
+        self.path = own_path("book", path)
 
     @contextlib.contextmanager
     def opened(self, settings: str) -> Iterator[MutableMapping[str, Any]]:
@@ -146,9 +139,7 @@ class FileBook(ClientBook):
         """
         # The lock keeps other processes of this client out from before the reading until after the
         # writing: else two of them could answer one round.
-        with open(f"{self.path}.lock", "wb") as lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.path):
             runs = self._read()
             answered = sum(run["rounds"] for run in runs.values())
             if self.most_rounds is not None and answered >= self.most_rounds:
@@ -164,15 +155,16 @@ class FileBook(ClientBook):
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Returns the state of every run, by its settings."""
-        if not self.path.exists():
-            return {}
         try:
-            runs: dict[str, dict[str, Any]] = json.loads(self.path.read_text())
+            with open(self.path, "rb", opener=private) as file:
+                runs: dict[str, dict[str, Any]] = json.load(file)
             for state in runs.values():
                 integer("rounds", state["rounds"]), integer("last", state["last"], minimum=0)
                 state["settings"]
                 if "epoch" in state:
                     integer("place", state["place"], minimum=0)
+        except FileNotFoundError:
+            return {}
         except (
             OSError,
             ValueError,
@@ -222,17 +214,22 @@ class Reporter:
     ) -> None:
         """Answers a round; a fresh coin, or a draw for its epoch, says if the client takes part.
 
+        If training fails, the client reports zero with its noise, and the error is logged: whether
+        training fails may depend on its data.
+
         Args:
             number: The round that the server asks for.
-            train: Computes this client's vector, shape (d,), from its own data.
+            train: Computes this client's vector, shape (d,), from its own data. It fails if it
+                raises an ``Exception``, or returns something else.
             submit: Sends a report to the shuffler.
             always_train: Train whatever the coin says, and throw the vector away if it says no;
                 else train if it says yes.
 
         Raises:
-            ValueError: If the round was answered before, or all that were agreed to are, or
-                ``train`` returns something else.
+            ValueError: If the round was answered before, or all that were agreed to are, or an
+                argument has a wrong type.
         """
+        instance_of("train", train, (Callable,)), instance_of("submit", submit, (Callable,))
         always = boolean("always_train", always_train)
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
         takes_part = self.book.note(
@@ -246,7 +243,11 @@ class Reporter:
         if not (takes_part or always):
             submit(self.format.encode(round_, None))
             return
-        vector = instance_of("what train returns", train(), (torch.Tensor,))
+        try:
+            vector = self.format.clip(train())
+        except Exception as error:
+            log.warning("training failed, the report is zero: %r", error)
+            vector = torch.zeros(self.format.dimension)
         # Both are made, whatever is sent: the time that it takes would tell the coin.
         report, blank = self.format.encode(round_, vector), self.format.encode(round_, None)
         submit(report if takes_part else blank)

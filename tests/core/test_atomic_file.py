@@ -12,18 +12,21 @@ from opacus_shuffle.core.atomic_file import replacing
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions and links of POSIX")
-def test_a_file_is_replaced_where_it_is_with_its_permissions(tmp_path):
+def test_a_file_is_replaced_for_its_owner_alone_and_no_link_is_followed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     target, link = tmp_path / "run.pt", tmp_path / "latest"
     target.write_bytes(b"old")
-    target.chmod(0o640)
+    target.chmod(0o644)
     link.symlink_to(target)
-    with replacing(link) as file:
-        file.write(b"new")
-        file.flush()
-        assert target.read_bytes() == b"old"
-    assert link.is_symlink()
-    assert target.read_bytes() == b"new"
-    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    before = os.umask(0)
+    for path, content in ((link, b"linked"), ("run.pt", b"new")):
+        with replacing(path) as file:
+            file.write(content)
+            file.flush()
+            assert target.read_bytes() == b"old"
+    os.umask(before)
+    assert [link.is_symlink(), link.read_bytes(), target.read_bytes()] == [False, b"linked", b"new"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (target, link)} == {0o600}
     assert sorted(os.listdir(tmp_path)) == ["latest", "run.pt"]
 
 

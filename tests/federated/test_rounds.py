@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import re
+import stat
 import threading
 
 import numpy as np
@@ -27,6 +28,10 @@ from opacus_shuffle.federated import (
     Shuffler,
 )
 from opacus_shuffle.federated.reporter import ClientBook
+from opacus_shuffle.federated.shuffler import Released
+
+if os.name != "nt":
+    import fcntl
 
 FORMATS = pytest.mark.parametrize(
     "reports", [GAUSSIAN, SUMS, SECRET], ids=["gaussian", "sums", "secret"]
@@ -198,7 +203,7 @@ def test_a_book_for_all_of_a_person_s_runs_is_good_for_so_many_rounds_of_all_tog
             )
     assert len(sent) == 4
     with pytest.raises(ValueError, match="of other settings"):  # nor does it forget the others
-        Reporter(SUMS, max_rounds=2, book=FileBook(tmp_path / "book")).answer(9, None, None)
+        Reporter(SUMS, max_rounds=2, book=FileBook(tmp_path / "book")).answer(9, list, sent.append)
 
 
 def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_path):
@@ -221,10 +226,10 @@ def test_processes_of_a_client_that_answer_at_one_time_answer_a_round_once(tmp_p
 def test_a_book_is_one_file_by_all_its_names_and_stays_where_it_is(tmp_path, monkeypatch):
     """So its lock is one, too. Frameworks that give each run a folder move the process there."""
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to("book")
+    (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     book, ledger = FileBook("book"), ledger_of(GAUSSIAN, path="ledger")
-    assert FileBook("link").path == FileBook(tmp_path / "elsewhere/../book").path == book.path
+    assert FileBook("link/book").path == FileBook(tmp_path / "elsewhere/../book").path == book.path
     book.note(1, max_rounds=5, fingerprint=GAUSSIAN.fingerprint)
     run_once(ledger)
     monkeypatch.chdir("elsewhere")
@@ -232,6 +237,44 @@ def test_a_book_is_one_file_by_all_its_names_and_stays_where_it_is(tmp_path, mon
         book.note(1, max_rounds=5, fingerprint=GAUSSIAN.fingerprint)
     run_once(ledger)
     assert ledger_of(GAUSSIAN, path=tmp_path / "ledger").round == 2
+
+
+def note_in(path) -> None:
+    FileBook(path).note(1, max_rounds=5, fingerprint=GAUSSIAN.fingerprint)
+
+
+def begin_in(path) -> None:
+    ledger_of(GAUSSIAN, path=path).begin()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions, links and locks of POSIX")
+@pytest.mark.parametrize("write", [note_in, begin_in])
+def test_a_book_is_its_owner_s_alone_and_locked_while_it_is_written(write, tmp_path, monkeypatch):
+    """Who may write in its folder has no other file overwritten, by links that wait there."""
+    book, lock, victim = (tmp_path / name for name in ("book", "book.lock", "victim"))
+    victim.write_text("precious")
+    for link, said in ((book, "no symbolic link"), (lock, "symbolic links")):
+        link.symlink_to(victim)
+        with pytest.raises((ValueError, OSError), match=said):
+            write(book)
+        link.unlink()
+    assert [victim.read_text(), book.exists()] == ["precious", False]
+    lock.write_text("kept")
+    looks = []
+
+    def look(_) -> None:
+        with open(lock) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        looks.append(book)
+
+    monkeypatch.setattr(os, "fsync", look)
+    write(book)
+    monkeypatch.undo()
+    assert looks
+    assert lock.read_text() == "kept"
+    write(tmp_path / "new")
+    for name in ("book", "new", "new.lock"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
 def takes_part(book: ClientBook, number: int) -> bool | None:
@@ -317,16 +360,37 @@ def test_a_client_whose_book_is_damaged_or_another_agreement_s_sends_nothing(
 @pytest.mark.parametrize(
     "returned",
     [
-        *(None, [1.0] * 3, torch.ones(4), torch.ones(3).to_sparse()),
+        *(RuntimeError("out of memory"), None, [1.0] * 3, torch.ones(4), torch.ones(3).to_sparse()),
         *(torch.ones(3, dtype=torch.complex64), torch.ones(3, device="meta")),
     ],
+    ids=str,
 )
-def test_a_client_that_computes_no_vector_sends_nothing_whatever_its_coin_says(returned):
+@pytest.mark.parametrize("always_train", [True, False])
+def test_a_client_whose_training_fails_reports_zero_with_its_noise_and_logs_why(
+    returned, always_train, caplog
+):
+    """A missing report would tell its data or its coin. There is no noise of 15 deviations."""
+    quiet = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=0.02, num_users=6)
+
+    def train():
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
     sent = []
-    for number in range(20):
-        with pytest.raises(ValueError, match=r"train|vector"):
-            Reporter(COIN, max_rounds=1).answer(number, lambda: returned, sent.append)
-    assert sent == []
+    Reporter(quiet, max_rounds=1).answer(1, train, sent.append, always_train=always_train)
+    (numbers,) = (np.abs(np.frombuffer(quiet.open(report)[1], "<f4")) for report in sent)
+    assert 0 < numbers.min() <= numbers.max() < 0.3
+    assert "training failed, the report is zero" in caplog.text
+
+
+@pytest.mark.parametrize(("train", "submit"), [(None, print), (torch.ones(3), print), (list, "x")])
+def test_a_round_is_not_noted_if_a_client_could_not_answer_it(train, submit):
+    reporter, sent = Reporter(GAUSSIAN, max_rounds=1), []
+    with pytest.raises(ValueError, match="must be a Callable"):
+        reporter.answer(1, train, submit)
+    reporter.answer(1, lambda: torch.ones(3), sent.append)
+    assert len(sent) == 1
 
 
 # The server's book
@@ -393,6 +457,33 @@ def test_a_ledger_foresees_how_many_rounds_its_target_pays_for_and_begins_no_oth
 def test_a_ledger_foresees_it_also_where_so_many_rounds_have_no_epsilon_at_its_delta():
     ledger = ledger_of(ONCE, target_epsilon=5.0)
     assert ledger.affordable(10**9) == ledger.affordable(10**4) < 10**4
+
+
+@pytest.mark.parametrize(
+    ("reports", "count", "size", "said"),
+    [
+        *((GAUSSIAN, count, 12 * count, "6 are accounted for") for count in (7, 5, -1)),
+        *((reports, 20, 239, "mixed is not of so many") for reports in (SUMS, SECRET, COIN)),
+        *((reports, 20, 0, "mixed is not of so many") for reports in (SUMS, SECRET)),
+        *((reports, 20, 252, "mixed is not of so many") for reports in (SUMS, SECRET, COIN)),
+        (SUMS, 21, 24, "min_reports=10 to num_users=20 are accounted for"),
+        *(
+            (SECRET, 20, 240, None),
+            (COIN, 20, 0, None),
+            (COIN, 20, 228, None),
+            (SUMS, 10, 24, None),
+        ),
+    ],
+)
+def test_a_server_takes_no_round_of_more_reports_than_clients_or_of_another_length(
+    reports, count, size, said
+):
+    ledger = ledger_of(reports)
+    ledger.open()
+    ledger.shuffler.close_round = lambda number: Released(number, count, bytes(abs(size)))
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        ledger.close()
+    assert ledger.begun
 
 
 class Killed(BaseException):

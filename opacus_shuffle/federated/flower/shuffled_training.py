@@ -120,7 +120,7 @@ class ReportMod:
 
         reporter_of(self.format, context, self.max_rounds, self.book).answer(
             number,
-            lambda: trained_update(train, received),
+            lambda: train() - received,
             lambda report: self.submit(context, report),
             always_train=self.always_train,
         )
@@ -288,15 +288,6 @@ def enough(nodes: Callable[[], Collection[Any]], fewest: int) -> list[Any]:
         log(INFO, "waiting for %s nodes: %s are there", fewest, len(there))
         time.sleep(1.0)
     return list(there)
-
-
-def trained_update(train: Callable[[], torch.Tensor], received: torch.Tensor) -> torch.Tensor:
-    """Returns trained minus received weights; zeros if training raised."""
-    try:
-        return train() - received
-    except Exception as error:
-        log(WARNING, "training failed, the report is zero: %r", error)
-        return torch.zeros_like(received)
 
 
 def close_round(
