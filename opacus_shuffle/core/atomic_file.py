@@ -48,8 +48,7 @@ def own_path(name: str, path: Any) -> Path:
         ValueError: If there is no such folder, or the file is a symbolic link: two names of one
             file have two locks.
     """
-    folder, file = os.path.split(instance_of(name, path, (str, os.PathLike)))
-    own = Path(os.path.realpath(folder), file)
+    own = (given := Path(instance_of(name, path, (str, os.PathLike)))).parent.resolve() / given.name
     if own.is_symlink() or not own.parent.is_dir():
         raise ValueError(
             f"{name}={str(path)!r} must be a file in a folder that is there, and no symbolic link: "
@@ -80,13 +79,13 @@ def replacing(path: Any) -> Iterator[Any]:
     Args:
         path: A path, or a file object.
     """
-    named = isinstance(path, str | bytes | os.PathLike)
-    if not named or (os.path.exists(path) and not os.path.isfile(path)):
+    if not isinstance(path, str | bytes | os.PathLike) or (
+        os.path.exists(path) and not os.path.isfile(path)
+    ):
         yield path
         return
-    folder, name = os.path.split(os.fsdecode(path))
-    folder = os.path.realpath(folder)
-    beside = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
+    target = Path(os.fsdecode(path)).absolute()
+    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     # A failure to open it is not caught: then there is nothing of ours to remove.
     file = open(beside, "xb", opener=private)  # noqa: SIM115
     try:
@@ -94,7 +93,7 @@ def replacing(path: Any) -> Iterator[Any]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, os.path.join(folder, name))
+        os.replace(beside, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(beside)
@@ -102,7 +101,7 @@ def replacing(path: Any) -> Iterator[Any]:
     # The rename itself is to be on the disk, too, where the system can: Windows opens no folders,
     # and some file systems sync none.
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import io
 import random
 import ssl
 import time
+import types
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,11 @@ class FarShuffler:
         secret: The client's, or the server's.
         certificate: File of the certificates to trust; by default the system's.
         own_certificate: File of the certificate and key to show, where the service asks for one.
-        timeout: Seconds to wait for an answer.
+        timeout: Seconds for a call, all of its attempts together, however slowly an answer comes.
         attempts: How often to ask where the network fails or the shuffler has no place free: a
             report that came twice is taken once.
+        most_bytes: Bytes of an answer that hands a round over, at most. All others are limited to
+            64 KiB.
     """
 
     # It is a process of its own, and its randomness is not seen from here.
@@ -45,8 +49,9 @@ class FarShuffler:
         *,
         certificate: str | Path | None = None,
         own_certificate: str | Path | None = None,
-        timeout: float = 60.0,
+        timeout: float = 240.0,
         attempts: int = 4,
+        most_bytes: int = 2**32,
     ) -> None:
         parts = urllib.parse.urlsplit(instance_of("url", url, (str,)))
         far = parts.scheme == "https"
@@ -59,8 +64,11 @@ class FarShuffler:
             )
         self.url, self._secret = url.rstrip("/"), checked_secret("secret", secret)
         self.attempts, self._path = integer("attempts", attempts), parts.path.rstrip("/")
-        address = {"host": parts.hostname, "port": parts.port}
-        options: dict[str, Any] = {**address, "timeout": positive("timeout", timeout)}
+        self.timeout, self.most_bytes = (
+            positive("timeout", timeout),
+            integer("most_bytes", most_bytes),
+        )
+        options: dict[str, Any] = {"host": parts.hostname, "port": parts.port}
         connection: Any = http.client.HTTPConnection
         if far:
             try:
@@ -90,34 +98,65 @@ class FarShuffler:
 
     def tags(self, number: int) -> bytes:
         """Asks an aggregator what it has; see :meth:`Aggregator.tags`."""
-        return self._ask(f"/rounds/{number}/tags")
+        return self._ask(f"/rounds/{number}/tags", most=self.most_bytes)
 
     def close_round(self, number: int, chosen: bytes = b"") -> Released:
         """Gets a round; see :meth:`Shuffler.close_round` and :meth:`Aggregator.close_round`."""
-        content = self._ask(f"/rounds/{number}/close", chosen)
+        content = self._ask(f"/rounds/{number}/close", chosen, most=self.most_bytes)
         return Released(number, int.from_bytes(content[:4], "little"), content[4:])
 
     def forget_round(self, number: int) -> None:
         """Has the service destroy what it handed over; see :meth:`Shuffler.forget_round`."""
         self._ask(f"/rounds/{number}/forget")
 
-    def _ask(self, path: str, body: bytes = b"", refused: type[ValueError] = ValueError) -> bytes:
+    def _ask(
+        self,
+        path: str,
+        body: bytes = b"",
+        refused: type[ValueError] = ValueError,
+        most: int = 65536,
+    ) -> bytes:
         """Sends a request, each time over a connection of its own, and returns the answer."""
+        deadline = time.monotonic() + self.timeout
         for attempts_left in reversed(range(self.attempts)):
             try:
-                with contextlib.closing(self._connect()) as connection:
-                    shown = {"Authorization": f"Bearer {self._secret}"}
-                    connection.request("POST", self._path + path, body, shown)
-                    answer = connection.getresponse()
-                    content = answer.read()
+                with contextlib.closing(
+                    self._connect(timeout=max(0.001, deadline - time.monotonic()))
+                ) as connection:
+                    connection.request(
+                        "POST",
+                        self._path + path,
+                        body,
+                        {"Authorization": f"Bearer {self._secret}", "Connection": "close"},
+                    )
+                    received, part = io.BytesIO(), b"the first"
+                    # http.client would wait anew for every byte, and take as many as there are.
+                    while part and received.tell() <= most and time.monotonic() < deadline:
+                        connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
+                        part = connection.sock.recv(65536)
+                        received.write(part)
+                if received.tell() > most:
+                    raise ValueError(
+                        f"the answer of {self.url} is longer than {most} bytes: raise "
+                        f"most_bytes={self.most_bytes} if a round has more"
+                    )
+                whole = types.SimpleNamespace(makefile=lambda _, got=received: got.seek(0) or got)
+                answer = http.client.HTTPResponse(whole, method="POST")  # type: ignore[arg-type]
+                answer.begin()
+                content = answer.read()
                 if answer.status != 503 or not attempts_left:  # else there is no place free now
                     break
             except (OSError, http.client.HTTPException) as error:
-                if not attempts_left:
+                if not attempts_left or time.monotonic() >= deadline:
                     raise ConnectionError(
-                        f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}"
+                        f"no shuffler at {self.url} after {self.attempts - attempts_left} attempts "
+                        f"in timeout={self.timeout} seconds: {error!r}"
                     ) from error
-            time.sleep(random.SystemRandom().uniform(0.1, 1.0))  # not all clients at once again
+            # Not all clients at once again, and not beyond the deadline.
+            time.sleep(
+                random.SystemRandom().uniform(0.1, 1.0)
+                * min(1.0, max(0.0, deadline - time.monotonic()))
+            )
         if answer.status not in (200, 204):
             kind = UnknownRoundError if answer.status == 404 else refused
             raise kind(f"the shuffler answers {answer.status}: {content.decode(errors='replace')}")

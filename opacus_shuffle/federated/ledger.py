@@ -176,17 +176,18 @@ class Ledger:
         except UnknownRoundError:
             # The shuffler was started anew: it has nothing of this round, and nobody ever will.
             return Released(self.round, 0, b"")
-        if released.dropped:
-            return released
-        fewest, most = self.format.min_reports, self.format.num_users
-        if not fewest <= released.num_reports <= most:
+        if not released.dropped and not (
+            self.format.min_reports <= released.num_reports <= self.format.num_users
+        ):
             raise ValueError(
                 f"round {self.round} was handed over with {released.num_reports} reports, and "
-                f"min_reports={fewest} to num_users={most} are accounted for: this shuffler is a "
-                "part of another one, so ask that, or it is faulty; count no ε on what was seen of "
-                "this round"
+                f"min_reports={self.format.min_reports} to num_users={self.format.num_users} are "
+                "accounted for: this shuffler is a part of another one, so ask that, or it is "
+                "faulty; count no ε on what was seen of this round"
             )
-        check_mixed(len(released.mixed) in self.format.sizes(released.num_reports))
+        check_mixed(
+            released.dropped or len(released.mixed) in self.format.sizes(released.num_reports)
+        )
         return released
 
     def finish(self, result: Any = None) -> None:

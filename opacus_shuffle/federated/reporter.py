@@ -34,9 +34,6 @@ from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer
 from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
-log = logging.getLogger("opacus_shuffle.reporter")
-"""Why a client reported zero: for the client alone."""
-
 
 class ClientBook:
     """The rounds that a client has answered, in memory: for simulations.
@@ -246,7 +243,9 @@ class Reporter:
         try:
             vector = self.format.clip(train())
         except Exception as error:
-            log.warning("training failed, the report is zero: %r", error)
+            logging.getLogger("opacus_shuffle.reporter").warning(
+                "training failed, the report is zero: %r", error
+            )
             vector = torch.zeros(self.format.dimension)
         # Both are made, whatever is sent: the time that it takes would tell the coin.
         report, blank = self.format.encode(round_, vector), self.format.encode(round_, None)

@@ -167,7 +167,8 @@ class ShufflerService:
         client_certificates: File of the certificates that have signed those which clients and
             server must show, besides their secrets; None if they need none.
         most_connections: So many may be open whose senders have not shown a secret, and so many
-            others' requests may be under way. Memory grows by at most a report and 700 kB for each.
+            others' requests may be under way; the next one ends a party's second one, or else the
+            one longest under way. Memory grows by at most a report and 700 kB for each.
         seconds: So long may a sender take to show its secret, and as long again for its report.
         metrics: Whether ``GET /metrics`` is answered. It is for this machine alone, but behind a
             proxy that runs on this machine everyone seems to be here: pass False there.
@@ -284,6 +285,8 @@ class ShufflerService:
         self._turn = asyncio.Lock()
         self._asked: Counter[str] = Counter()  # of each client, in this round
         self._under_way: Counter[str] = Counter()  # of each party
+        # Whose bodies are still coming, the oldest first: the party, and if it had another one.
+        self._coming: dict[socket.socket, tuple[str, bool]] = {}
         self._answered: Counter[int] = Counter()  # by status
         self._refused: Counter[str] = Counter()  # by reason
 
@@ -376,7 +379,17 @@ class ShufflerService:
         if self._asked[party] >= _MOST_REQUESTS or at_once >= _MOST_AT_ONCE:
             raise RefusedRequestError(429, "that is too often for one round, or too much at once")
         if self._under_way.total() >= self._door.most_connections:
-            raise RefusedRequestError(503, "all places are taken: ask again")
+            if at_once or not self._coming:
+                raise RefusedRequestError(503, "all places are taken: ask again")
+            # The first one that came beside another of its party, which is still there; else the
+            # oldest, as max takes the first of equal ones.
+            ended = max(
+                self._coming,
+                key=lambda each: (
+                    self._coming[each][1] and self._under_way[self._coming[each][0]] > 1
+                ),
+            )
+            self._coming.pop(ended), _end(ended)
         try:
             connection, timer = self._door.admit(scope["client"])
         except KeyError:
@@ -384,9 +397,12 @@ class ShufflerService:
         # Over TLS a sender that does not close would hold it open, beside all places.
         at_the_end.callback(_end, connection)
         at_the_end.callback(timer.cancel)
+        self._coming[connection] = party, at_once > 0
         self._under_way[party] += 1
+        self._asked[party] += party != _SERVER  # also a request of which the rest never comes
         try:
             body = await _receive(receive, longest)
+            self._coming.pop(connection, None)
             if len(body) < int(length):
                 raise RefusedRequestError(400, "the request was cut off")
             if party == _SERVER:  # whose answers take long, and are still on their way at the end
@@ -405,7 +421,6 @@ class ShufflerService:
         shares = isinstance(shuffler, Aggregator)
         match path.split("/"):
             case ["", "report"]:
-                self._asked[party] += 1
                 shuffler.submit(party, body)
             case ["", "rounds", number, "open"] if _is_number(number):
                 # It may ask parts, and mixing takes long: meanwhile others are to be heard.

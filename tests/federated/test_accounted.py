@@ -265,3 +265,19 @@ def test_the_number_of_clipped_clients_is_handed_on_with_its_noise_alone():
         failing.start(1)
     assert failing.stock.clipping_norm != NORM
     assert len(failing.strategy.accountant) == 1
+
+
+@pytest.mark.parametrize(("drawn", "released"), [(8.99, True), (9.01, False)])
+def test_a_round_whose_norm_falls_faster_than_is_accounted_is_not_released(
+    drawn, released, monkeypatch
+):
+    """Four clients' count is accounted up to 4 + 5 deviations of its noise, each of 1."""
+
+    def normal(mean, deviation, size=None):
+        return drawn if size is None else np.zeros(size)
+
+    monkeypatch.setattr(np.random, "normal", normal)
+    run = Run("ServerSideAdaptive")
+    assert (run.start(1) is not None) == released
+    assert (run.stock.clipping_norm < NORM) == released
+    assert len(run.strategy.accountant) == 1

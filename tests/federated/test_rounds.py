@@ -611,6 +611,23 @@ def test_clients_shuffler_and_server_with_other_settings_do_not_meet(reports, ch
     assert shuffler.waiting() == 0
 
 
+@pytest.mark.parametrize("reports", [GAUSSIAN, COIN, SECRET, SUMS])
+def test_where_half_of_the_clients_are_honest_epsilon_is_that_of_half_as_many(reports):
+    """Sums of bits take more noise of each client for it."""
+
+    def of_clients(users: int, share: float):
+        changed = {"num_users": users, "honest_fraction": share, "min_reports": users}
+        format = type(reports).of_settings({**reports.settings, **changed})
+        return format, opacus_shuffle.compute_epsilon(format.mechanism, steps=1, delta=1e-5)
+
+    (some, epsilon), (_, half), (everyone, smaller) = map(of_clients, (40, 20, 40), (0.5, 1, 1))
+    assert epsilon == pytest.approx(half)
+    if reports is SUMS:
+        assert some.protocol.variance == pytest.approx(2 * everyone.protocol.variance, rel=0.1)
+    else:
+        assert smaller < epsilon
+
+
 def test_a_shuffler_with_a_generator_of_one_s_own_is_no_secret_as_its_report_says():
     ledger = ledger_of(GAUSSIAN, Shuffler(GAUSSIAN, torch.Generator().manual_seed(0)))
     run_once(ledger)

@@ -128,14 +128,41 @@ def test_an_aggregator_hands_over_one_sum_of_a_round_and_the_same_again(fewer, r
     assert aggregation.close_round(1).num_reports == first.num_reports == released
 
 
-def test_an_aggregator_that_is_started_anew_says_no_second_sum_of_a_round(tmp_path):
+@pytest.mark.parametrize("fewest", [10, None])
+def test_an_aggregator_that_is_started_anew_says_no_second_sum_of_a_round(tmp_path, fewest):
     books = FileBook(tmp_path / "one"), FileBook(tmp_path / "other")
-    before, anew = (aggregation_of(SHARED, books) for _ in range(2))
+    reports = ReportFormat.of_settings({**PLAIN, "min_reports": fewest})
+    before, anew = (aggregation_of(reports, books) for _ in range(2))
     for aggregation in (before, anew):  # a server opens the round again, and clients send again
         send(aggregation, 1)
     before.close_round(1)
     with pytest.raises(ValueError, match="round 1 was answered already"):
         anew.close_round(1)
+
+
+def test_of_equal_tags_the_first_counts():
+    """So nobody takes another client's share out of the sum by its tag."""
+    one = Aggregator(SHARED)
+    one.open_round(1)
+    shares = [SHARED.shares_of(SHARED.encode(1, torch.ones(3)))[0] for _ in range(11)]
+    head = len(shares[0]) - SHARED.bytes_per_report
+    shares[10] = shares[0][: head + TAG_BYTES] + shares[10][head + TAG_BYTES :]
+    for client, share in enumerate(shares):
+        one.submit(str(client), share)
+    released = one.close_round(1, one.tags(1))
+    assert released.num_reports == 10
+    total = SHARED.sum_of(share[head + TAG_BYTES :] for share in shares[:10])
+    assert released.mixed == total.tobytes()
+
+
+def test_an_aggregator_that_counts_otherwise_than_the_others_is_refused():
+    aggregation = aggregation_of(SHARED)
+    send(aggregation, 1)
+    first = aggregation.aggregators[0]
+    close = first.close_round
+    first.close_round = lambda *asked: close(*asked)._replace(num_reports=19)
+    with pytest.raises(ValueError, match="another sum of round 1"):
+        aggregation.close_round(1)
 
 
 def test_what_the_server_asks_takes_no_second_copy_of_all_shares():

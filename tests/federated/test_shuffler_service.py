@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
@@ -69,6 +70,8 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
     ("options", "named"),
     [
         ({"clients": ["short", *CLIENTS[:15]]}, "each of clients must be a secret"),
+        ({"clients": ["x" * 15, *CLIENTS[:15]]}, "each of clients must be a secret of 16"),
+        ({"server": "x" * 15}, "server must be a secret of 16"),
         ({"clients": ["with a blank in it", *CLIENTS[:15]]}, "each of clients must be a secret"),
         ({"clients": CLIENTS[:10] * 2}, "no two the same"),
         ({"clients": [SERVER, *CLIENTS[:15]]}, "no two the same"),
@@ -103,6 +106,7 @@ def test_a_service_that_is_badly_set_up_is_refused(options, named):
         (None, SERVER, "url"),
         ("https://shuffler.example", "two\nlines-of-a-secret", "secret"),
         ("https://shuffler.example", None, "secret"),
+        ("https://shuffler.example", "x" * 15, "secret of 16"),
     ],
 )
 def test_reports_do_not_travel_in_the_open_nor_secrets_into_messages(url, secret, named):
@@ -248,6 +252,98 @@ def test_300_silent_connections_keep_nobody_out():
             client.setblocking(False)
             with pytest.raises(BlockingIOError):
                 client.recv(1000)
+
+
+@contextlib.contextmanager
+def answering(*parts: bytes, pause: float = 0.0):
+    """The address of what answers one request by these parts."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), listening.accept()[0] as client:
+                client.recv(65536)
+                for part in parts:
+                    client.sendall(part)
+                    time.sleep(pause)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield "http://{}:{}".format(*listening.getsockname())
+        thread.join()
+
+
+def test_an_answer_has_a_time_and_a_size_however_its_bytes_come():
+    head, slow = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n", b"HTTP/1.1 204 No\r\n\r\n"
+    with answering(*(slow[place : place + 1] for place in range(len(slow))), pause=0.1) as url:
+        far = FarShuffler(url, SERVER, timeout=0.5)  # of two seconds that it takes at least
+        with pytest.raises(ConnectionError, match=r"timeout=0\.5 seconds"):
+            far.forget_round(1)
+    for most, content, said in ((10**6, 65536, "longer than 65536"), (99, 99, "most_bytes=99")):
+        with answering(head % content + bytes(content)) as url:
+            far = FarShuffler(url, SERVER, most_bytes=most)
+            with pytest.raises(ValueError, match=said):
+                far.forget_round(1) if most > content else far.close_round(1)
+    with answering(head % 104 + bytes(104)) as url:
+        assert len(FarShuffler(url, SERVER, most_bytes=200).close_round(1).mixed) == 100
+    with answering(head % 104 + bytes(99)) as url, pytest.raises(ConnectionError, match="5 more"):
+        FarShuffler(url, SERVER, attempts=1).close_round(1)
+
+
+def test_a_full_service_ends_a_party_s_second_request_and_then_the_one_longest_under_way():
+    with ShufflerService(
+        Shuffler(SUMS), clients=CLIENTS, server=SERVER, most_connections=4, seconds=3600
+    ).start() as service:
+        FarShuffler(service.url, SERVER).open_round(1, SUMS.fingerprint)
+        slow, ended = [], [2, 0, 1]
+
+        def begin(client: int, under_way: int) -> None:
+            head = asking("/report", f"Content-Length: {SUMS.report_size}", secret=CLIENTS[client])
+            slow.append(connected(service, head + "x"))
+            settle(under_way)
+
+        def settle(under_way: int) -> None:
+            while metrics(service)["opacus_shuffle_requests_under_way"] != under_way:
+                time.sleep(0.01)
+
+        def report(client: int) -> None:
+            FarShuffler(service.url, CLIENTS[client], attempts=1).submit(SUMS.encode(1, None))
+            settle(3)
+
+        for under_way, client in enumerate((0, 1, 0, 2), start=1):
+            begin(client, under_way)
+        with pytest.raises(RefusedReportError, match="503: all places"):
+            report(1)  # its second one
+        report(3)
+        for client in (4, 5):
+            begin(client, 4)
+            report(client + 10)
+        assert service.shuffler.waiting() == 3
+        for place, client in enumerate(slow):
+            if place in ended:
+                with contextlib.suppress(ConnectionResetError):
+                    assert b" 204 " not in answer(client)
+            else:
+                client.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    client.recv(1000)
+
+
+def test_metrics_are_for_this_machine_alone(service):
+    async def ask(host: str) -> int:
+        sent = []
+
+        async def send(message) -> None:
+            sent.append(message)
+
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        asked = {"method": "GET", "path": "/metrics", "client": (host, 9), "headers": []}
+        await service(asked, receive, send)
+        return sent[0]["status"]
+
+    hosts = ("127.0.0.1", "10.77.0.2", "127.0.0.1.example.org")
+    assert [asyncio.run(ask(host)) for host in hosts] == [200, 403, 403]
 
 
 def metrics(service: ShufflerService) -> dict[str, float]:
@@ -416,6 +512,32 @@ def test_the_command_says_in_a_line_what_is_wrong_with_its_files(
     with pytest.raises(SystemExit):
         main([f"{flag}={tmp_path / name}.txt" for flag, name in flags.items()])
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_every_flag_of_the_command_reaches_the_service(tmp_path, monkeypatch):
+    taken = {}
+
+    def stop(shuffler, **options):
+        taken.update(options, shuffler=shuffler)
+        raise ValueError("as the test has seen enough")
+
+    monkeypatch.setattr("opacus_shuffle.federated.serve.ShufflerService", stop)
+    shared = json.dumps({**SUMS.settings, "kind": "shared_bit_sums"})
+    for name, content in {**FILES, "settings": shared}.items():
+        (tmp_path / name).write_text(content)
+    files = {"--settings": "settings", "--secrets": "secrets", "--server-secret": "server"}
+    expected = {
+        **{"certificate": "a.crt", "key": "a.key", "client_certificates": "ca.crt"},
+        **{"host": "shuffler.example", "port": 7, "most_connections": 8, "seconds": 9.5},
+    }
+    with pytest.raises(SystemExit):
+        main(
+            [f"{flag}={tmp_path / name}" for flag, name in files.items()]
+            + [f"--{name.replace('_', '-')}={value}" for name, value in expected.items()]
+            + [f"--book={tmp_path / 'book'}", "--no-metrics"]
+        )
+    assert taken.pop("shuffler").book.path == tmp_path.resolve() / "book"
+    assert taken == {**expected, "clients": CLIENTS, "server": SERVER, "metrics": False}
 
 
 HOSTS = f"apart-{os.getpid()}"

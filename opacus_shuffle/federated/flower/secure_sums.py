@@ -266,12 +266,8 @@ class SecureSumClient(NumPyClient):
         book: Books | None,
         always_train: bool = True,
     ) -> None:
-        if not callable(train):
-            raise ValueError(
-                f"train must take weights and return the trained ones, got {train!r}: pass a "
-                "function"
-            )
-        self.sums, self.train = instance_of("sums", sums, (SecureSums,)), train
+        self.sums = instance_of("sums", sums, (SecureSums,))
+        self.train = instance_of("train", train, (Callable,))
         self.reporter = reporter_of(sums.format, context, integer("max_rounds", max_rounds), book)
         self.always_train = boolean("always_train", always_train)
 

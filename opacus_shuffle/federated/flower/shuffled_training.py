@@ -82,12 +82,8 @@ class ReportMod:
         always_train: bool = True,
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
-        for name, value in (("submit", submit), ("book", book)):
-            if not (callable(value) or (name == "book" and value is None)):
-                raise ValueError(
-                    f"{name} must take a client's context, got {value!r}: pass a function"
-                )
-        self.submit, self.book = submit, book
+        self.submit = instance_of("submit", submit, (Callable,))
+        self.book = instance_of("book", book, (Callable, type(None)))
         self.max_rounds = integer("max_rounds", max_rounds)
         self.always_train = boolean("always_train", always_train)
 
