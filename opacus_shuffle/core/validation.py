@@ -149,7 +149,7 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     return value
 
 
-def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+def instance_of(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     """An object of one of these classes."""
     if not isinstance(value, kinds):
         raise ValueError(

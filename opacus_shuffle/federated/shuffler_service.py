@@ -389,7 +389,7 @@ class ShufflerService:
                     self._coming[each][1] and self._under_way[self._coming[each][0]] > 1
                 ),
             )
-            self._coming.pop(ended), _end(ended)
+            self._coming.pop(ended), _end(ended)  # type: ignore[func-returns-value]
         try:
             connection, timer = self._door.admit(scope["client"])
         except KeyError:

@@ -299,6 +299,7 @@ def test_a_full_service_ends_a_party_s_second_request_and_then_the_one_longest_u
         def begin(client: int, under_way: int) -> None:
             head = asking("/report", f"Content-Length: {SUMS.report_size}", secret=CLIENTS[client])
             slow.append(connected(service, head + "x"))
+            slow[-1].settimeout(60)
             settle(under_way)
 
         def settle(under_way: int) -> None:
