@@ -64,12 +64,14 @@ class CheckpointMixin(opacus.PrivacyEngine):
         predictable: What was passed to such runs that lets others draw their randomness again.
         unchecked: What an account by one of them takes on trust, as
             ``ShuffleAccountant.unchecked``.
+        tickets: Weak references to the tickets of runs whose batches have secret sizes.
         opacus_lineage: Follows the history of one of Opacus's own accountants.
     """
 
     shuffler: WeightShuffler | None = None
     predictable: tuple[str, ...] = ()  # ours know these two themselves
     unchecked: tuple[str, ...] = ()
+    tickets: tuple[Callable[[], Any], ...] = ()
     accountant: Any  # Opacus's, untyped
     opacus_lineage: OpacusLineage
     _loading: bool = False
@@ -278,8 +280,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
             warnings.warn(rewound_sentence(left_out), PrivacyAssumptionWarning, stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the data set and the shuffler out of copies and pickles."""
-        return {**self.__dict__, "dataset": None, "shuffler": None}
+        """Leaves the data set, the shuffler and the tickets out of copies and pickles."""
+        return {**self.__dict__, "dataset": None, "shuffler": None, "tickets": ()}
 
     def known_lineage(self) -> Lineage | None:
         """Returns which rounds are accounted; None while a checkpoint is loaded."""

@@ -58,6 +58,7 @@ from opacus_shuffle.engine.pickling import leave_out_records
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
 from opacus_shuffle.engine.sampling.samplers import INDEPENDENT
 from opacus_shuffle.engine.schemes import Scheme, scheme_of
+from opacus_shuffle.engine.schemes.base import LEFT_OUT
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.engine.weights.module import make_plain, make_shuffled
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
@@ -441,10 +442,15 @@ class PrivacyEngine(CheckpointMixin):
         open_unit_interval("delta", delta)
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
+        left = [
+            LEFT_OUT for known in self.tickets if (book := known()) and book.left_out(at_step=False)
+        ]
         if isinstance(self.accountant, ShuffleAccountant):
-            return self.accountant.report(
+            report = self.accountant.report(
                 delta, adjacency=adjacency, max_grad_norms=sorted(self.max_grad_norms)
             )
+            report.unchecked = tuple(dict.fromkeys((*report.unchecked, *left)))
+            return report
         if Adjacency(adjacency) is not Adjacency.ZERO_OUT:
             raise ValueError(
                 f"accountant {self.accountant.mechanism()!r} has an epsilon for zero_out alone, "
@@ -458,5 +464,5 @@ class PrivacyEngine(CheckpointMixin):
             pytorch_noise=self.pytorch_noise,
             max_grad_norms=sorted(self.max_grad_norms),
             num_users=self.num_users,
-            unchecked=self.unchecked,
+            unchecked=tuple(dict.fromkeys((*self.unchecked, *left))),
         )

@@ -201,13 +201,61 @@ def test_a_batch_that_is_left_out_is_told_of_as_its_size_may_show(kind):
         run.optimizer.step()
     assert {warning.filename for warning in told} == {__file__}
     for text in (run.engine.privacy_report(1e-5).statement(), str(run.engine.privacy_report(1e-5))):
-        assert "batches that were drawn and left out" in " ".join(text.split())
+        assert "batches that were drawn and not trained on" in " ".join(text.split())
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyAssumptionWarning)
         run.train(batches)
         assert (run.updates, run.accounted) == (3, 4 if kind in KINDS else 3)
         run.train(itertools.islice(run.loader, 2))  # an epoch may be left
         run.train()
+
+
+def leave(run, *, after):
+    """Draws one batch more than it steps on, and leaves the pass as a break does."""
+    batches = iter(run.loader)
+    run.train(itertools.islice(batches, after))
+    next(batches)
+
+
+WAYS = {
+    "chosen batches of next(iter(loader))": (
+        lambda run: [leave(run, after=0) for _ in range(5)] and run.step(next(iter(run.loader))),
+        (True, True),
+    ),
+    "the last batch alone": (lambda run: run.step(list(run.loader)[-1]), (True, True)),
+    "breaks for a size": (lambda run: [leave(run, after=1) for _ in range(3)], (True, True)),
+    "a break at the end": (lambda run: leave(run, after=2), (False, True)),
+    "a look at one batch": (lambda run: leave(run, after=0) or run.train(), (False, True)),
+    "breaks after a step": (
+        lambda run: [run.train(itertools.islice(run.loader, 3)) for _ in range(2)],
+        (False, False),
+    ),
+    "evaluations of all records": (
+        lambda run: [run.step(batch) or list(run.loader) for batch in run.loader],
+        (False, False),
+    ),
+    "a report before the step": (
+        lambda run: [
+            run.engine.privacy_report(1e-5) and run.step(batch) for batch in run.train().loader
+        ],
+        (False, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["a server", "prv", "shuffle_gauss"])
+def test_leaving_a_pass_counts_as_a_batch_left_out_unless_a_step_or_the_end_came_last(kind, way):
+    """Batches of one size, as shuffle_gauss's, show nothing. Warned of once."""
+    run, (leave_out, expected) = KINDS.get(kind, functools.partial(Run, kind))(), WAYS[way]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        leave_out(run)
+        report = run.engine.privacy_report(1e-5)
+    warned = [str(one.message) for one in said if "no step was taken on it" in str(one.message)]
+    noted = "drawn and not trained on" in " ".join(report.statement().split())
+    random = kind != "shuffle_gauss"
+    assert (len(warned), noted) == (expected[0] and random, expected[1] and random)
 
 
 @pytest.mark.filterwarnings("error::opacus_shuffle.PrivacyAssumptionWarning")

@@ -84,8 +84,14 @@ def _with_tickets(
         except BaseException:
             tickets.issue(None)
             raise
-        tickets.issue(drawn.popleft() if drawn else None, batch)
-        yield batch
+        part = drawn.popleft() if drawn else None
+        tickets.issue(part, batch)
+        try:
+            yield batch
+        except GeneratorExit:  # the loop was left, by a break or as next(iter(loader)) does
+            if part is not None:
+                part.ticket.epoch.end = "left"
+            raise
 
 
 def with_batch_sampler(

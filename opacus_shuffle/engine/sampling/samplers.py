@@ -76,8 +76,8 @@ class TicketedSampler(Sampler[Any]):
 
     def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
         epoch = Pass()
-        for place, records in enumerate(self.as_planned()):
-            drawn.extend(parts_of(len(records), epoch=epoch, place=place))
+        for records in self.as_planned():
+            drawn.extend(parts_of(len(records), epoch=epoch))
             yield records
 
     def as_planned(self) -> Iterator[Any]:
@@ -250,10 +250,10 @@ class SplitBatches(TicketedSampler, BatchSplittingSampler):
     def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
         epoch = Pass()
-        for place, records in enumerate(inner.as_planned()):
+        for records in inner.as_planned():
             count = max(1, math.ceil(len(records) / self.max_batch_size))
             pieces = np.array_split(np.asarray(records, dtype=np.int64), count)
-            parts = parts_of(*map(len, pieces), epoch=epoch, place=place)
+            parts = parts_of(*map(len, pieces), epoch=epoch)
             for part, piece in zip(parts, pieces, strict=True):
                 drawn.append(part)
                 yield piece.tolist()

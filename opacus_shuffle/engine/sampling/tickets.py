@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from typing import Any, Literal
 
@@ -53,10 +54,13 @@ class Pass:
     """One pass over a loader.
 
     Attributes:
-        next_place: Which of its batches comes after the last one that was stepped on, from 0.
+        stepped_on: Whether a step has summed any of its batches.
+        end: How it ended: the loop was ``"left"`` or has gone through ``"all"`` batches; empty
+            while it goes on.
     """
 
-    next_place: int = 0
+    stepped_on: bool = False
+    end: Literal["", "left", "all"] = ""
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,13 +71,11 @@ class Ticket:
         sizes: How many records each of its physical batches has.
         summed: Which of these were clipped and summed.
         epoch: The pass over the loader that has drawn it.
-        place: Which of that pass's batches it is, from 0.
         released: Whether the noised sum has moved the weights.
     """
 
     sizes: tuple[int, ...]
     epoch: Pass = dataclasses.field(default_factory=Pass)
-    place: int = 0
     summed: set[int] = dataclasses.field(default_factory=set)
     released: bool = False
 
@@ -98,9 +100,9 @@ class Part:
         return self.index == len(self.ticket.sizes) - 1
 
 
-def parts_of(*sizes: int, epoch: Pass | None = None, place: int = 0) -> list[Part]:
+def parts_of(*sizes: int, epoch: Pass | None = None) -> list[Part]:
     """Makes the ticket of a batch of an epoch, as physical batches of these sizes."""
-    ticket = Ticket(sizes, epoch or Pass(), place)
+    ticket = Ticket(sizes, epoch or Pass())
     return [Part(ticket, index, records) for index, records in enumerate(sizes)]
 
 
@@ -134,7 +136,7 @@ class TicketBook:
         self.when_issued: Callable[[], None] = lambda: None
         self._earlier_passes = 0  # on other parts of the latest batch
         self._summed: Ticket | None = None  # what is summed, and not released
-        self._last_left_out = False
+        self._drawn: Counter[Pass] = Counter()  # how many batches, since the latest release
         self._yielded: dict[int, tuple[Any, Part | None]] = {}
         renew_after_fork(self)
 
@@ -145,12 +147,13 @@ class TicketBook:
         """Forgets the batch in a process that was just forked, as its parent may step on it."""
         if self.latest is not None:
             self.latest.ticket.released = True  # its other physical batches are the parent's, too
-        self._summed = None
+        self._summed, self._drawn = None, Counter()
         self.issue(None)
 
     def issue(self, part: Part | None, batch: Any = None) -> None:
         """Gives out the ticket of a batch that is being yielded."""
         if part is None or self.latest is None or part.ticket is not self.latest.ticket:
+            self._drawn.update([] if part is None else [part.ticket.epoch])
             self.versions.clear()
             self.passes.clear()
         self._earlier_passes, self.latest = len(self.passes), part
@@ -261,28 +264,32 @@ class TicketBook:
         """Checks as :meth:`check`, and notes that a step has summed the physical batch."""
         self.check(counts, more=more)
         part = self.fresh()
-        self._summed = part.ticket
+        self._summed, part.ticket.epoch.stepped_on = part.ticket, True
         part.waiting -= max(counts, default=part.waiting) if more else part.waiting
         if part.waiting == 0:
             part.ticket.summed.add(part.index)
 
     def end_pass(self) -> None:
-        """Notes that a pass has come to its end, which leaving the loop does not.
-
-        A pass without any step, as an evaluation is one, has left nothing out.
-        """
+        """Notes that a pass has gone through all of its batches."""
         if self.latest is not None:
-            self._last_left_out |= (
-                0 < self.latest.ticket.epoch.next_place <= self.latest.ticket.place
-            )
+            self.latest.ticket.epoch.end = "all"
 
-    def left_out(self) -> bool:
-        """Tells whether a batch saw no step: before the latest one, or at an earlier pass's end."""
-        if self.latest is None:
-            return False
-        ticket, last = self.latest.ticket, self._last_left_out
-        self._last_left_out = False
-        return last or ticket.place > ticket.epoch.next_place
+    def left_out(self, *, at_step: bool = True) -> list[Pass]:
+        """Returns the passes of batches that saw no step since the latest release.
+
+        A whole pass without any step, as an evaluation is one, has left nothing out.
+
+        Args:
+            at_step: The latest batch is about to be released. If not, it counts as well where its
+                pass was left.
+        """
+        now = None if self.latest is None else self.latest.ticket.epoch
+        return [
+            epoch
+            for epoch, drawn in self._drawn.items()
+            if drawn > (epoch is now and (at_step or not epoch.end))
+            and (epoch.stepped_on or epoch.end != "all")
+        ]
 
     def ends(self) -> bool:
         """Tells whether the batch has ended with the physical batch that was summed last."""
@@ -310,8 +317,8 @@ class TicketBook:
     def release(self) -> None:
         """Notes that the batch was released, so that no step may take it again."""
         if self._summed is not None:
-            self._summed.epoch.next_place = self._summed.place + 1
             self._summed.released, self._summed = True, None
+            self._drawn.clear()
 
     def void(self) -> None:
         """Notes that the sum was thrown away; its last physical batch may be tried again."""

@@ -60,7 +60,7 @@ from opacus_shuffle.engine.weights.weight_shuffling import BatchClipPlan, find_s
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 
-LEFT_OUT = "batches that were drawn and left out whatever was in them, be it nothing"
+LEFT_OUT = "batches that were drawn and not trained on whatever was in them, be it nothing"
 """What an account rests on where a batch saw no step."""
 
 
@@ -92,6 +92,7 @@ class Scheme:
         self.accountant: Any = engine.accountant
         self.name: str = engine.accountant.mechanism()
         self.named: list[torch.Generator | None] = []  # generators that reports know of
+        self.looks, self.warned = True, False  # of batches that were left out
 
     @staticmethod
     def of_mechanism(mechanism: type[Mechanism]) -> type[Scheme]:
@@ -308,6 +309,7 @@ class Scheme:
                 rand_on_empty=asked.rand_on_empty,
             )
             prepare_empty_batches(private, loader, plan)
+            self.engine.tickets = (*self.engine.tickets, weakref.ref(tickets))
             sampler = self.independent_sampler(run, generator)
             return with_batch_sampler(private, sampler, tickets, TicketedDPDataLoader)
         fixed = FixedSizeSampler(
@@ -501,18 +503,22 @@ class Scheme:
         """Names, for reports, batches that were left out where their size is a secret.
 
         Warns:
-            PrivacyAssumptionWarning: If one was, before this step.
+            PrivacyAssumptionWarning: If one was, before this step; once for each run. A pass that
+                was left before the first step is named and not warned of: so scripts look at
+                shapes.
         """
-        tickets = optimizer.tickets
-        if run.sampling.kind not in INDEPENDENT or tickets is None or not tickets.left_out():
+        tickets, looks, self.looks = optimizer.tickets, self.looks, False
+        if run.sampling.kind not in INDEPENDENT or not (passes := tickets and tickets.left_out()):
             return
-        warnings.warn(
-            "a batch was drawn and no step was taken on it: if it was left out for its size, as "
-            "an empty one may be, its size shows, and epsilon does not hold; step on every batch, "
-            "empty ones train, too",
-            PrivacyAssumptionWarning,
-            stacklevel=6,
-        )
+        if not self.warned and not (looks and [one.end for one in passes] == ["left"]):
+            self.warned = True
+            warnings.warn(
+                "a batch was drawn and no step was taken on it: if it was left out for its size or "
+                "its records, as an empty one may be, that shows, and epsilon does not hold; step "
+                "on every batch, empty ones train, too",
+                PrivacyAssumptionWarning,
+                stacklevel=6,
+            )
         keeper = self.tells_of_generators
         keeper.unchecked = tuple(dict.fromkeys((*keeper.unchecked, LEFT_OUT)))
 
