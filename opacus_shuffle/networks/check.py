@@ -599,6 +599,8 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
     try:
         beside = ", ".join(_miscomputed(runs, call, records, expanded=mode == "ew"))
     except Exception as error:
+        if "Expanded Weights encountered" in str(error):
+            raise  # as PyTorch does in every forward pass, where users of Opacus expect it
         return (
             f"module cannot be trained with grad_sample_mode={mode!r} ({error}): use 'hooks', or "
             "see that each layer runs once, and none under torch.utils.checkpoint"
