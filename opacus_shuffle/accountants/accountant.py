@@ -20,7 +20,7 @@ import dataclasses
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from opacus.accountants import IAccountant
@@ -141,8 +141,12 @@ class ShuffleAccountant(IAccountant):
             mechanism.same_run_as(accounted) and emulated == self.emulated
         ):
             raise ValueError(
-                f"this accountant accounts for {accounted} (emulated={self.emulated}), got "
-                f"{mechanism} (emulated={emulated}): use a new PrivacyEngine for another run"
+                "this accountant accounts for a run with {}, got one with {}: use a new "
+                "PrivacyEngine for another run".format(
+                    *_contrast(
+                        _run(accounted, emulated=self.emulated), _run(mechanism, emulated=emulated)
+                    )
+                )
             )
         self.planned, self.emulated = mechanism, emulated
 
@@ -445,8 +449,10 @@ class ShuffleAccountant(IAccountant):
         saved = self._parsed(state_dict)
         if self._contradicts(saved):
             raise ValueError(
-                f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it "
-                "into an engine made private with the same data set and the same kind of noise"
+                "state_dict speaks of {}, this accountant of {}: load it into an engine made "
+                "private with the same network, data set and kind of noise".format(
+                    *_contrast(saved._facts, self._facts)
+                )
             )
         saved.planned = self.planned or saved.planned
         saved.batch_size = saved.batch_size or self.batch_size
@@ -467,7 +473,11 @@ class ShuffleAccountant(IAccountant):
     def _parsed(self, state_dict: Any) -> ShuffleAccountant:
         """Builds an accountant from a state, which its digest says to be as it was saved."""
         mechanism = state_dict.get("mechanism") if isinstance(state_dict, dict) else state_dict
-        one_of("mechanism in state_dict", mechanism, [self.mechanism()])
+        if mechanism != self.mechanism():
+            raise ValueError(
+                f"mechanism in state_dict must be {self.mechanism()!r}, got {mechanism!r}: load it "
+                "into a PrivacyEngine(accountant=...) of the accountant that has written it"
+            )
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is None:
             raise ValueError(
@@ -487,6 +497,16 @@ class ShuffleAccountant(IAccountant):
             (self.mechanism_class.build(**fields), steps) for fields, steps in state_dict["rounds"]
         ]
         return saved
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What the run is, by name."""
+        return _run(
+            self.planned or next(iter(self._recorded), None),
+            num_users=self.num_users,
+            batch_size=self.batch_size,
+            emulated=self.emulated,
+        )
 
     def _contradicts(self, saved: ShuffleAccountant) -> bool:
         """Whether the other one is of another run than this one is known to account for."""
@@ -607,12 +627,13 @@ def _may_be(mechanism: Mechanism, planned: Mechanism) -> bool:
     ).same_run_as(planned)
 
 
-def _run(accountant: ShuffleAccountant) -> str:
-    """Describes what an accountant accounts for, in words."""
-    known = {
-        "num_users": accountant.num_users,
-        "batch_size": accountant.batch_size,
-        "emulated": accountant.emulated,
-    }
-    said = ", ".join(f"{name}={value}" for name, value in known.items())
-    return f"{said}, {accountant.planned or accountant._recorded[-1:]}"
+def _run(mechanism: Mechanism | None, **known: Any) -> dict[str, Any]:
+    """Describes what is accounted for, all but the noise, which may change."""
+    fields = {} if mechanism is None else dataclasses.asdict(mechanism)
+    return {**known, **fields, "noise_multiplier": None}
+
+
+def _contrast(*runs: Mapping[str, Any]) -> list[str]:
+    """Returns in words what each of two runs has that the other one has not."""
+    names = [name for name in runs[0] if runs[0][name] != runs[1].get(name)] or runs[0]
+    return [", ".join(f"{name}={run.get(name)!r}" for name in names) for run in runs]

@@ -140,8 +140,8 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     choices = list(allowed)
     # Of the same kind, so that no array is compared with a choice.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        texts = {str(choice): choice for choice in choices} if isinstance(value, str) else {}
-        close = difflib.get_close_matches(str(value), list(texts), 1)
+        texts = {str(choice).lower(): choice for choice in choices if isinstance(value, str)}
+        close = difflib.get_close_matches(str(value).lower(), list(texts), 1)
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
             + "".join(f" (did you mean {texts[text]!r}?)" for text in close)

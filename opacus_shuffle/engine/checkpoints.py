@@ -506,7 +506,19 @@ def _mark(network: nn.Module, state: Any, prefix: str, metadata: dict[str, Any])
 def _warn_before_load(
     network: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Warns of a state dict without a mark, or with one of rounds that are not accounted."""
+    """Warns of a state dict without a mark, or with one of rounds that are not accounted.
+
+    Raises:
+        ValueError: If it has no parameter of the network, which strict=False would not say.
+    """
+    names = [prefix + name for name, _ in network.named_parameters()]
+    if names and state.keys().isdisjoint(names):  # PyTorch passes on what has the prefix alone
+        raise ValueError(
+            f"state_dict has none of the network's parameters, which are {names[0]!r}, ... here: "
+            "the module that make_private returned writes '_module.' before each name, and the "
+            "network itself does not; load a plain network's state_dict by "
+            "model._module.load_state_dict(...)"
+        )
     lineage, mark = _lineage_of(network), metadata.get(_MARK)
     if lineage is None:
         return

@@ -187,6 +187,11 @@ def check_supported(engine: Any, module: nn.Module) -> None:
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)
     except UnsupportedModuleError as error:
+        if not module.training:
+            raise UnsupportedModuleError(
+                "module is in evaluation mode, in which no gradients of records are kept: call "
+                "module.train() before make_private"
+            ) from error
         checks = ModuleValidator.VALIDATORS
         named = [
             f"{name or 'the module itself'} ({type(layer).__name__})"

@@ -231,9 +231,9 @@ class PrivateOptimizer(OpenOptimizer):
             counts = self.clipping.record_counts(self)
             if len(counts) > 1:
                 raise ValueError(
-                    f"optimizer.step() got gradients of {' and '.join(map(str, sorted(counts)))} "
-                    "for one batch: let no layer turn one record into several (or several into "
-                    "one) along the batch axis"
+                    "optimizer.step() got gradients of different numbers of records for one batch: "
+                    "let no layer turn one record into several (or several into one) along the "
+                    "batch axis"
                 )
             return counts
         if tickets.abandoned():

@@ -89,6 +89,7 @@ class Request:
             )
         for name in ("local_noise", "wrap_model", "batch_first", "rand_on_empty"):
             boolean(name, getattr(self, name))
+        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         one_of("grad_sample_mode", self.grad_sample_mode, MODES)
         if self.poisson_sampling is not None:
             boolean("poisson_sampling", self.poisson_sampling)
@@ -128,7 +129,11 @@ class Request:
         """Refuses parameters of other networks, on several devices, or complex."""
         own = set(map(id, self.module.parameters()))
         if any(id(parameter) not in own for parameter in self.held):
-            raise ValueError("Module parameters are different than optimizer Parameters")
+            raise ValueError(
+                "Module parameters are different than optimizer Parameters: make the optimizer of "
+                "this module, as by torch.optim.SGD(module.parameters(), lr=...), once all its "
+                "layers are there"
+            )
         devices = {parameter.device for parameter in self.trainable}
         if len(devices) != 1:
             raise ValueError(

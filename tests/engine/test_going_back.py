@@ -352,7 +352,7 @@ def test_forked_processes_that_train_on_have_parted_draw_their_own_noise_and_own
 # ---- weights without their account ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+runs_of_networks = pytest.mark.parametrize(
     ("name", "mode", "options"),
     [
         ("shuffled_checkin", "ghost", {"shuffle_weights": True}),
@@ -360,6 +360,27 @@ def test_forked_processes_that_train_on_have_parted_draw_their_own_noise_and_own
         ("rdp", "hooks", {}),
     ],
 )
+
+
+@runs_of_networks
+@pytest.mark.filterwarnings("ignore:weights were loaded into")
+def test_a_state_dict_without_any_key_of_the_private_network_is_refused(name, mode, options):
+    """PyTorch says nothing of it with strict=False."""
+    run = private(name, mode, **options)
+    plain, wrapped = (
+        run.network.state_dict(),
+        torch.nn.ModuleDict({"_module": run.network}).state_dict(),
+    )
+    wrong, right = (plain, wrapped) if mode != "no wrapper" else (wrapped, plain)
+    before = run.weights()
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"writes '_module\.' before each name"):
+            run.model.load_state_dict({key: value + 1 for key, value in wrong.items()}, strict)
+    assert same(before, run.weights())
+    run.model.load_state_dict(dict([*right.items()][:1]), strict=False)  # a part of them
+
+
+@runs_of_networks
 def test_weights_of_another_run_are_told_of_and_a_run_s_own_come_back_without_a_word(
     name, mode, options
 ):

@@ -127,9 +127,14 @@ ANY = [
     ({"grad_sample_mode": "hook"}, "grad_sample_mode"),
     ({"grad_sample_mode": "ghost", "clipping": "per_layer", "max_grad_norm": [1.0] * 4}, "ghost"),
     ({"grad_sample_mode": "ghost", "criterion": nn.MSELoss(reduction="sum")}, "reduction"),
-    ({"loss_reduction": "median"}, "loss_reduction"),
+    ({"loss_reduction": "summ"}, r"loss_reduction must be one of 'mean', .*did you mean 'sum'\?"),
     ({"noise_generator": "cpu"}, "noise_generator"),
     ({"make": torch.optim.LBFGS}, "optimizer is LBFGS"),
+    (
+        {"make": lambda _: torch.optim.SGD(nn.Linear(5, 3).parameters(), lr=0.1)},
+        r"make the optimizer of this module, as by torch\.optim\.SGD\(module",
+    ),
+    ({"module": make_toy()["module"].eval()}, r"evaluation mode.*call module\.train\(\)"),
 ]
 BUDGETS = [
     ({"target_epsilon": 0}, "target_epsilon"),
@@ -159,7 +164,7 @@ SUMS = [
     *(
         ({"aggregator": given, "noise_multiplier": None, **options}, match)
         for given, options, match in [
-            (protocol(), {"max_grad_norm": 2.0}, "max_norm"),
+            (protocol(), {"max_grad_norm": 1.1}, "max_norm"),
             (protocol(5), {}, "num_users=6"),
             (protocol(dimension=TOY + 1), {}, f"dimension={TOY}"),
             (
@@ -320,6 +325,7 @@ def test_a_record_says_the_same_as_its_short_forms():
         ({"seed": 0, "secure_mode": True}, "secure_mode"),
         ({"secure_mode": "yes"}, "secure_mode"),
         ({"accountant": "shuffled"}, "accountant"),
+        ({"accountant": "RDP"}, r"did you mean 'rdp'\?"),
     ],
 )
 def test_bad_engines_are_refused_by_name(options, match):
@@ -356,7 +362,9 @@ def loaders():
 @pytest.mark.parametrize("kind", loaders())
 def test_batches_that_nobody_accounts_for_are_refused(name, kind):
     flags = {"shuffle_weights": True} if name == "shuffled_fw" else {}
-    refused(name, {"data_loader": loaders()[kind], **flags}, r"cannot account|Sampler|data_loader")
+    words = {"a stream": "the stream Stream, .*load its records into a list, a TensorDataset"}
+    said = words.get(kind, "cannot account|Sampler|data_loader")
+    refused(name, {"data_loader": loaders()[kind], **flags}, said)
 
 
 class Attending(nn.Module):

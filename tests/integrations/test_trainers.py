@@ -82,3 +82,18 @@ def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
         arguments.save_strategy = "epoch"
         with pytest.raises(ValueError, match="holds weights and not what they cost"):
             trainer.train()
+
+
+@pytest.mark.parametrize("method", ["save_state", "load_state"])
+def test_states_of_accelerate_are_refused_as_they_hold_weights_without_their_account(
+    tmp_path, method
+):
+    from accelerate import Accelerator
+
+    from opacus_shuffle.integrations.accelerate import prepare
+
+    run, accelerator = Run(), Accelerator(cpu=True)
+    prepare(accelerator, run.model, run.optimizer, run.loader)
+    with run.refused(r"holds weights and not what they cost: call engine\.save_checkpoint"):
+        getattr(accelerator, method)(str(tmp_path))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -300,7 +300,9 @@ def plan_sampling(
     data = data_loader.dataset
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise ValueError(
-            f"data_loader must be over a data set with a length, got {type(data).__name__}"
+            f"data_loader must be over a map-style data set with a length, got the stream "
+            f"{type(data).__name__}, of which no random sample can be drawn: load its records into "
+            "a list, a TensorDataset or another torch.utils.data.Dataset"
         )
     users, steps = len(data), len(data_loader)
     if users < 1 or steps < 1:

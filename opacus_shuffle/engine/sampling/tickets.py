@@ -225,10 +225,10 @@ class TicketBook:
             ValueError: If the part is not fresh, or the numbers differ.
         """
         part = self.fresh()
-        parts, expected = len(part.ticket.sizes), part.waiting
-        if self.unsplit and parts > 1:
+        expected = part.waiting
+        if self.unsplit and len(part.ticket.sizes) > 1:
             raise ValueError(
-                f"this batch comes in {parts} parts, and DistributedDataParallel waits in every "
+                "this batch comes in several parts, and DistributedDataParallel waits in every "
                 "backward pass for ranks whose batches may come in fewer: wrap the network in "
                 "Opacus's DifferentiallyPrivateDistributedDataParallel, or leave out "
                 "BatchMemoryManager"
@@ -241,20 +241,19 @@ class TicketBook:
         random_one = self.random_record and expected == 0 and counts == {1}
         if not counts or counts == {expected} or random_one:
             return
-        told = " and ".join(map(str, sorted(counts)))
         fewer = len(counts) == 1 and max(counts) < expected
         # Opacus adds the rows of several passes, where fewer rows are not fewer records.
         one_pass = len(self.passes) - self._earlier_passes == 1
         if fewer and not more and not (self.drop_outs and one_pass) and self.warns_of_fewer:
             warnings.warn(
-                f"optimizer.step() got gradients of {told} records, this batch has {expected}: "
-                "unless others were left out, these are no records (is batch_first right?), and "
-                "no ε is meant for what is released",
+                "optimizer.step() got gradients of fewer records than this batch has: unless some "
+                "were left out, these are no records (is batch_first right?), and no ε is meant "
+                "for what is released",
                 stacklevel=2,
             )
         elif not (fewer and (more or (self.drop_outs and one_pass))):
             raise ValueError(
-                f"optimizer.step() got gradients of {told} records, this batch has {expected}: "
+                "optimizer.step() got gradients of another number of records than this batch has: "
                 "each of its records must have one gradient, clipped as a whole; pass the batch as "
                 "the loader that make_private returned yields it, and let no layer turn one record "
                 "into several (or several into one) along the batch axis"
@@ -306,10 +305,9 @@ class TicketBook:
                 "there is no batch to release: call loss.backward() and optimizer.step() for each; "
                 + REMEDY
             )
-        summed, parts = len(self._summed.summed), len(self._summed.sizes)
-        if summed != parts:
+        if len(self._summed.summed) != len(self._summed.sizes):
             raise ValueError(
-                f"{summed} of the {parts} physical batches of this batch were summed, so its step "
+                "not all physical batches of this batch were summed, so its step "
                 "is not released: call optimizer.step() for each, and where one fails, leave the "
                 "loop; the next batch trains as usual"
             )
