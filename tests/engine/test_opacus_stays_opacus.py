@@ -16,6 +16,7 @@ from pathlib import Path
 import opacus
 import pytest
 import torch
+from helpers.private_runs import Run
 from opacus.layers import DPLSTM
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -247,6 +248,22 @@ def test_what_can_be_asked_for_is_what_opacus_has_and_what_the_readme_names():
             for engine_class in (PrivacyEngine, opacus.PrivacyEngine)
         )
         assert ours == theirs | own
+
+
+class Product(nn.Linear):
+    """A function of its weight that expanded weights do not know."""
+
+    def forward(self, x):
+        return torch.matmul(x, self.weight.t())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+def test_a_function_that_expanded_weights_do_not_know_fails_in_the_forward_pass_as_in_opacus(name):
+    run = Run(name, "ew", toy={"module": nn.Sequential(Product(5, 3)).double()})
+    with pytest.raises(RuntimeError, match="Expanded Weights encountered"):
+        run.train()
+    assert run.accounted == 0
 
 
 # ---- Opacus's own tests ---------------------------------------------------------------------
