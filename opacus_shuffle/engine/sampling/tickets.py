@@ -57,8 +57,10 @@ class Pass:
         stepped_on: Whether a step has summed any of its batches.
         end: How it ended: the loop was ``"left"`` or has gone through ``"all"`` batches; empty
             while it goes on.
+        issued: How many of its batches have been yielded.
     """
 
+    issued: int = 0
     stepped_on: bool = False
     end: Literal["", "left", "all"] = ""
 
@@ -153,7 +155,9 @@ class TicketBook:
     def issue(self, part: Part | None, batch: Any = None) -> None:
         """Gives out the ticket of a batch that is being yielded."""
         if part is None or self.latest is None or part.ticket is not self.latest.ticket:
-            self._drawn.update([] if part is None else [part.ticket.epoch])
+            if part is not None:
+                self._drawn.update([part.ticket.epoch])
+                part.ticket.epoch.issued += 1
             self.versions.clear()
             self.passes.clear()
         self._earlier_passes, self.latest = len(self.passes), part

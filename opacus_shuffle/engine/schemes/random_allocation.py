@@ -91,7 +91,8 @@ class EpochScheme(Scheme):
         held = self.accountant.lineage.held.get(name, 0) >= rounds
         if part is None or part.ticket.epoch is not self.epoch or not held:
             return 0
-        return int(run.sampling.steps_per_epoch - part.ticket.epoch.next_place)
+        ticket = part.ticket
+        return int(run.sampling.steps_per_epoch - ticket.epoch.issued + (not ticket.released))
 
 
 class AllocatedDPSGD(EpochScheme):
