@@ -36,8 +36,9 @@ from opacus_shuffle.engine.raw_gradients import (
     private_optimizers,
 )
 from opacus_shuffle.engine.training_plan import Request
-from opacus_shuffle.networks.check import SORT_BEFORE, TrainingCheck
+from opacus_shuffle.networks.check import SORT_BEFORE
 from opacus_shuffle.networks.running import unwrap
+from opacus_shuffle.networks.training_check import TrainingCheck
 
 
 def check_network(request: Request, engine: Any) -> TrainingCheck | None:

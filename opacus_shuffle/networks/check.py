@@ -42,7 +42,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -58,9 +57,7 @@ from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
 
-from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import norms_of_records
 from opacus_shuffle.networks.running import (
     Snapshot,
@@ -68,22 +65,17 @@ from opacus_shuffle.networks.running import (
     results,
     rolled_back,
     seed_draws,
-    unwrap,
 )
 from opacus_shuffle.networks.sample_input import (
     KEPT,
     Call,
     extents,
     first_of,
-    first_records,
-    from_batch,
     has_records,
     tensors_of,
     with_others,
 )
 
-MOST_RECORDS = 6
-"""Of a loader that are looked at."""
 SIZES = (5, 4, 6, 7, 8, 9, 10, 11)
 """Numbers of records that are tried: some may be sizes of another axis, or not be taken."""
 _HALF = (torch.bfloat16, torch.float16)
@@ -96,7 +88,6 @@ SORT_BEFORE = (
 )
 """The remedy where layers see records in another order."""
 
-_FLAGS = frozenset([bool, str, types.FunctionType, types.MethodType])
 _SHOWN = 4
 """Layers that a message names."""
 
@@ -174,177 +165,6 @@ def per_sample_check(
         return NetworkCheck(False, failure=error)
     kept = [name for name, has_tensors in runs.changed.items() if has_tensors]
     return NetworkCheck(True, problem, kept=kept)
-
-
-_Modes = frozenset[tuple[Any, ...]]
-
-
-def modes_of(network: nn.Module) -> _Modes:
-    """Returns the flags of all modules, with their training modes; nothing if none is training.
-
-    A flag is an attribute that is a truth value, a text or a function. Numbers are none: counters
-    change in every pass.
-    """
-    modules = list(network.modules())
-    if not any(module.training for module in modules):
-        return frozenset()
-    return frozenset(
-        (module, *(value for value in vars(module).values() if type(value) in _FLAGS))
-        for module in modules
-    )
-
-
-class TrainingCheck:
-    """Checks a network on a loader's first records or, as a hook, on a batch in training.
-
-    It checks again when a module has changed a flag or its mode since, for then other computations
-    are trained than were checked. Modules that were in evaluation mode stay in it.
-
-    Args:
-        network: The network that is trained.
-        batch_first: Opacus's, as the next two.
-        mode: ``grad_sample_mode``.
-        trained: The parameters that the optimizer trains.
-
-    Attributes:
-        called: Whether the network itself was called on this batch, so that the hook could look.
-        checked: The flags with which a batch of several records was looked at.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        *,
-        batch_first: bool,
-        mode: str,
-        trained: Iterable[torch.Tensor],
-    ) -> None:
-        self.axis, self.mode, self.trained = 0 if batch_first else 1, mode, list(trained)
-        self.checked: _Modes = frozenset()
-        self.called = self._has_warned = False
-        self._evaluated = [module for module in network.modules() if not module.training]
-
-    def check_loader(self, network: nn.Module, data_loader: DataLoader) -> None:
-        """Checks the network on the loader's first records, if it takes them.
-
-        Raises:
-            ValueError: As :meth:`check`.
-        """
-        try:
-            call = from_batch(network, first_records(data_loader, MOST_RECORDS))
-        except Exception:  # a training loop may make other arguments of what the loader yields
-            return
-        if self.check(network, call, data_loader.batch_size).seen:
-            self.checked = modes_of(network)
-
-    def check(self, network: nn.Module, call: Call, batch: int | None = None) -> NetworkCheck:
-        """Looks at per-sample gradients, and at what stays in the network from batch to batch.
-
-        Args:
-            network: What is trained.
-            call: Its arguments for some records, of which some are taken, or all repeatedly.
-            batch: How many there are in a batch, if that is known.
-
-        Raises:
-            ValueError: One record's gradient is not its own, or depends on an earlier batch's.
-
-        Warns:
-            PrivacyAssumptionWarning: Something of the records stays in the network.
-        """
-        check = per_sample_check(
-            network,
-            call,
-            axis=self.axis,
-            mode=self.mode,
-            more=[batch] if batch else [],
-            trained=self.trained,
-        )
-        if check.problem:
-            raise ValueError(check.problem)
-        if check.kept:
-            warnings.warn(
-                f"buffer {', '.join(map(repr, check.kept))} of the network changes in the forward "
-                "pass: if it depends on the records, as a mean of the batch does, it is neither "
-                "clipped nor noised, and whoever gets the network, its state_dict or a checkpoint, "
-                "or weights of later steps that read it, gets what no epsilon covers; compute it "
-                "from public data, or take it out of the network",
-                PrivacyAssumptionWarning,
-                stacklevel=2,
-            )
-        return check
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Checks the batch of a forward pass that trains as no earlier one; PyTorch calls it.
-
-        Raises:
-            ValueError: As :meth:`check`.
-
-        Warns:
-            UserWarning: Modules that were in evaluation mode at ``make_private`` were put into
-                training mode.
-        """
-        network = unwrap(module)
-        if not torch.is_grad_enabled():
-            return
-        self._keep_evaluated(network)
-        self.called, modes = True, modes_of(network)
-        if modes <= self.checked:
-            return
-        sizes = extents((args, keywords), self.axis)
-        if sizes and max(sizes) < 2:
-            return
-        check = self.check(network, (args, keywords))
-        self.checked |= modes
-        if not check.seen:
-            _warn_unseen(str(check.failure or "no argument has an axis of them"))
-
-    def _keep_evaluated(self, network: nn.Module) -> None:
-        """Puts modules back into evaluation mode that ``network.train()`` has taken out of it."""
-        awake = [module for module in self._evaluated if module.training]
-        if not awake:
-            return
-        for module in awake:
-            module.training = False
-        names = [name for name, module in network.named_modules() if module in awake]
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"modules {', '.join(names[:_SHOWN])} were in evaluation mode at make_private and "
-                "stay in it, whatever model.train() says: that is how the network was checked; "
-                "to train them in training mode, call make_private again",
-                stacklevel=3,
-            )
-
-    def end_batch(self) -> None:
-        """Looks at modes before a release that no forward pass of the network itself came before.
-
-        A network that is trained by a method of its own (``network.training_step(x, y)``) is never
-        called itself, and PyTorch runs no hook of it.
-
-        Raises:
-            ValueError: Modules have left the evaluation mode that they were checked in.
-        """
-        called, self.called = self.called, False
-        if called:
-            return
-        if any(module.training for module in self._evaluated):
-            raise ValueError(
-                "modules that were in evaluation mode at make_private were put into training mode, "
-                "in which nobody has checked them: call the network itself, which puts them back, "
-                "or call their eval() after model.train()"
-            )
-        if not self.checked:
-            self.checked = frozenset([()])
-            _warn_unseen("the network itself was not called")
-
-
-def _warn_unseen(why: str) -> None:
-    warnings.warn(
-        f"module's layers were not looked at with several numbers of records ({why}): no ε holds "
-        "unless every layer sees [batch, ...] and each record's output is its own; see to both "
-        "yourself, or have the loader yield tensors with an axis of records",
-        stacklevel=3,
-    )
 
 
 def check_criterion(
