@@ -13,17 +13,23 @@ ValueError: module has tied parameters, 0.weight = 1.weight, which grad_sample_m
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import opacus
 import torch
 from opacus.accountants import registry
-from opacus.grad_sample import GradSampleModuleExpandedWeights
+from opacus.grad_sample import (
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleExpandedWeights,
+)
+from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.layers import DPMultiheadAttention
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
@@ -86,6 +92,93 @@ for _name, _module in list(sys.modules.items()):
         and getattr(_module, "_generate_noise", None) is _generate_noise
     ):
         _module._generate_noise = gaussian_noise  # type: ignore[attr-defined]
+
+
+def _corrected(sampler: Callable[..., Any], *, norms: bool) -> Callable[..., Any]:
+    """Returns Opacus's rule for a layer, which heeds :func:`compute_functionally`."""
+
+    @functools.wraps(sampler)
+    def rule(layer: Any, activations: list[torch.Tensor], backprops: torch.Tensor) -> Any:
+        if not hasattr(layer, "ft_compute_sample_grad"):
+            return sampler(layer, activations, backprops)
+        if type(layer) is nn.Embedding and layer.ft_compute_sample_grad is None:
+            indices = activations[0].contiguous()  # norms are found of no others
+            padding = indices == (-1 if layer.padding_idx is None else layer.padding_idx)
+            return sampler(layer, [indices], backprops.masked_fill(padding.unsqueeze(-1), 0))
+        backprops = backprops.to(next(layer.parameters()).dtype)
+        if type(layer) is nn.EmbeddingBag:
+            return {layer.weight: _gradients_of_bags(layer, backprops, *activations)}
+        gradients = {p: p.new_zeros(0, *p.shape) for p in layer.parameters()}
+        if len(backprops):
+            gradients = ft_compute_per_sample_gradient(layer, activations, backprops)
+        return {p: g.flatten(1).norm(dim=1) for p, g in gradients.items()} if norms else gradients
+
+    return rule
+
+
+def _gradients_of_bags(
+    layer: nn.EmbeddingBag, backprops: torch.Tensor, indices: torch.Tensor, *offsets: torch.Tensor
+) -> torch.Tensor:
+    """Returns each record's gradient: Opacus counts a token once that a record has twice."""
+    rows = torch.arange(len(indices), device=indices.device)
+    rows = torch.searchsorted(offsets[0], rows, right=True) - 1 if offsets else rows[:, None]
+    # Each record has a copy of the weights, which autograd fills.
+    copies = layer.weight.detach().repeat(len(backprops), 1).requires_grad_()
+    with torch.enable_grad():
+        indices = indices + layer.num_embeddings * rows
+        starts = offsets[0] if offsets else None
+        bags = nn.functional.embedding_bag(indices, copies, starts, mode=layer.mode)
+    (gradient,) = torch.autograd.grad(bags, copies, backprops)
+    return gradient.view(len(backprops), *layer.weight.shape)
+
+
+# Opacus's rules are found by the class of a layer. Layers that are not marked, which is all of
+# them under Opacus's own engine, keep these rules.
+for _rules, _of_norms in (
+    (GradSampleHooks.GRAD_SAMPLERS, False),
+    (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, True),
+):
+    _rules.update({kind: _corrected(rule, norms=_of_norms) for kind, rule in _rules.items()})
+
+
+def compute_functionally(layer: Any, *, batch_first: bool) -> None:
+    """Has a layer's gradients per record computed by functional PyTorch, not by Opacus's rule.
+
+    An embedding keeps the rule, which is faster and finds norms without gradients; it is given no
+    gradients of padding. The mark goes with Opacus's hooks.
+    """
+    if type(layer) in (nn.Embedding, nn.EmbeddingBag):
+        layer.ft_compute_sample_grad = None
+        return
+    bare = copy.copy(layer)  # a layer without hooks, which functions must not run
+    vars(bare).update({k: v for k, v in vars(nn.Module()).items() if k.endswith("_hooks")})
+    prepare_layer(bare, batch_first=batch_first)
+    layer.ft_compute_sample_grad = bare.ft_compute_sample_grad
+
+
+def correct_layers(module: Any, functional: Collection[nn.Module] = ()) -> None:
+    """Corrects what Opacus's hooks compute: padding, keyword arguments, and layers without a rule.
+
+    Args:
+        module: Opacus's wrapper or hooks.
+        functional: The layers that get functional gradients.
+    """
+    if not hasattr(module, "autograd_grad_sample_hooks"):
+        return
+    for layer in module.iterate_submodules(wrapped_network(module)):
+        handle = layer.register_forward_pre_hook(by_position, with_kwargs=True)
+        module.autograd_grad_sample_hooks.append(handle)  # so that it is removed with them
+        padded = type(layer) is nn.Embedding and layer.padding_idx is not None
+        if (padded or layer in functional) and not hasattr(layer, "ft_compute_sample_grad"):
+            compute_functionally(layer, batch_first=module.batch_first)
+
+
+def by_position(layer: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+    """Passes arguments by position, where Opacus's hooks look for them; a hook before layers."""
+    if args or not keywords:
+        return None
+    bound = inspect.signature(layer.forward).bind(**keywords)
+    return bound.args, bound.kwargs
 
 
 def wrap_network(engine: opacus.PrivacyEngine, module: nn.Module, **keywords: Any) -> Any:

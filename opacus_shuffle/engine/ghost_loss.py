@@ -121,8 +121,6 @@ class GhostPasses:
                 left_out = (factors == 0).view(-1, *[1] * (sample.dim() - 1))
                 # In place: Opacus has added them up in memory of their own.
                 sample.masked_fill_(left_out, 0.0)
-                if type(layer) is nn.Embedding and layer.padding_idx is not None:
-                    sample[:, layer.padding_idx] = 0.0  # as PyTorch does; Opacus counts padding
                 self.sums[parameter] = (
                     torch.einsum("i,i...", factors, sample)
                     if self.encode is None
@@ -153,9 +151,9 @@ class GhostPasses:
         odd = []
         for parameter, gradient in zip(parameters, plain, strict=True):
             gap = gradient - self.sums.get(parameter, torch.zeros_like(gradient))
-            # Of the records' norms, not of their sum's, in which gradients may cancel to rounding.
-            norms: Any = norms_of_records(parameter)
-            if float(gap.norm()) > 1e-3 * float(norms.sum()):
+            # Of the records' norms, not of their sum's, in which gradients may cancel to rounding;
+            # and of whole gradients, as all of one parameter's may be rounding.
+            if float(gap.norm()) > 1e-3 * float(self.module.per_sample_gradient_norms.sum()):
                 odd.append(parameter)
             parameter.grad = None
         self.sums, self.compared = {}, not odd
@@ -293,6 +291,9 @@ class GhostLoss(DPTensorFastGradientClipping):
                 clipped = torch.sum(factors.to(losses.device) * losses)
                 module.disable_hooks()
                 clipped.backward()  # type: ignore[no-untyped-call]
+                for parameter in parameters:  # that only a comparison reads, say
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
             else:
                 factors = HALF_MARGIN * factors.float() if passes.half else factors
                 passes.replay(factors if usable is None else factors.masked_fill(~usable, 0.0))

@@ -63,34 +63,19 @@ def check_network(request: Request, engine: Any) -> TrainingCheck | None:
         check_ghost_ties(network)
     else:
         check_denominators(network, request.criterion)
-    check_modes(request)
     if mode == "no_op" or any(map(is_lazy, network.parameters())):
         return None
     check = TrainingCheck(
         network, batch_first=request.batch_first, mode=mode, trained=request.trainable
     )
-    check.check_loader(network, request.data_loader)
-    return check
-
-
-def check_modes(request: Request) -> None:
-    """Refuses layers in evaluation mode that are to be trained.
-
-    Raises:
-        ValueError: There are some, of which Opacus's hooks compute no gradients.
-    """
-    trained = set(map(id, request.trainable))
-    asleep = [
-        f"{name or 'the module itself'} ({type(layer).__name__})"
-        for name, layer in unwrap(request.module).named_modules()
-        if not layer.training and trained & set(map(id, layer.parameters(recurse=False)))
-    ]
-    if asleep and request.grad_sample_mode != "ew":
+    if idle := check.idle_layers(network):
         raise ValueError(
-            f"module has layers in evaluation mode that the optimizer trains, {', '.join(asleep)}: "
+            f"module has layers in evaluation mode that the optimizer trains, {', '.join(idle)}: "
             "call module.train(), or freeze their parameters by requires_grad_(False) and leave "
             "them out of the optimizer"
         )
+    check.check_loader(network, request.data_loader)
+    return check
 
 
 def check_embeddings(network: nn.Module) -> None:

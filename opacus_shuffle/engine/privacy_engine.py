@@ -32,7 +32,12 @@ from opacus_shuffle.accountants.mechanism import MECHANISMS
 from opacus_shuffle.accountants.opacus_report import report_of_opacus
 from opacus_shuffle.accountants.report import PrivacyReport, large_delta, not_private
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyAssumptionWarning
-from opacus_shuffle.core.opacus_compat import ACCOUNTANTS, forget_parameters, wrap_network
+from opacus_shuffle.core.opacus_compat import (
+    ACCOUNTANTS,
+    correct_layers,
+    forget_parameters,
+    wrap_network,
+)
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import (
     boolean,
@@ -301,6 +306,7 @@ class PrivacyEngine(CheckpointMixin):
             )
             if asked.grad_sample_mode == "ghost":
                 watch_passes(model)  # its hooks come before those that functorch must not copy
+            correct_layers(model, () if training_check is None else training_check.functional)
             let_layers_be_empty(model, network)
             explain_missing_calls(model)
             if scheme.mechanisms or run.sampling.kind in INDEPENDENT:

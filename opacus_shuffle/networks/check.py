@@ -14,14 +14,14 @@ their part of the loss reweighted. Three things must hold:
    network takes a mean over the batch, sorts or flips rows for one layer and puts them back behind
    it, scales gradients in a hook by the largest, or returns a loss of the batch that is no sum over
    records.
-3. For ghost clipping, which makes gradients small by factors of losses: gradients grow with their
-   record's loss, and a parameter is used in calls of its layer alone.
-   ``F.linear(x, self.embedding.weight)`` calls no layer, so that this part of the gradient is in
-   the batch's, but in no record's norm.
+3. What Opacus's own hooks compute on these records is each record's gradient, or its norm. Layers
+   for which Opacus's rule is wrong, or fails, get PyTorch's functional gradients. What these do not
+   mend is refused: ``F.linear(x, self.embedding.weight)`` calls no layer, so that no hook sees this
+   part of the gradient. For ghost clipping, which makes gradients small by factors of losses,
+   gradients must grow with their record's loss.
 
-Functions of one's own that compute gradients per record (``register_grad_sampler``) and PyTorch's
-expanded weights are looked at by what they compute. What a look at few records cannot tell is in
-docs/training_loops.rst.
+Functions of one's own that compute gradients per record (``register_grad_sampler``) are looked at
+by what they compute. What a look at few records cannot tell is in docs/training_loops.rst.
 
 Then, if a run changes anything in the network: whether records of one batch act on the next, run
 once after that batch and once after one of other records. A step clips and hides what its own
@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -50,15 +51,14 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from opacus.grad_sample import GradSampleHooks, GradSampleModuleExpandedWeights
-from opacus.grad_sample import GradSampleModuleFastGradientClipping as FastGradientClipping
+from opacus.grad_sample import GradSampleHooks, prepare_module
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
 
-from opacus_shuffle.core.opacus_compat import norms_of_records
+from opacus_shuffle.core.opacus_compat import correct_layers, norms_of_records
 from opacus_shuffle.networks.running import (
     Snapshot,
     random_states_kept,
@@ -88,6 +88,16 @@ SORT_BEFORE = (
 )
 """The remedy where layers see records in another order."""
 
+_MODES = ("hooks", "ew", "functorch")
+"""Ways of computing records' gradients that are tried where another one is wrong."""
+_CALL_LAYERS = (
+    "call each layer on one tensor with [batch, ...], nn.EmbeddingBag on indices and offsets, and "
+    "none under torch.utils.checkpoint; write to no layer's output in place, as "
+    "nn.ReLU(inplace=True) does; take nn.utils.parametrizations.weight_norm for "
+    "nn.utils.weight_norm, and no spectral_norm; give a layer of your own a rule by "
+    "opacus.grad_sample.register_grad_sampler; or freeze it"
+)
+
 _SHOWN = 4
 """Layers that a message names."""
 
@@ -102,12 +112,15 @@ class NetworkCheck:
             Empty if it may.
         failure: What the network raised, if it was not seen for that.
         kept: The buffers and attributes with tensors that a run changes, and no later batch reads.
+        functional: The layers for which Opacus's own rule is wrong, and PyTorch's functional
+            gradients are right.
     """
 
     seen: bool
     problem: str = ""
     failure: Exception | None = None
     kept: Sequence[str] = ()
+    functional: Sequence[str] = ()
 
 
 def per_sample_check(
@@ -164,7 +177,8 @@ def per_sample_check(
     except Exception as error:
         return NetworkCheck(False, failure=error)
     kept = [name for name, has_tensors in runs.changed.items() if has_tensors]
-    return NetworkCheck(True, problem, kept=kept)
+    functional = [name for layer, name in runs.names.items() if layer in runs.functional]
+    return NetworkCheck(True, problem, kept=kept, functional=functional)
 
 
 def check_criterion(
@@ -232,6 +246,7 @@ class _Runs:
     Attributes:
         changed: The parameters, buffers and attributes that some run has changed, with whether
             there are tensors in them.
+        functional: The layers that are to have PyTorch's functional gradients.
     """
 
     def __init__(self, network: nn.Module, axis: int, trained: Iterable[torch.Tensor]) -> None:
@@ -245,10 +260,15 @@ class _Runs:
         whole = [m for m in layers if type(m) not in GradSampleHooks.GRAD_SAMPLERS]
         layers -= {part for module in whole for part in [*module.modules()][1:]}
         self.layers = {m for m in layers if not self.trained.keys().isdisjoint(m.parameters())}
+        self.functional = set[nn.Module]()
 
     @contextlib.contextmanager
-    def from_start(self) -> Iterator[None]:
-        """A block of runs, after which all is as it was."""
+    def from_start(self, *, hooked: bool = False) -> Iterator[None]:
+        """A block of runs, after which all is as it was.
+
+        Args:
+            hooked: Whether Opacus's hooks run in it, whose changes are not the network's.
+        """
         with (
             rolled_back(self.network, self.start) as changed,
             torch.enable_grad(),
@@ -256,7 +276,7 @@ class _Runs:
         ):
             warnings.simplefilter("ignore")
             yield
-        self.changed |= changed
+        self.changed |= {} if hooked else changed
 
     @contextlib.contextmanager
     def forwards(self, *batches: Call) -> Iterator[tuple[list[torch.Tensor], list[_ModuleCall]]]:
@@ -376,7 +396,15 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
     network = runs.network
     # The losses of every other record count, so that the rows between have no gradients.
     counted = torch.arange(records) % 2 == KEPT % 2
-    before, has_rows = runs.run(call, counted.float())
+    try:
+        before, has_rows = runs.run(call, counted.float())
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        return (
+            "module runs layers under torch.utils.checkpoint(use_reentrant=True), in which no hook "
+            "finds a record's gradient: pass use_reentrant=False, or leave checkpointing out"
+        )
     # By powers of two nothing is rounded.
     factors = torch.where(counted, 0.0, 8.0)
     factors[KEPT] = 2.0 if mode == "ghost" else 1.0
@@ -389,12 +417,12 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
         if place in _differing(before, after, "into"):
             place = place.rpartition(".")[0]
         return (
-            f"module mixes records in {_listed(network, [place])}: one record's output changes "
+            f"module mixes records in {listed(network, [place])}: one record's output changes "
             "when another record does, so that clipping bounds nobody's influence; compute what it "
             "takes from the batch (a mean, a norm, a rank) within each record, as nn.LayerNorm and "
             "nn.GroupNorm do"
         )
-    layers = _listed(network, _differing(before, after, "given", "gradients", "astray"))
+    layers = listed(network, _differing(before, after, "given", "gradients", "astray"))
     if layers and not has_rows:
         remedy = " (or, where arguments are [time, batch, ...], pass batch_first=False)"
         return (
@@ -414,67 +442,104 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
             f"gradient by others', {SORT_BEFORE}; a mean or norm of the batch may be taken of each "
             f"record alone, as nn.LayerNorm and nn.GroupNorm do{bent * (mode == 'ghost')}"
         )
-    if mode not in ("ew", "ghost"):
+    if not (wrong := _miscomputed(runs, call, records, mode)):
         return ""
-    try:
-        beside = ", ".join(_miscomputed(runs, call, records, expanded=mode == "ew"))
-    except Exception as error:
-        if "Expanded Weights encountered" in str(error):
-            raise  # as PyTorch does in every forward pass, where users of Opacus expect it
-        return (
-            f"module cannot be trained with grad_sample_mode={mode!r} ({error}): use 'hooks', or "
-            "see that each layer runs once, and none under torch.utils.checkpoint"
-        )
-    return (
-        f"module uses {beside} beside the layer that it belongs to, or in a function that sees "
-        f"other rows than the batch's, of which grad_sample_mode={mode!r} makes another gradient "
-        "for each record than it has: use 'hooks', call the layer on [batch, ...], or freeze it"
-    ) * bool(beside)
+    if "Expanded Weights encountered" in wrong:
+        # As PyTorch does in every forward pass, where users of Opacus expect it.
+        raise RuntimeError(wrong)
+    right = [other for other in _MODES if not _miscomputed(runs, call, records, other)]
+    return f"{wrong}: " + f"use {' or '.join(map(repr, right))}, or " * bool(right) + _CALL_LAYERS
 
 
-def _miscomputed(runs: _Runs, call: Call, records: int, *, expanded: bool) -> list[str]:
-    """Returns the parameters whose gradients by Opacus do not add up to the gradient that there is.
+def _miscomputed(runs: _Runs, call: Call, records: int, mode: str) -> str:
+    """Returns what of a network's gradients a mode computes wrongly, or an empty text.
 
-    It computes gradients with expanded weights and norms with ghost clipping, and sees no use of a
-    parameter but in its layer, or by a few functions. Where the loss is one number, norms add up to
-    no less than the whole's; else it is the kept record's alone.
+    Layers for which Opacus's rule fails, or gives another gradient than autograd, are added to
+    those with functional gradients, and all is computed again.
     """
-    alone = torch.nn.functional.one_hot(torch.tensor(KEPT), records).float()
-    with runs.forwards(call) as (outputs, _):
-        total, has_rows = _loss(outputs, alone)
-        gradients = torch.autograd.grad(total, list(runs.trained), materialize_grads=True)
-    wrapper = GradSampleModuleExpandedWeights if expanded else FastGradientClipping
-    with runs.from_start():
-        model: Any = wrapper(runs.network, batch_first=runs.axis == 0, loss_reduction="sum")
-        # As in training: ghost clipping takes no indices that are spread in memory.
-        for layer in runs.layers:
-            layer.register_forward_pre_hook(
-                lambda _, inputs: tree_map_only(torch.Tensor, torch.Tensor.contiguous, inputs)
+    while True:
+        why, layers = _compare(runs, call, records, mode)
+        rules = GradSampleHooks.GRAD_SAMPLERS
+        more = {layer for layer in layers - runs.functional if type(layer) in rules}
+        if not more:
+            return why
+        runs.functional |= more
+
+
+def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set[nn.Module]]:
+    """Compares what Opacus computes for each record with autograd's gradient of its loss alone.
+
+    Where the loss is one number, records' gradients must add up to its gradient, and their norms to
+    no less than its norm.
+
+    Returns:
+        What is wrong, and the layers where it is.
+    """
+    ghost, parameters = mode == "ghost", list(runs.trained)
+    with runs.from_start(hooked=True):
+        try:
+            model: Any = prepare_module(
+                runs.network,
+                grad_sample_mode=mode,
+                batch_first=runs.axis == 0,
+                loss_reduction="sum",
             )
-        seed_draws(SEED)
-        total, _ = _loss(results(model(*call[0], **call[1])), alone)
-        total.backward()  # type: ignore[no-untyped-call]
-        computed = [
-            getattr(parameter, "grad_sample", None) if expanded else norms_of_records(parameter)
-            for parameter in runs.trained
-        ]
-    truths = [gradient if expanded else gradient.norm() for gradient in gradients]
-    own = [layer for layer in runs.layers if type(layer) not in GradSampleHooks.GRAD_SAMPLERS]
-    # Of rows in another order expanded weights make a gradient of the batch that is right.
-    unseen = {p for layer in own for p in layer.parameters() if expanded and not has_rows}
-    # Half precision rounds each by up to 0.4 %.
-    share = 1e-2 if any(truth.dtype in _HALF for truth in truths) else 1e-3
-    slack, names = share * max(map(_size, truths)), []
-    for (parameter, name), rows, truth in zip(runs.trained.items(), computed, truths, strict=True):
-        rows = truth.new_zeros(records, *truth.shape) if rows is None else rows
-        known = rows[KEPT] if has_rows else rows.sum(0)
-        # A norm that is too large clips too much: Opacus counts padding, which has no gradient.
-        gap = _distance(known, truth) if expanded else float(truth - known)
-        # A record that is not finite makes the truth unknown, and is refused for nothing.
-        wrong = gap > share * _size(truth) + slack and bool(truth.isfinite().all())
-        if wrong or parameter in unseen:
-            names.append(name)
-    return names
+            correct_layers(model, runs.functional)
+            seed_draws(SEED)
+            total, has_rows = _loss(results(model(*call[0], **call[1])), torch.ones(records))
+            total.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            passed = [
+                value
+                for f, _ in traceback.walk_tb(error.__traceback__)
+                for value in f.f_locals.values()
+                if isinstance(value, nn.Module) and value in runs.names
+            ]
+            place = passed[-1] if passed else runs.network  # the innermost one
+            alike = {layer for layer in runs.layers if _form(layer) == _form(place)}
+            return (
+                f"module cannot be trained with grad_sample_mode={mode!r} at "
+                f"{listed(runs.network, [runs.names[place]])} ({type(error).__name__}: {error})"
+            ), alike
+        computed = [norms_of_records(p) if ghost else vars(p)["grad_sample"] for p in parameters]
+    gaps, whole = dict.fromkeys(parameters, 0.0), 0.0
+    with runs.forwards(call) as (outputs, _):
+        for record, factors in enumerate(torch.eye(records) if has_rows else [torch.ones(records)]):
+            total, _ = _loss(outputs, factors)
+            gradients = torch.autograd.grad(
+                total, parameters, retain_graph=True, materialize_grads=True
+            )
+            whole = max(whole, math.hypot(*map(_size, gradients)))
+            for parameter, rows, gradient in zip(parameters, computed, gradients, strict=True):
+                truth = gradient.to_dense().norm() if ghost else gradient.to_dense()
+                found = torch.zeros_like(truth)
+                # A layer that ran again in the backward pass has a list of several batches.
+                if isinstance(rows, torch.Tensor):
+                    found = rows[record] if has_rows else rows.sum(0)
+                bounded = ghost and not has_rows
+                gap = float(truth - found) if bounded else _distance(found, truth)
+                # A record that is not finite makes the truth unknown, and is refused for nothing.
+                gaps[parameter] = max(gaps[parameter], gap * bool(truth.isfinite().all()))
+    # Of the whole gradient, beside which a gradient that cancels is rounding: eight roundings.
+    # Convolutions on a GPU round single precision to 11 bits, bfloat16 has 8.
+    share = 2**-5 if any(p.dtype in _HALF for p in parameters) else 2**-8
+    odd = {p for p in parameters if gaps[p] > share * whole}
+    if mode == "ew" and not has_rows:
+        # Of rows in another order expanded weights make a gradient of the batch that is right.
+        own = [layer for layer in runs.layers if type(layer) not in GradSampleHooks.GRAD_SAMPLERS]
+        odd |= {parameter for layer in own for parameter in layer.parameters()}
+    names = ", ".join(runs.trained[p] for p in parameters if p in odd)
+    why = (
+        f"module uses {names} beside the layer that it belongs to, or in a function that sees "
+        "other rows than the batch's, or scales its gradient by other records, so that "
+        f"grad_sample_mode={mode!r} makes another gradient for each record than it has"
+    )
+    return why * bool(odd), {m for m in runs.layers if not odd.isdisjoint(m.parameters())}
+
+
+def _form(layer: nn.Module) -> tuple[Any, ...]:
+    """Returns what layers share for which Opacus's rule fails in the same way."""
+    return type(layer), *dict(layer.named_parameters())
 
 
 def _carried(runs: _Runs, call: Call, records: int) -> str:
@@ -519,7 +584,7 @@ def _wrong_counts(network: nn.Module, counts: dict[str, int], records: int, axis
     seen = " or ".join(map(str, sorted(set(counts.values()))))
     return (
         f"module shows {seen} row{'s' if seen != '1' else ''} for {records} records to "
-        f"{_listed(network, counts)}: each row would be clipped as a record, and one record may "
+        f"{listed(network, counts)}: each row would be clipped as a record, and one record may "
         "lie in several, or several in one; have these layers see "
         f"{'[time, batch, ...]' if axis else '[batch, ...]'} (by batch_first=True where a layer "
         "has it, or by transposing inside of the layer), let no layer turn one record into "
@@ -527,7 +592,7 @@ def _wrong_counts(network: nn.Module, counts: dict[str, int], records: int, axis
     )
 
 
-def _listed(network: nn.Module, names: Collection[str]) -> str:
+def listed(network: nn.Module, names: Collection[str]) -> str:
     """Returns some modules in the network's order."""
     named = [
         f"{name or 'the module itself'} ({type(module).__name__})"

@@ -4,7 +4,7 @@
 on the data loader's first records, or on the first batch if these are not what the network takes,
 and again when a module has another mode or flag than the one that was checked.
 
->>> network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+>>> network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).requires_grad_(False).eval())
 >>> check = TrainingCheck(network, batch_first=True, mode="hooks", trained=network[0].parameters())
 >>> network = network.train()
 >>> with warnings.catch_warnings():
@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
-from opacus_shuffle.networks.check import NetworkCheck, per_sample_check
+from opacus_shuffle.core.opacus_compat import compute_functionally
+from opacus_shuffle.networks.check import NetworkCheck, listed, per_sample_check
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import Call, extents, first_records, from_batch
 
@@ -69,6 +70,7 @@ class TrainingCheck:
     Attributes:
         called: Whether the network itself was called on this batch, so that the hook could look.
         checked: The flags with which a batch of several records was looked at.
+        functional: The layers that are to have PyTorch's functional gradients.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TrainingCheck:
     ) -> None:
         self.axis, self.mode, self.trained = 0 if batch_first else 1, mode, list(trained)
         self.checked: _Modes = frozenset()
+        self.functional: list[nn.Module] = []
         self.called = self._has_warned = False
         self._evaluated = [module for module in network.modules() if not module.training]
 
@@ -131,6 +134,13 @@ class TrainingCheck:
                 PrivacyAssumptionWarning,
                 stacklevel=2,
             )
+        self.functional = [network.get_submodule(name) for name in check.functional]
+        if self.functional:
+            warnings.warn(
+                f"Opacus's per-sample gradients of {listed(network, check.functional)} are not "
+                "PyTorch's gradients: these layers get PyTorch's functional gradients instead",
+                stacklevel=2,
+            )
         return check
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -148,15 +158,26 @@ class TrainingCheck:
             return
         self._keep_evaluated(network)
         self.called, modes = True, modes_of(network)
-        if modes <= self.checked:
+        if modes <= self.checked or self.idle_layers(network):
             return
         sizes = extents((args, keywords), self.axis)
         if sizes and max(sizes) < 2:
             return
         check = self.check(network, (args, keywords))
+        for layer in self.functional:
+            compute_functionally(layer, batch_first=self.axis == 0)
         self.checked |= modes
         if not check.seen:
             _warn_unseen(str(check.failure or "no argument has an axis of them"))
+
+    def idle_layers(self, network: nn.Module) -> list[str]:
+        """Returns the trained layers in evaluation mode, in which Opacus's hooks do nothing."""
+        trained = set(map(id, self.trained if self.mode != "ew" else ()))
+        return [
+            f"{name or 'the module itself'} ({type(layer).__name__})"
+            for name, layer in network.named_modules()
+            if not layer.training and trained & set(map(id, layer.parameters(recurse=False)))
+        ]
 
     def _keep_evaluated(self, network: nn.Module) -> None:
         """Puts modules back into evaluation mode that ``network.train()`` has taken out of it."""

@@ -191,11 +191,9 @@ def test_passes_that_do_not_go_together_say_why(mode, what):
         stepping(mode, between)
 
 
-@pytest.mark.parametrize(
-    ("mode", "why"), [("hooks", "more often than backward.*checkpoint"), ("ghost", "checkpoint")]
-)
-def test_checkpointed_layers_are_refused_by_name(mode, why):
-    with pytest.raises(ValueError, match=why):
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_checkpointed_layers_are_refused_by_name(mode):
+    with pytest.raises(ValueError, match=r"first.*torch\.utils\.checkpoint"):
         Run(mode=mode, toy={"module": Checkpointed()}).step()
 
 
