@@ -179,8 +179,12 @@ def _one_report(shape: Shape, slope: float, tail: float, resolution: float) -> t
     def w(plus: Vector, minus: Vector) -> Vector:
         return ((1 - slope) * plus - (1 + slope) * minus) / 2
 
+    levels = w(shape.excess(z), shape.excess(-z))
+    # Beyond the last point W_θ may be anything. If that were one cell with what lies before the
+    # first point, both would cancel in its moment, as where all of W_θ between them is level.
+    levels[-1] += 2.0**-52
     # Where W_θ is level, all of it is one cell.
-    cuts, first = np.unique(w(shape.excess(z), shape.excess(-z)), return_index=True)
+    cuts, first = np.unique(levels, return_index=True)
     ends = np.concatenate([[-np.inf], z[first[1:]], [np.inf]])
     moments = w(shape.moments(ends), shape.moments(ends, sign=-1.0))
     atoms, infinite = atoms_above(normal_masses(ends), moments, cuts)

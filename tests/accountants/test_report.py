@@ -135,6 +135,7 @@ def test_whatever_is_quoted_of_a_rewound_account_says_so(rewound, said):
         (FEW, "certified", 0.1, "zero_out", "'certified' says .*'pair' at least"),
         (FEW, "certified", 100, "zero_out", "'certified' says .*'local'"),
         (FEW, "certified", 100, "replace", r"'certified' says .*'local'.*\(replace\)"),
+        (FEW, "certified", 0.01, "replace", "'certified' says .*'pair' at least .* for zero_out"),
         (FEW, "local", 1e-3, "replace", "'certified' says .*'local'"),
         (WEIGHTS, "certified", 0.1, "zero_out", "'certified' says .*'pair' at least"),
         (SUMS, "certified", 0.5, "zero_out", "'certified' says .*lower"),

@@ -124,9 +124,10 @@ def test_both_directions_are_equal(sigma, users, rate, factor):
 
 @pytest.mark.parametrize("users", [1, 10, 1000])
 @pytest.mark.parametrize("epsilon", [pytest.param(25.0, marks=pytest.mark.zoo), 15.0, 45.0])
-def test_where_noise_is_little_an_attack_stays_below_at_every_epsilon(users, epsilon):
+@pytest.mark.parametrize("sigma", [0.1, 0.0465, 0.04])
+def test_where_noise_is_little_an_attack_stays_below_at_every_epsilon(sigma, users, epsilon):
     """The attack asks whether some report is beyond a threshold, in standard deviations."""
-    sigma, threshold = 0.1, np.linspace(0, 16, 1601)
+    threshold = np.linspace(0, 1.6 / sigma, 1601)
     caught, by_chance = ndtr(1 / sigma - threshold), users * ndtr(-threshold)
     told = float(np.max(caught - math.exp(epsilon) * by_chance))
     replaced = opposite_reports(noise_multiplier=sigma, num_users=users)

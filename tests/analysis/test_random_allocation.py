@@ -102,6 +102,21 @@ def test_next_to_no_noise_costs_what_it_costs_unsampled(sigma):
         assert 10 < replacement_epsilon(epochs, delta=1e-5) < math.inf
 
 
+@pytest.mark.parametrize("sigma", [0.0393, 0.0396, 0.043, 0.0465, 0.05, 0.15])
+def test_with_next_to_no_noise_replacement_is_exact_for_one_batch_and_never_below_zeros(sigma):
+    """Below 0.0465 no likelihood ratio within nine standard deviations differs from 0."""
+    one, *several = (
+        (replacement_epsilon([(epoch(sigma, t), 1)], delta=1e-6), t) for t in (1, 2, 10)
+    )
+    for replaced, batches in several:
+        assert replaced >= zero_out_epsilon([(epoch(sigma, batches), 1)], delta=1e-6)[0]
+    epsilons = one[0] * np.array([1 - 1e-6, 1 + 1e-6])
+    # Of the Gaussian mechanism at distance 2.
+    gained, lost = (norm.logcdf(sign / sigma - epsilons * sigma / 2) for sign in (1, -1))
+    below, above = np.exp(gained) - np.exp(epsilons + lost)
+    assert below > 1e-6 > above
+
+
 @pytest.mark.parametrize(
     ("batches", "sigma", "epochs", "delta", "interval"),
     [

@@ -211,7 +211,8 @@ def ladder(
     Raises:
         ValueError: If Rényi orders are given, and none of them uses any.
         InconsistentBound: If a proved ε of the mechanism's own bounds is below a lower value of
-            them, or ``certified`` above ``local``: then one of the two is false.
+            them (for replacement also below one of zero-out), or ``certified`` above ``local``:
+            then one of the two is false.
     """
     entries = entries_of(kind_of(rounds)) if entries is None else entries
     if orders is not None and not any(entry.uses_orders for entry in entries):
@@ -225,14 +226,24 @@ def ladder(
             chosen = orders if entry.uses_orders else None
             rows.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
     own = {entry.name for entry in entries if not entry.baseline}
+    # A record may become any other one, so one of zeros as well.
+    zeroed = (
+        [entry for entry in entries if entry.name in ("certified", "pair")]
+        if Adjacency(adjacency) is Adjacency.REPLACE
+        else []
+    )
     # What holds for every data set holds for a pair (10.16); the adversary of "local" sees the same
     # reports unshuffled.
-    for row, other in itertools.permutations(rows, 2):
+    for row, other in itertools.product(
+        rows, rows + (ladder(rounds, delta=delta, entries=zeroed) if zeroed else [])
+    ):
         if (row.bound, other.bound) == ("certified", "local") and row.epsilon > other.epsilon:
             raise row.contradicted(f"'local' {other.epsilon!r}")
         proved = row.guarantee is Guarantee.PROVED and {row.bound, other.bound} <= own
         if proved and other.lower is not None and row.epsilon < other.lower:
-            raise row.contradicted(f"{other.bound!r} at least {other.lower!r}")
+            raise row.contradicted(
+                f"{other.bound!r} at least {other.lower!r} for {other.adjacency}"
+            )
     return rows
 
 
