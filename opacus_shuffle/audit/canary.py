@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from opacus.optimizers import DPOptimizer
 
-from opacus_shuffle.core.randomness import SecretGenerator, check_generator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
 
 
@@ -147,7 +147,7 @@ class GradientCanary:
         total: torch.Tensor = self.parameter.summed_grad  # type: ignore[attr-defined]
         place = total.view(self.parameter.shape)[self.index]
         background = float(place) * self._batch_factor()
-        present = bool(torch.randint(2, (1,), generator=self._coins, device="cpu"))
+        present = bool(stream_of(self._coins).words(1)[0] & 1)
         if present:
             place += self.size  # in place: Opacus marks the tensor itself as used
         self._add_noise()

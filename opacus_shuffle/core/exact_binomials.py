@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.core.randomness import SecretGenerator, room_for, stream_of
+from opacus_shuffle.core.randomness import SecretGenerator, for_pytorch, room_for, stream_of
 
 Words = npt.NDArray[np.uint64]
 
@@ -42,7 +42,7 @@ def draw_binomials(
     Raises:
         ValueError: If it is no generator.
     """
-    if isinstance(generator, torch.Generator) and generator.device.type != "cpu":
+    if isinstance(generator, torch.Generator | SecretGenerator) and generator.device.type != "cpu":
         return binomials_on_gpu(trials, probability, count, generator)
     return torch.from_numpy(exact_binomials(trials, probability, count, stream_of(generator)))
 
@@ -85,7 +85,7 @@ def binomials_on_gpu(
         steps = torch.from_numpy(begins.view(np.int64)).to(generator.device)
         for block in torch.split(totals, _BLOCK_ON_GPU) if len(steps) else ():
             for _ in range(number):
-                bits = torch.empty_like(block).random_(generator=generator)
+                bits = torch.empty_like(block).random_(generator=for_pytorch(generator))
                 passed = torch.searchsorted(steps, bits, right=True)
                 tied = steps[(passed - 1).clamp_(min=0)] == bits
                 for place in tied.nonzero().flatten().tolist():
@@ -98,7 +98,9 @@ def binomials_on_gpu(
 
 def _steps_above(odd: Words, low: Words, generator: torch.Generator) -> int:
     """Returns how many steps' last 65 bits are above 65 bits that are drawn."""
-    words = torch.randint(2**13, (5,), generator=generator, device=generator.device).tolist()
+    words = torch.randint(
+        2**13, (5,), generator=for_pytorch(generator), device=generator.device
+    ).tolist()
     drawn = sum(word << (13 * place) for place, word in enumerate(words))
     rests = ((int(bit) << 64) | int(rest) for bit, rest in zip(odd, low, strict=True))
     return sum(rest > drawn for rest in rests)

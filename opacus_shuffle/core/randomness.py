@@ -57,11 +57,11 @@ _SHARED = {np.float32: _NUMBERS, np.float64: 2**12}
 
 Precise ones cost the most, and a client's report, whose stream ends with it, throws the rest away.
 """
-_SMALLEST = 2.0**-33
-"""The middle of the interval [0, 2⁻³²] of uniform numbers that one word of 32 bits stands for."""
 _RADIANS = 2 * math.pi * 2.0**-32
 _DRAWS, _TURNS = 4, 2**12
 _LOG_WORDS = 32 * math.log(2)
+_RARE = -20 * math.log(2)
+"""Uniform numbers below 2⁻²⁰, whose logarithm is below this, are drawn again by 64 bits."""
 _ANGLES = np.arange(_TURNS) * (2 * math.pi / _TURNS)
 _COARSE = np.cos(_ANGLES), np.sin(_ANGLES)
 _SCALE = (2 / _DRAWS) ** 0.5  # of half the sum, and of radii that lack their root of two
@@ -90,16 +90,19 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
     os.register_at_fork(after_in_child=_renew_all)
 
 
-class SecretGenerator(torch.Generator):
-    """A stream of AES-256 in counter mode, where PyTorch and Opacus expect a generator.
+class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ignore[misc]
+    """A stream of AES-256 in counter mode, which this package takes wherever it takes a generator.
 
     Forked processes, copies and pickles get a fresh key from the operating system; a key is
     replaced by its hash every 2³² blocks and at every :meth:`next_key`, so that a key tells nothing
-    that was drawn by the keys before it. As a ``torch.Generator`` it has a seed from its own
-    stream: on a CPU what PyTorch draws by that (seeds of workers, say) hides nobody; on a GPU it is
-    the 64-bit key of PyTorch's Philox generator, which draws the noise there and is no cipher.
-    Where a fork's parent has used CUDA, that seed stays as it was in the child, in which CUDA
-    refuses to draw anything; the stream of AES is another one there, too.
+    that was drawn by the keys before it. It is no ``torch.Generator``: a function of PyTorch would
+    draw from a Mersenne Twister, and raises a TypeError in place of that. Draw by the methods here.
+
+    ``of_pytorch`` is a ``torch.Generator`` with a seed from the stream. On a CPU what is drawn by
+    it (seeds of workers, say) hides nobody; on a GPU the seed is the 64-bit key of PyTorch's Philox
+    generator, which draws the noise there and is no cipher. Where a fork's parent has used CUDA,
+    that seed stays as it was in the child, in which CUDA refuses to draw anything; the stream of
+    AES is another one there, too.
 
     Args:
         device: Where it lives.
@@ -108,15 +111,13 @@ class SecretGenerator(torch.Generator):
         secure: Noise is the sum of four draws in double precision, on a grid (``secure_mode``).
 
     Attributes:
+        device: Where it lives.
+        of_pytorch: As above.
         key: The key of the numbers that come next, a secret as they are.
         secret: Whether nobody can draw the same numbers again. ``manual_seed`` and ``set_state``
             make the stream repeatable, and this False.
         secure: As above.
     """
-
-    def __new__(cls, device: torch.device | str = "cpu", **keywords: Any) -> SecretGenerator:
-        """Makes PyTorch's part, which knows the device alone."""
-        return super().__new__(cls, device)  # type: ignore[call-arg]
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class SecretGenerator(torch.Generator):
         secure: bool = False,
     ) -> None:
         self.secret, self.secure = key is None if secret is None else secret, secure
+        self.device, self.of_pytorch = torch.device(device), torch.Generator(device)
         self._lock = threading.RLock()  # no two threads get the same numbers
         self._start(os.urandom(KEY_BYTES) if key is None else key)
         renew_after_fork(self)
@@ -154,7 +156,7 @@ class SecretGenerator(torch.Generator):
         self._ready: dict[type[np.floating], npt.NDArray] = {}  # normal numbers that nobody has had
         seed = bytearray(8 + _BLOCK_BYTES)
         self._draw_into(seed, 8)
-        super().manual_seed(int.from_bytes(seed[:8], "little"))
+        self.of_pytorch.manual_seed(int.from_bytes(seed[:8], "little"))
 
     def renew(self) -> None:
         """Takes a key from the operating system, unless a user has seeded the stream."""
@@ -171,6 +173,10 @@ class SecretGenerator(torch.Generator):
     def manual_seed(self, seed: int) -> SecretGenerator:
         """Makes the stream repeatable, and no secret any more; as in PyTorch otherwise."""
         return self._choose(b"seed %d" % int(seed))
+
+    def get_state(self) -> torch.Tensor:
+        """Returns the state of ``of_pytorch``, which tells nothing of the stream."""
+        return self.of_pytorch.get_state()
 
     def set_state(self, new_state: torch.Tensor) -> SecretGenerator:  # type: ignore[override]
         """Makes the stream a function of this state, and no secret any more."""
@@ -220,9 +226,11 @@ class SecretGenerator(torch.Generator):
     def normals(self, count: int) -> torch.Tensor:
         """Draws standard normal numbers by Box and Muller's transform: float32, shape (count,).
 
-        A word w of 32 bits is the uniform number abs(w)·2⁻³¹, which single precision holds with all
-        of its bits where it is small: numbers reach 6.76, as if 10⁻¹¹ of a normal distribution were
-        cut off.
+        A word w of 32 bits is the uniform number abs(w + ½)·2⁻³¹, the middle of a cell, which
+        single precision holds with all of its bits where it is small. Where it is below 2⁻²⁰, so
+        that the radius is above 5.26, 64 bits are drawn in its place, and 64 more where these are
+        all 0: no number is the largest one. Above, cells are at most 1/2048 of their uniform number
+        wide.
         """
         return self._handed_out(count, np.float32, self._fill)
 
@@ -257,9 +265,9 @@ class SecretGenerator(torch.Generator):
         rest = len(block) - half
         bits, (radius, angle) = self._bits(2 * half), self._room.view(np.float32)[:2, :half]
         np.copyto(radius, bits[:half], casting="unsafe")
-        np.abs(np.multiply(radius, np.float32(2.0**-31), out=radius), out=radius)
-        np.log(np.maximum(radius, np.float32(_SMALLEST), out=radius), out=radius)
-        np.sqrt(np.multiply(radius, np.float32(-2), out=radius), out=radius)
+        np.abs(np.add(radius, np.float32(0.5), out=radius), out=radius)
+        np.log(np.multiply(radius, np.float32(2.0**-31), out=radius), out=radius)
+        np.sqrt(np.multiply(self._with_tail(radius, _RARE), np.float32(-2), out=radius), out=radius)
         np.copyto(angle, bits[half:], casting="unsafe")
         angle *= np.float32(_RADIANS)
         np.multiply(np.cos(angle, out=block[:half]), radius, out=block[:half])
@@ -272,8 +280,11 @@ class SecretGenerator(torch.Generator):
         radius, turned, x, y = self._room[:, :half]
         for draw in range(_DRAWS):
             bits = self._bits(2 * half)
-            np.add(bits[:half].view(np.uint32), 0.5, out=radius)
-            np.sqrt(np.subtract(_LOG_WORDS, np.log(radius, out=radius), out=radius), out=radius)
+            np.log(np.add(bits[:half].view(np.uint32), 0.5, out=radius), out=radius)
+            np.sqrt(
+                np.subtract(_LOG_WORDS, self._with_tail(radius, _RARE + _LOG_WORDS), out=radius),
+                out=radius,
+            )
             place = np.bitwise_and(bits[half:], _TURNS - 1, out=bits[half:])
             for sums, table in ((x, _COARSE[0]), (y, _COARSE[1])):
                 np.take(table, place, out=turned, mode="clip")
@@ -288,6 +299,18 @@ class SecretGenerator(torch.Generator):
         first -= np.multiply(y, sine, out=turned)
         np.multiply(x[:rest], sine[:rest], out=second)
         second += np.multiply(y[:rest], cosine[:rest], out=turned[:rest])
+
+    def _with_tail(self, logs: npt.NDArray[Any], end: float) -> npt.NDArray[Any]:
+        """Draws logarithms of uniform numbers again where they are below ``end``, from (0, e^end).
+
+        A whole number of equally likely cells lies below it. Of the 2⁶⁴ cells that are drawn from
+        there, only the lowest one is drawn from again, and so on.
+        """
+        while logs.min() < end:
+            (rare,) = np.nonzero(logs < end)
+            logs[rare] = end - 2 * _LOG_WORDS + np.log(self.words(len(rare)) + 0.5)
+            end -= 2 * _LOG_WORDS
+        return logs
 
     def _bits(self, count: int) -> npt.NDArray[np.int32]:
         """Draws random words of 32 bits, in memory that is kept for them."""
@@ -317,7 +340,7 @@ def check_generator(name: str, generator: Any) -> None:
         ValueError: If it is no generator, or one on another device than the CPU.
     """
     if generator is not None:
-        instance_of(name, generator, (torch.Generator,))
+        instance_of(name, generator, (torch.Generator, SecretGenerator))
         if generator.device.type != "cpu":
             raise ValueError(f"{name} must live on the CPU, got one on {generator.device}")
 
@@ -340,6 +363,11 @@ def stream_of(generator: torch.Generator | None) -> SecretGenerator:
         0, 256, (KEY_BYTES,), generator=generator, dtype=torch.uint8, device=generator.device
     )
     return SecretGenerator(key=key.numpy().tobytes(), secret=False)
+
+
+def for_pytorch(generator: Any) -> Any:
+    """Returns what PyTorch's functions draw by, on a GPU or where what they draw hides nobody."""
+    return generator.of_pytorch if isinstance(generator, SecretGenerator) else generator
 
 
 def is_secret(generator: torch.Generator | None) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound, kind_of
 from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import (
     boolean,
     instance_of,
@@ -94,7 +95,7 @@ class Request:
         if self.poisson_sampling is not None:
             boolean("poisson_sampling", self.poisson_sampling)
         if self.noise_generator is not None:
-            instance_of("noise_generator", self.noise_generator, (torch.Generator,))
+            instance_of("noise_generator", self.noise_generator, (torch.Generator, SecretGenerator))
         self._check_criterion()
         self._check_parameters()
         self._check_norms()

@@ -171,15 +171,16 @@ class Snapshot:
                 copied = value.data.to("cpu", copy=True)
                 self._tensors.append((place, value, value.data, copied))
         elif isinstance(value, torch.Generator):
-            # A secret generator stays: its state, put back, would make its stream repeatable.
-            if not isinstance(value, SecretGenerator):
-                self._generators.append((value, value.get_state()))
+            self._generators.append((value, value.get_state()))
         elif isinstance(value, list | tuple | dict | set | deque):
             for key, entry in _entries(value).items():
                 self._remember(entry, _name_of(place, key), inside=inside)
             if not isinstance(value, tuple):
                 self._containers.append((place, value, value.copy()))
-        elif whole or (hasattr(value, "__dict__") and not inside and not pythons_own):
+        # A secret generator stays: its state, put back, would make its stream repeatable.
+        elif not isinstance(value, SecretGenerator) and (
+            whole or (hasattr(value, "__dict__") and not inside and not pythons_own)
+        ):
             self._remember(vars(value), place, inside=not whole)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.randomness import SecretGenerator, for_pytorch
 
 _ENTRIES = 2**26
 """Numbers in double precision that PyTorch's operations hold at a time."""
@@ -60,7 +60,7 @@ def sum_on_gpu(
         return counts
     for piece, part in zip(pieces, parts, strict=True):
         if piece.numel():
-            _add_roundings(piece, steps, part, granularity, generator)
+            _add_roundings(piece, steps, part, granularity, for_pytorch(generator))
     return counts
 
 

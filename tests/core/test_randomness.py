@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import os
 import pickle
 import sys
@@ -17,6 +18,7 @@ from scipy import stats
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.core import randomness
+from opacus_shuffle.core.gaussian_noise import draw_noise
 from opacus_shuffle.core.randomness import (
     SecretGenerator,
     is_secret,
@@ -78,11 +80,11 @@ def test_noise_participation_and_permutations_of_an_engine_differ_after_a_fork(a
     model, optimizer, loader = PrivacyEngine(accountant=accountant).make_private(
         **make_toy(records=640, batch_size=64), noise_multiplier=2.0, shuffle_weights=True
     )
-    shuffler = model.shuffler
+    shuffler, batches = model.shuffler, iter(loader.batch_sampler)
+    next(batches)  # in the middle of an epoch
 
     def secrets():
-        batch = next(iter(loader.batch_sampler))
-        return batch, drawn(optimizer.generator), shuffler.state_dict()["key"]
+        return next(batches), drawn(optimizer.generator), shuffler.state_dict()["key"]
 
     children = [in_child(secrets) for _ in range(2)]
     for first, second, own in zip(*children, secrets(), strict=True):
@@ -116,7 +118,8 @@ def test_a_copy_of_a_secret_is_another_secret(device, duplicate):
     other = duplicate(secret)
     assert (other.device, other.secure, other.secret) == (secret.device, True, True)
     assert drawn(other) != drawn(secret)
-    assert other.initial_seed() != secret.initial_seed()  # on a GPU, the key of the noise
+    seeds = [stream.of_pytorch.initial_seed() for stream in (other, secret)]
+    assert seeds[0] != seeds[1]  # on a GPU, the key of the noise
     assert other.key != secret.key
 
 
@@ -128,7 +131,7 @@ def test_a_generator_on_cuda_draws_nothing_there_after_a_fork_and_has_a_key_of_i
 
     def draws():
         try:
-            noise = torch.normal(0.0, 1.0, (4,), generator=secret, device="cuda").tolist()
+            noise = draw_noise(1.0, torch.zeros(4, device="cuda"), secret).tolist()
         except RuntimeError:
             noise = None
         return tuple(drawn(secret)), noise
@@ -148,7 +151,7 @@ def test_the_stream_is_that_of_aes_256_in_counter_mode():
     """The known answer of FIPS 197's cipher for a key and a block of zeros."""
     block = bytes.fromhex("dc95c078a2408989ad48a21492842087")
     generator = SecretGenerator(key=bytes(32), secret=False)
-    assert generator.initial_seed() == int.from_bytes(block[:8], "little")
+    assert generator.of_pytorch.initial_seed() == int.from_bytes(block[:8], "little")
     assert generator.words(1).tobytes() == block[8:]
 
 
@@ -200,15 +203,52 @@ class ConstantCipher:
         buffer[: len(data)] = self.bits * (len(data) // 8)
 
 
-@pytest.mark.parametrize("bits", [0, 2**64 - 1, 2**31, 2**63 | 2**31, 1])
-def test_extreme_words_give_finite_numbers(bits, monkeypatch):
-    monkeypatch.setattr(
-        "cryptography.hazmat.primitives.ciphers.Cipher", lambda *_: ConstantCipher(bits)
-    )
+@pytest.fixture
+def constant_words(monkeypatch):
+    """Makes ciphers that repeat 64 bits."""
+    place = "cryptography.hazmat.primitives.ciphers.Cipher"
+    return lambda bits: monkeypatch.setattr(place, lambda *_: ConstantCipher(bits))
+
+
+@pytest.mark.parametrize("bits", [2**64 - 1, 2**31, 2**63 | 2**31, 1])
+def test_extreme_words_give_finite_numbers(bits, constant_words):
+    constant_words(bits)
     generator = SecretGenerator()
     for numbers in (generator.normals(8), generator.precise_normals(8)):
         assert bool(torch.isfinite(numbers).all())
-        assert float(numbers.abs().max()) < 14  # two radii of 6.8
+        assert float(numbers.abs().max()) < 24  # two radii of √(2 ln 2⁹⁷)
+
+
+@pytest.mark.parametrize(
+    ("draw", "pairs", "rarest", "frequent"),
+    [("normals", 2**15, 2047, 2048), ("precise_normals", 2**11, 4095, 4096)],
+)
+def test_normal_numbers_have_their_whole_tail(
+    draw, pairs, rarest, frequent, constant_words, monkeypatch
+):
+    """Where 32 bits say u < 2⁻²⁰, e^(−r²/2) is uniform below that, by 64 bits and more."""
+    uniforms = (np.arange(pairs) + 0.5) / pairs
+    words, one = (uniforms * 2.0**64).astype(np.uint64), float(draw == "normals")
+    radii = np.sqrt(-2 * np.log(2.0**-20 * uniforms))
+    for bits in (0, rarest):
+        constant_words(bits << 32 | bits)
+        monkeypatch.setattr(SecretGenerator, "words", lambda self, count: words[:count])
+        # A precise number is half the sum of four radii, which point in nearly one direction here.
+        lengths = torch.hypot(*getattr(SecretGenerator(), draw)(2 * pairs).view(2, -1).double())
+        np.testing.assert_allclose(lengths, (2 - one) * radii, rtol=1e-6)
+    # The lowest cell of 64 bits has a tail of its own.
+    answers = iter([words * 0, *[words] * 4])
+    monkeypatch.setattr(SecretGenerator, "words", lambda self, count: next(answers))
+    constant_words(0)
+    longest = torch.hypot(*getattr(SecretGenerator(), draw)(2 * pairs).view(2, -1).double())
+    deeper = np.sqrt(radii**2 + 128 * math.log(2))
+    np.testing.assert_allclose(longest, (deeper + (1 - one) * 3 * radii) / (2 - one), rtol=1e-6)
+    # The next cell is no rare one, and joins the tail: the law has no gap.
+    monkeypatch.setattr(SecretGenerator, "words", None)
+    constant_words(frequent << 32 | frequent)
+    number = torch.hypot(*getattr(SecretGenerator(), draw)(2 * pairs).view(2, -1).double())
+    joined = math.sqrt(-2 * math.log((frequent + 0.5) * 2.0 ** (one - 32)))
+    np.testing.assert_allclose(number, (2 - one) * joined, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +280,18 @@ def test_a_stream_of_somebody_s_generator_is_no_secret_and_another_one_each_time
     assert not any(map(is_secret, (None, own, first, SecretGenerator(key=bytes(32)))))
 
 
+@pytest.mark.parametrize("device", ["cpu", on_cuda])
+def test_pytorch_draws_nothing_by_a_secret_generator(device):
+    place = torch.empty(2, device=device)
+    for draw in (
+        place.exponential_,
+        place.normal_,
+        lambda generator: torch.rand(2, out=place, generator=generator),
+    ):
+        with pytest.raises(TypeError, match="SecretGenerator"):
+            draw(generator=SecretGenerator(device))
+
+
 def test_numbers_that_are_saved_hold_none_of_those_that_come_next():
     generator = SecretGenerator()
     first = generator.normals(10)
@@ -248,11 +300,12 @@ def test_numbers_that_are_saved_hold_none_of_those_that_come_next():
     assert bool((generator.normals(10) != 0).all())
 
 
-def test_threads_get_numbers_of_their_own():
+@pytest.mark.parametrize("kind", ["normals", "words"])
+def test_threads_get_numbers_of_their_own(kind):
     generator, drawn_by = SecretGenerator(), {}
 
     def draw(name):
-        drawn_by[name] = torch.cat([generator.normals(3) for _ in range(2000)])
+        drawn_by[name] = [tuple(getattr(generator, kind)(3).tolist()) for _ in range(2000)]
 
     threads = [threading.Thread(target=draw, args=(name,)) for name in range(4)]
     interval = sys.getswitchinterval()
@@ -264,5 +317,5 @@ def test_threads_get_numbers_of_their_own():
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    triples = torch.cat(list(drawn_by.values())).view(-1, 3)
-    assert len(torch.unique(triples, dim=0)) == len(triples) == 8000
+    triples = [triple for some in drawn_by.values() for triple in some]
+    assert len(set(triples)) == len(triples) == 8000

@@ -118,7 +118,6 @@ def test_noise_participation_and_permutations_of_a_seed_are_different_streams(mo
         for stream in (
             seeded_run.optimizer.generator,
             seeded_run.loader.batch_sampler.generator,
-            seeded_run.loader.generator,
         )
     ]
     words = [tuple(stream.words(4).tolist()) for stream in streams]
@@ -131,7 +130,7 @@ def test_noise_participation_and_permutations_of_a_seed_are_different_streams(mo
 
     monkeypatch.setattr(SecretGenerator, "words", note)
     again.engine.shuffler.shuffle_()
-    assert len(set(words)) == len(words) >= 7
+    assert len(set(words)) == len(words) >= 5
 
 
 class Augmented(Dataset):

@@ -18,6 +18,7 @@ from helpers.count_distributions import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from opacus_shuffle.core import compiled as compilation
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
@@ -179,3 +180,8 @@ def test_zeros_have_the_distribution_of_zeros_that_are_rounded(granularity):
         protocol.encode_zeros(4, generator) + protocol.draw_noise(4, generator) for _ in range(8)
     ]
     assert_of_distribution(torch.stack(counts).numpy(), *count_distribution([0.0] * 4, plan, 4))
+    # Without noise: a fair coin a user where zero lies between two places of the grid.
+    coins = 4 * (granularity % 2)
+    up = (protocol.encode_zeros(4, generator) - 4 * (granularity // 2)).expand(WIDE)
+    seen, expected = np.bincount(up), WIDE * stats.binom.pmf(range(coins + 1), coins, 0.5)
+    assert stats.power_divergence(seen, expected).pvalue > 1e-9 or seen.tolist() == [WIDE]

@@ -26,6 +26,7 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from torch.utils.data import DataLoader, RandomSampler
 
 from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
+from opacus_shuffle.core.randomness import for_pytorch
 from opacus_shuffle.engine.sampling.samplers import OwnBatches, SplitBatches, TicketedSampler
 from opacus_shuffle.engine.sampling.tickets import Part, TicketBook
 
@@ -102,7 +103,10 @@ def with_batch_sampler(
 ) -> DataLoader:
     """Copies a loader, with another batch sampler and with tickets."""
     loader: Any = copy.copy(data_loader)
-    vars(loader).update(_iterator=None, in_order=True, tickets=tickets)
+    # The order is the sampler's; of this generator are the workers' seeds, which hide nobody.
+    vars(loader).update(
+        _iterator=None, in_order=True, tickets=tickets, generator=for_pytorch(loader.generator)
+    )
     _set_batch_sampler(loader, sampler)
     loader.__class__, tickets.loader = kind, weakref.ref(loader)
     return loader  # type: ignore[no-any-return]
@@ -125,11 +129,11 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
 def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoader:
     """Copies a loader that draws its order and its workers' seeds from this generator."""
     loader: Any = copy.copy(data_loader)
-    vars(loader).update(_iterator=None, generator=loader.generator or generator)
+    vars(loader).update(_iterator=None, generator=for_pytorch(loader.generator or generator))
     order = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(order, RandomSampler) and order.generator is None:
         order, batches = copy.copy(order), copy.copy(loader.batch_sampler)
-        order.generator, batches.sampler = generator, order
+        order.generator, batches.sampler = for_pytorch(generator), order
         _set_batch_sampler(loader, batches)
     return loader  # type: ignore[no-any-return]
 
