@@ -114,9 +114,12 @@ class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
     generator: torch.Generator | None
 
     def renew(self) -> None:
-        """Draws from a fresh secret in a forked process."""
+        """Draws by a fresh secret seed in a forked process.
+
+        The stream of the seed stays, so that it is renewed in a fork of that process.
+        """
         if self.generator is None:
-            self.generator = SecretGenerator()
+            self.generator = self.__dict__.setdefault("stream", SecretGenerator()).of_pytorch
 
 
 class ExactPoissonSampler(PoissonSampler):
