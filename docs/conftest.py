@@ -17,7 +17,6 @@ PAGES = {
     "how_to/accelerate.rst": "accelerate",
     "how_to/log_epsilon.rst": "tensorboard",
     "how_to/lora.rst": "peft",
-    "how_to/secure_aggregation.rst": "flwr",
     "federated.rst": "flwr",
 }
 collect_ignore = [

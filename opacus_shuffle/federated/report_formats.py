@@ -424,10 +424,6 @@ class BitSums(ReportFormat):
         ones = self.protocol.draw_noise(1, generator, part=True).add_(counts)
         return ones.numpy().astype(self.count_type).tobytes()
 
-    def counts_of(self, numbers: bytes) -> npt.NDArray[np.int64]:
-        """Returns how many ones each coordinate of a report has, shape (d,)."""
-        return np.frombuffer(numbers, self.count_type).astype(np.int64)
-
     def check_numbers(self, numbers: bytes) -> None:
         """Refuses counts of more ones than there are bits."""
         largest = int(np.frombuffer(numbers, self.count_type).max())

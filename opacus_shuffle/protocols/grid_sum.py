@@ -81,10 +81,6 @@ class GridSum(ABC):
         """The length of one grid step, in the points' own unit."""
         return self._span / self.granularity
 
-    def expected_ones(self, num_reports: int) -> float:
-        """How many ones a coordinate has on average if all points are zero there."""
-        return num_reports * (self.noise_bits * self.bit_probability - self._low / self.grid_step)
-
     @property
     def variance(self) -> float:
         """The variance of each coordinate of the answer when all users take part.

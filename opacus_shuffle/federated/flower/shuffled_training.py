@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from flwr.app import (
     Array,
@@ -36,7 +35,6 @@ from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.report_formats import ReportFormat
 from opacus_shuffle.federated.reporter import ClientBook, FileBook, Reporter
 
-Arrays = list[npt.NDArray[Any]]
 # Under which names a message to a client holds the weights, the settings, and in these the number
 # of the round.
 ARRAYS, SETTINGS, ROUND = "arrays", "config", "round"
@@ -114,7 +112,8 @@ class ReportMod:
         def train() -> torch.Tensor:
             return as_vector(only_arrays(call_next(message, context).content))
 
-        reporter_of(self.format, context, self.max_rounds, self.book).answer(
+        book = book_of(context, self.book)
+        Reporter(self.format, max_rounds=self.max_rounds, book=book).answer(
             number,
             lambda: train() - received,
             lambda report: self.submit(context, report),
@@ -209,7 +208,9 @@ class ShuffledStrategy(Strategy):
             )
         if not self._asked or self.ledger.begun:
             return []
-        nodes = enough(lambda: list(grid.get_node_ids()), self.min_nodes)
+        while len(nodes := list(grid.get_node_ids())) < self.min_nodes:
+            log(INFO, "waiting for %s nodes: %s are there", self.min_nodes, len(nodes))
+            time.sleep(1.0)
         number = self.ledger.open()
         settings = ConfigRecord({**config, ROUND: number})
         content = RecordDict({ARRAYS: self.arrays, SETTINGS: settings})
@@ -222,9 +223,22 @@ class ShuffledStrategy(Strategy):
         list(replies)  # waits for them; they say nothing
         if not self._asked:
             return self.arrays, None
-        weights, metrics = close_round(self.ledger, as_vector(self.arrays), self.moved)
+        weights, released = as_vector(self.arrays), self.ledger.close()
+        mean = self.ledger.estimated_mean(released)
+        if mean is None:
+            log(
+                WARNING,
+                "round %s was dropped, fewer than %s clients reported: it is accounted",
+                released.round,
+                self.ledger.format.min_reports,
+            )
+        else:
+            weights = self.moved(weights, mean)
+        self.ledger.finish({"weights": weights})
         self.arrays = as_arrays(weights, self.arrays)
-        return self.arrays, MetricRecord({**metrics})
+        return self.arrays, MetricRecord(
+            {"reports": released.num_reports, "rounds": self.ledger.round}
+        )
 
     def moved(self, weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Returns the new weights; override it for another server optimizer."""
@@ -244,17 +258,6 @@ class ShuffledStrategy(Strategy):
     ) -> MetricRecord | None:
         """Does nothing, as no client evaluates."""
         return None
-
-
-# What training by secure aggregation has in common with this: a client with its book and its
-# update, waiting for nodes, the end of a round, and Flower's records of arrays as one vector.
-
-
-def reporter_of(
-    format: ReportFormat, context: Context, max_rounds: int, book: Books | None
-) -> Reporter:
-    """Makes a client with its book."""
-    return Reporter(format, max_rounds=max_rounds, book=book_of(context, book))
 
 
 def book_of(context: Context, book: Books | None) -> ClientBook:
@@ -278,75 +281,29 @@ def check_size(weights: torch.Tensor, format: ReportFormat, whose: str = "the se
         )
 
 
-def enough(nodes: Callable[[], Collection[Any]], fewest: int) -> list[Any]:
-    """Returns the connected nodes, once there are enough of them."""
-    while len(there := nodes()) < fewest:
-        log(INFO, "waiting for %s nodes: %s are there", fewest, len(there))
-        time.sleep(1.0)
-    return list(there)
-
-
-def close_round(
-    ledger: Ledger,
-    weights: torch.Tensor,
-    moved: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, dict[str, int]]:
-    """Closes a round, and moves the weights by its mean update.
-
-    Args:
-        ledger: Of the run.
-        weights: Before the round, shape (d,).
-        moved: Gets the weights and the mean update, returns the new weights.
-
-    Returns:
-        The new weights, the old ones if the round was dropped; and Flower's metrics.
-    """
-    released = ledger.close()
-    mean = ledger.estimated_mean(released)
-    if mean is None:
-        log(
-            WARNING,
-            "round %s was dropped, fewer than %s clients reported: it is accounted",
-            released.round,
-            ledger.format.min_reports,
-        )
-    else:
-        weights = moved(weights, mean)
-    ledger.finish({"weights": weights})
-    return weights, {"reports": released.num_reports, "rounds": ledger.round}
-
-
-def flat(arrays: Arrays) -> torch.Tensor:
-    """Returns all entries of some arrays in one vector: float64."""
-    parts = [torch.from_numpy(np.asarray(array, np.float64).reshape(-1)) for array in arrays]
+def as_vector(arrays: ArrayRecord) -> torch.Tensor:
+    """Returns all entries of a record in one vector: float64."""
+    parts = [
+        torch.from_numpy(np.asarray(array, np.float64).reshape(-1))
+        for array in arrays.to_numpy_ndarrays()
+    ]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
 
 
-def shaped_like(vector: torch.Tensor, arrays: Arrays) -> Arrays:
-    """Cuts a flat vector into arrays of these shapes and types; the reverse of :func:`flat`."""
+def as_arrays(vector: torch.Tensor, like: ArrayRecord) -> ArrayRecord:
+    """Cuts a flat vector into a record of the same names, shapes and types."""
+    arrays = like.to_numpy_ndarrays()
     sizes = [array.size for array in arrays]
     if sum(sizes) != len(vector):
         raise ValueError(
             f"vector has {len(vector)} entries, the arrays have {sum(sizes)}: was the format made "
             "for another network?"
         )
-    parts = torch.split(vector, sizes)
-    return [
-        part.numpy().reshape(old.shape).astype(old.dtype)
-        for part, old in zip(parts, arrays, strict=True)
-    ]
-
-
-def as_vector(arrays: ArrayRecord) -> torch.Tensor:
-    """Returns all entries of a record in one vector: float64."""
-    return flat(arrays.to_numpy_ndarrays())
-
-
-def as_arrays(vector: torch.Tensor, like: ArrayRecord) -> ArrayRecord:
-    """Cuts a flat vector into a record of the same names, shapes and types."""
-    values = shaped_like(vector, like.to_numpy_ndarrays())
     return ArrayRecord(
-        {name: Array(array) for name, array in zip(like.keys(), values, strict=True)}
+        {
+            name: Array(part.numpy().reshape(old.shape).astype(old.dtype))
+            for name, part, old in zip(like.keys(), torch.split(vector, sizes), arrays, strict=True)
+        }
     )
 
 
