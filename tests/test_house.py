@@ -280,7 +280,7 @@ import importlib, importlib.abc, sys
 
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        extras = "matplotlib mlxtend numba tqdm transformers triton sklearn pandas shtab".split()
+        extras = "matplotlib mlxtend numba tqdm transformers triton sklearn pandas".split()
         if name.split(".")[0] in extras:
             raise ModuleNotFoundError(name)
 

@@ -157,8 +157,6 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument_group(title)
         for title in ("what runs", "privacy", "what some mechanisms have alone", "output")
     )
-    if command == "completion":
-        what.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
     if command in SETTINGS:
         for field in dataclasses.fields(SETTINGS[command]):
             said = field.metadata.get("instead", field.default)

@@ -100,11 +100,6 @@ COMMANDS = {
         "attack weight shuffling: at its paper's own setting, and in a small training run",
         ("audit --kind published --trials 100000", "audit --kind training"),
     ),
-    "completion": Command(
-        "completion.print_completion",
-        "a script with which a shell completes commands, flags and their choices",
-        ("completion bash", "completion zsh"),
-    ),
 }
 """Every command by its name."""
 
@@ -112,7 +107,6 @@ PURPOSES = {
     "training": ("compare", "train"),
     "numbers before training": ("plan", "epsilon", "noise", "report", "plot"),
     "checks": ("audit",),
-    "shell": ("completion",),
 }
 """The headings of the list of commands, and what stands under them."""
 

@@ -87,7 +87,6 @@ MEANT = [  # what a newcomer types, and what was meant
     ("train --accountant shuffled_sum", "shuffled_sums"),
     ("compare --data cifar", "cifar10"),
     ("audit --kind publshed", "published"),
-    ("completion bsh", "bash"),
 ]
 
 
@@ -138,7 +137,7 @@ def test_output_that_has_nowhere_to_go_is_no_traceback(job, stream):
     assert job == "--help" or len(done.stderr.splitlines()) <= 1
 
 
-# --- help, JSON and completion
+# --- help and JSON
 
 
 def test_every_command_stands_under_a_purpose():
@@ -149,8 +148,8 @@ def test_every_command_stands_under_a_purpose():
 def test_every_help_has_two_examples_that_a_shell_can_run(name, capsys, tmp_path, monkeypatch):
     """The cheap ones run, and print JSON that is all on the page, no ε without its meaning."""
     monkeypatch.chdir(tmp_path)
-    for package in {"plot": ["matplotlib"], "completion": ["shtab"]}.get(name, []):
-        pytest.importorskip(package)
+    if name == "plot":
+        pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit, match="0"):
         main([*name.split(), "--help"])
     shown = capsys.readouterr().out.split("examples:")[1].replace("\\\n", " ")
@@ -158,7 +157,7 @@ def test_every_help_has_two_examples_that_a_shell_can_run(name, capsys, tmp_path
     assert [words[0] for words in examples] == ["opacus-shuffle"] * 2
     for _, command, *words in examples:
         assert parsers(command)[0].parse_args([command, *words])
-        if name in ("epsilon", "noise", "report", "plot", "completion"):
+        if name in ("epsilon", "noise", "report", "plot"):
             assert main([command, *words, "--json"]) == 0
             assert checked_answer(capsys.readouterr().out)
 
@@ -169,29 +168,3 @@ def test_a_number_that_is_infinite_or_none_is_null(capsys, monkeypatch):
     assert main([*COMMANDS["epsilon"].examples[0].split(), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert printed == {"lower": None, "rows": [{"noise": None}, {"noise": None}]}
-
-
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("tra", "train"),
-        ("epsilon --num-", "--num-users"),
-        ("epsilon --mechanism secret", "secret_checkin"),
-        ("train --data cif", "cifar10"),
-    ],
-)
-def test_bash_completes_commands_flags_and_choices(typed, completed, capsys):
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    ask = (
-        f"COMP_WORDS=(opacus-shuffle {typed}); COMP_CWORD={len(typed.split())}\n"
-        '_shtab_opacus_shuffle\nprintf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    command = ["bash", "-c", f"{capsys.readouterr().out}\n{ask}"]
-    assert completed in subprocess.run(command, capture_output=True, text=True).stdout.split()
-
-
-def test_a_shell_cannot_complete_without_the_extra(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "zsh"]) == 2
-    assert "pip install '.[completion]'" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Other libraries' trainers stay in a privacy budget and may not void its ε.
 
-``docs/how_to/`` trains with each of them: Lightning, Hugging Face's, Accelerate and TensorBoard.
+``docs/how_to/`` trains with each of them: Lightning, Hugging Face's and Accelerate.
 """
 
 from __future__ import annotations
