@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
     from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
     from opacus_shuffle.networks.position_ids import prepare_model
+    from opacus_shuffle.networks.token_loss import token_loss
     from opacus_shuffle.permutation import PermutationSpec, find_permutations
     from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -81,6 +82,7 @@ __all__ = [
     "privacy_bound",
     "privacy_report",
     "sco",
+    "token_loss",
 ]
 
 _HOMES = {
@@ -94,6 +96,7 @@ _HOMES = {
     "accountants.report": "PrivacyReport",
     "core.guarantees": "Adjacency Guarantee PrivacyAssumptionWarning PrivacyBound",
     "networks.position_ids": "prepare_model",
+    "networks.token_loss": "token_loss",
     "engine.privacy_engine": "PrivacyEngine",
     "engine.weights.module": "ShuffleGradSampleModule",
     "engine.weights.weight_shuffling": "WeightShuffling",

@@ -48,18 +48,18 @@ WEIGHTS = {
     "accountants": 1_895,
     "analysis": 1_710,
     "audit": 695,
-    "commands": 860,
-    "core": 845,
-    "engine": 3_245,
+    "commands": 845,
+    "core": 915,
+    "engine": 3_320,
     "estimators": 140,
-    "federated": 1_550,
+    "federated": 1_410,
     "integrations": 145,
-    "networks": 600,
+    "networks": 790,
     "permutation": 2_235,
-    "protocols": 805,
+    "protocols": 780,
     "sco": 965,
 }
-TESTS_WEIGHT = 16_860
+TESTS_WEIGHT = 17_230
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",

@@ -38,7 +38,7 @@ from opacus_shuffle.core.opacus_compat import (
 )
 from opacus_shuffle.engine.clipping import HALF
 from opacus_shuffle.engine.raw_gradients import names_of
-from opacus_shuffle.networks.check import check_criterion
+from opacus_shuffle.networks.loader_check import check_criterion
 
 HALF_MARGIN = 1 - 2**-7
 """A norm in half precision is right to this factor."""

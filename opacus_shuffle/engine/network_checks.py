@@ -37,6 +37,7 @@ from opacus_shuffle.engine.raw_gradients import (
 )
 from opacus_shuffle.engine.training_plan import Request
 from opacus_shuffle.networks.check import SORT_BEFORE
+from opacus_shuffle.networks.loader_check import check_criterion_on, check_padding
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.training_check import TrainingCheck
 
@@ -75,6 +76,9 @@ def check_network(request: Request, engine: Any) -> TrainingCheck | None:
             "them out of the optimizer"
         )
     check.check_loader(network, request.data_loader)
+    check_padding(network, request.data_loader)
+    if mode != "ghost" and request.criterion is not None:  # which is checked on its first call
+        check_criterion_on(request.criterion, network, request.data_loader)
     return check
 
 

@@ -192,8 +192,9 @@ class PrivacyEngine(CheckpointMixin):
                 is built that has this much noise or a little more.
             max_grad_norm: C, the norm to which each record's gradient is clipped, or one per
                 parameter with ``clipping="per_layer"``.
-            criterion: The loss, with ``grad_sample_mode="ghost"`` alone, which wraps it; by default
-                a fresh ``CrossEntropyLoss``.
+            criterion: The loss of your loop, ``criterion(outputs, targets)``. It is refused if it
+                divides by what the batch holds. ``grad_sample_mode="ghost"`` wraps it besides, by
+                default a fresh ``CrossEntropyLoss``.
             batch_first: Whether the first dimension of the network's inputs is the batch; if not,
                 the second one is.
             loss_reduction: Whether your loss is the ``"mean"`` over a batch's records or their

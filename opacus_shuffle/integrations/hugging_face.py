@@ -12,9 +12,12 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.core import extras
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.integrations.epoch_budget import EpochBudget, check_settings
+from opacus_shuffle.networks.running import unwrap
+from opacus_shuffle.networks.token_loss import token_loss
 
 try:
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.training_args import ParallelMode
 except ImportError as error:
     raise ImportError(
@@ -123,20 +126,27 @@ class PrivateTrainer(transformers.Trainer):
         self.budget.optimizer.zero_grad()  # the trainer clears the model's gradients alone
         return super().training_step(model, inputs)
 
-    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Computes the model's own loss, which has to be a mean over records.
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any
+    ) -> Any:
+        """Computes a mean over records of each record's own loss.
 
-        Raises:
-            ValueError: If a label is −100 in training, which losses of models ignore.
+        In training, the loss of models with a label for each token is the mean of
+        :func:`~opacus_shuffle.networks.token_loss.token_loss`. All others compute their own loss,
+        which is checked. A ``compute_loss_func`` of yours has to be such a mean.
         """
-        labels, own = inputs.get("labels"), getattr(self, "compute_loss_func", None)
-        if own is None and model.training and labels is not None and (labels == -100).any():
-            raise ValueError(
-                "labels hold -100: the model's loss divides by how many labels of the batch do "
-                "not, so that one record rescales the gradients of others; override compute_loss "
-                "by a mean over records of each record's own loss"
-            )
-        return super().compute_loss(model, inputs, *arguments, **keywords)
+        labels, network = inputs.get("labels"), unwrap(model)
+        network = getattr(network, "get_base_model", lambda: network)()
+        tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+        # A model with an encoder makes inputs of its decoder of the labels.
+        encodes = getattr(getattr(network, "config", None), "is_encoder_decoder", False)
+        own = encodes or getattr(self, "compute_loss_func", None) is not None
+        if own or not tokens or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, **keywords)
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        shift = type(network).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        loss = token_loss(outputs["logits"], labels, shift=shift).mean()
+        return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """Logs ε, and nothing that was computed from private records without noise."""

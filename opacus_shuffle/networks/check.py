@@ -45,7 +45,7 @@ import math
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -61,7 +61,6 @@ from torch.utils._pytree import tree_map_only
 from opacus_shuffle.core.opacus_compat import correct_layers, norms_of_records
 from opacus_shuffle.networks.running import (
     Snapshot,
-    random_states_kept,
     results,
     rolled_back,
     seed_draws,
@@ -71,7 +70,6 @@ from opacus_shuffle.networks.sample_input import (
     Call,
     extents,
     first_of,
-    has_records,
     tensors_of,
     with_others,
 )
@@ -174,49 +172,14 @@ def per_sample_check(
         problem = _dependence(runs, of_records, records, mode) or _carried(
             runs, of_records, records
         )
+        if runs.has_both and not problem:
+            runs.losses_alone = True
+            problem = _dependence(runs, of_records, records, "hooks")
     except Exception as error:
         return NetworkCheck(False, failure=error)
     kept = [name for name, has_tensors in runs.changed.items() if has_tensors]
     functional = [name for layer, name in runs.names.items() if layer in runs.functional]
     return NetworkCheck(True, problem, kept=kept, functional=functional)
-
-
-def check_criterion(
-    criterion: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
-) -> bool:
-    """Refuses a criterion by which one record's loss depends on other records.
-
-    Args:
-        criterion: Gives one loss per record.
-        args: What it is computed of, records first.
-        keywords: Likewise.
-
-    Returns:
-        Whether there were two records or more to look at.
-
-    Raises:
-        ValueError: It does.
-    """
-    call: Call = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, keywords))
-    records = next(iter(extents(call, 0)), 0)
-
-    def kept_loss(call: Call) -> _Rows:
-        seed_draws(SEED)
-        losses = criterion(*call[0], **call[1])
-        kept = [losses[KEPT].detach()] if has_records(losses, records, 0) else []
-        return {("losses", ""): kept}
-
-    if records <= KEPT:
-        return False
-    with random_states_kept():
-        before, after = kept_loss(call), with_others(kept_loss, call, records, 0)
-    if _differing(before, after, "losses"):
-        raise ValueError(
-            "criterion mixes records: one record's loss changes when another record does, so that "
-            "factors per record clip nobody's gradient; compute each record's loss from its own "
-            "output and target alone"
-        )
-    return True
 
 
 # Runs, and what is seen of one record in them
@@ -247,7 +210,11 @@ class _Runs:
         changed: The parameters, buffers and attributes that some run has changed, with whether
             there are tensors in them.
         functional: The layers that are to have PyTorch's functional gradients.
+        has_both: Whether the network gave a loss of the batch beside rows of records.
+        losses_alone: Whether only such losses are trained, as those of models of ``transformers``.
     """
+
+    has_both = losses_alone = False
 
     def __init__(self, network: nn.Module, axis: int, trained: Iterable[torch.Tensor]) -> None:
         self.network, self.axis = network, axis
@@ -334,7 +301,9 @@ class _Runs:
             for kind, name, tensors in [("outputs", "", outputs), *into, *out_of]:
                 by_record = _by_record(tensors, len(factors))
                 rows[kind, name] += [tensor[KEPT].detach().clone() for tensor in by_record]
-            total, has_rows = _loss(outputs, factors)
+            losses = [output for output in outputs if not output.dim() and output.requires_grad]
+            total, has_rows = _loss(losses if self.losses_alone else outputs, factors)
+            self.has_both = has_rows and bool(losses)
             clipped = self.clipped(calls)
             targets = [gave[0] for (*_, gave), _ in clipped]
             gradients = torch.autograd.grad(total, targets, allow_unused=True)
@@ -428,7 +397,8 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
         return (
             "module returns a loss of the batch that is not a sum or mean of one number per "
             "record: what one record's gradient is depends on the others, so that clipping bounds "
-            "nobody's influence; return one loss per record, or their sum or mean, and let every "
+            "nobody's influence; return one loss per record, or their sum or mean (of tokens take "
+            "opacus_shuffle.token_loss(logits, labels).mean(), without labels=...), and let every "
             f"layer see [batch, ...]{'' if runs.axis else remedy}"
         )
     if layers:
@@ -442,7 +412,7 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
             f"gradient by others', {SORT_BEFORE}; a mean or norm of the batch may be taken of each "
             f"record alone, as nn.LayerNorm and nn.GroupNorm do{bent * (mode == 'ghost')}"
         )
-    if not (wrong := _miscomputed(runs, call, records, mode)):
+    if runs.losses_alone or not (wrong := _miscomputed(runs, call, records, mode)):
         return ""
     if "Expanded Weights encountered" in wrong:
         # As PyTorch does in every forward pass, where users of Opacus expect it.

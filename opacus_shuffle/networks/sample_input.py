@@ -23,6 +23,8 @@ from opacus_shuffle.networks.running import (
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module, by position and by keyword."""
 
+IGNORED = -100
+"""The label of what does not count in a loss."""
 KEPT = 1
 """The record that stays: not the first, with which others are compared, and early for few rows."""
 
@@ -123,15 +125,22 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def first_records(data_loader: DataLoader, count: int = 2) -> Any:
-    """Returns the first records of a loader's data set as one batch, by its ``collate_fn``.
+def first_records(
+    data_loader: DataLoader, count: int = 2, collate: Callable[[Any], Any] | None = None
+) -> Any:
+    """Returns the first records of a loader's data set as one batch.
 
     Nothing is drawn from its sampler or any random state.
+
+    Args:
+        data_loader: Its data set is read.
+        count: How many.
+        collate: What makes a batch of them; by default the loader's ``collate_fn``.
 
     Raises:
         ValueError: The data set is empty, or can only be iterated over.
     """
-    dataset = data_loader.dataset
+    dataset, collate = data_loader.dataset, collate or data_loader.collate_fn
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         raise ValueError(
             "data_loader.dataset must have a length, an index, and a record, got "
@@ -141,12 +150,11 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
     # Worker processes would have their own random states; here the transforms share ours.
     with random_states_kept():
         if data_loader.batch_sampler is None:  # each entry of the data set is passed on alone
-            return data_loader.collate_fn(dataset[0])
+            return collate(dataset[0])
         places = list(range(min(count, len(dataset))))
         # As the loader's workers fetch a batch.
         fetch: Any = getattr(dataset, "__getitems__", None)
-        records = fetch(places) if fetch else [dataset[place] for place in places]
-        return data_loader.collate_fn(records)
+        return collate(fetch(places) if fetch else [dataset[place] for place in places])
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -175,6 +183,11 @@ def has_records(value: Any, records: int, axis: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
+def turned(tensor: torch.Tensor, shift: int, records: int, axis: int = 0) -> torch.Tensor:
+    """Returns a tensor with its records shifted, if it has so many."""
+    return tensor.roll(shift, axis) if has_records(tensor, records, axis) else tensor
+
+
 def first_of(call: Call, whole: int, records: int, axis: int) -> Call:
     """Returns the first records of a call of ``whole`` ones, which are repeated to be enough."""
 
@@ -198,7 +211,8 @@ def with_others(
         records: How many they have.
         axis: Where they have them.
         counted: Whether they may say what a loss of the whole batch is divided by: then records
-            keep their order. Integers below two, true and false are other records' alone.
+            keep their order. Integers below two, true and false are other records' alone. Where
+            integers hold −100, the label of what does not count, all become so but the last.
 
     Raises:
         Exception: What the run raises if it takes no change.
@@ -214,6 +228,8 @@ def with_others(
             changed = (-20 if signed else 20) * changed + 0.25
         elif "integers" in way and value.dtype != torch.bool:
             changed = torch.where(changed > 1, changed - 1, changed)
+        if value.dtype == torch.int64 and (value == IGNORED).any():
+            changed[..., :-1] = IGNORED
         changed.select(axis, KEPT).copy_(value.select(axis, KEPT))
         return changed
 

@@ -16,24 +16,37 @@ False
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import compute_functionally
 from opacus_shuffle.networks.check import NetworkCheck, listed, per_sample_check
 from opacus_shuffle.networks.running import unwrap
-from opacus_shuffle.networks.sample_input import Call, extents, first_records, from_batch
+from opacus_shuffle.networks.sample_input import (
+    IGNORED,
+    Call,
+    extents,
+    first_records,
+    from_batch,
+    tensors_of,
+    turned,
+)
 
 MOST_RECORDS = 6
 """Of a loader that are looked at."""
 _FLAGS = frozenset([bool, str, types.FunctionType, types.MethodType])
+_IGNORED_LABELS = (IGNORED,)
+"""Among the flags: a batch with labels of −100 was looked at."""
 _SHOWN = 4
 """Modules that a message names."""
 
@@ -90,14 +103,21 @@ class TrainingCheck:
     def check_loader(self, network: nn.Module, data_loader: DataLoader) -> None:
         """Checks the network on the loader's first records, if it takes them.
 
+        Labels that the network can do without are left out, as a training loop may take a loss of
+        its own. Whether they go into the network is seen on the first batch.
+
         Raises:
             ValueError: As :meth:`check`.
         """
         try:
-            call = from_batch(network, first_records(data_loader, MOST_RECORDS))
+            args, named = from_batch(network, first_records(data_loader, MOST_RECORDS))
         except Exception:  # a training loop may make other arguments of what the loader yields
             return
-        if self.check(network, call, data_loader.batch_size).seen:
+        given = inspect.signature(network.forward).parameters
+        labels = {name for name in named.keys() & given.keys() if "label" in name}
+        optional = {name for name in labels if given[name].default is not inspect.Parameter.empty}
+        call = args, {name: value for name, value in named.items() if name not in optional}
+        if self.check(network, call, data_loader.batch_size).seen and not labels:
             self.checked = modes_of(network)
 
     def check(self, network: nn.Module, call: Call, batch: int | None = None) -> NetworkCheck:
@@ -157,13 +177,20 @@ class TrainingCheck:
         if not torch.is_grad_enabled():
             return
         self._keep_evaluated(network)
-        self.called, modes = True, modes_of(network)
+        self.called, modes, first = True, modes_of(network), None
+        if _IGNORED_LABELS not in self.checked:
+            first = _first_ignored((args, keywords), self.axis)
+            modes |= {_IGNORED_LABELS} if first is not None else set()
         if modes <= self.checked or self.idle_layers(network):
             return
         sizes = extents((args, keywords), self.axis)
         if sizes and max(sizes) < 2:
             return
-        check = self.check(network, (args, keywords))
+        # The first records are looked at: one with a label of −100 becomes the first.
+        records = next(iter(sizes), 0)
+        turn = partial(turned, shift=-(first or 0), records=records, axis=self.axis)
+        call: Call = tree_map_only(torch.Tensor, turn, (args, keywords))
+        check = self.check(network, call)
         for layer in self.functional:
             compute_functionally(layer, batch_first=self.axis == 0)
         self.checked |= modes
@@ -217,6 +244,13 @@ class TrainingCheck:
         if not self.checked:
             self.checked = frozenset([()])
             _warn_unseen("the network itself was not called")
+
+
+def _first_ignored(call: Any, axis: int) -> int | None:
+    """Returns the first record with a label of −100, if there is one."""
+    tensors = [t for t in tensors_of(call) if t.dtype == torch.int64 and t.dim() > axis]
+    found = [t.eq(IGNORED).nonzero()[:1] for t in tensors]
+    return next((int(index[0, axis]) for index in found if len(index)), None)
 
 
 def _warn_unseen(why: str) -> None:

@@ -11,6 +11,8 @@ from helpers.private_runs import Run
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_shuffle import prepare_model
+
 lightning = pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -77,8 +79,6 @@ def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
         assert not {"loss", "total_flos"} & {
             name for logs in trainer.state.log_history for name in logs
         }
-        with pytest.raises(ValueError, match="labels hold -100"):
-            trainer.compute_loss(run.network, {"labels": torch.tensor([0, -100])})
         arguments.save_strategy = "epoch"
         with pytest.raises(ValueError, match="holds weights and not what they cost"):
             trainer.train()
@@ -97,3 +97,29 @@ def test_states_of_accelerate_are_refused_as_they_hold_weights_without_their_acc
     with run.refused(r"holds weights and not what they cost: call engine\.save_checkpoint"):
         getattr(accelerator, method)(str(tmp_path))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BertForTokenClassification"])
+def test_every_record_counts_the_same_however_many_of_its_tokens_have_labels(kind, tmp_path):
+    from opacus_shuffle.integrations.hugging_face import PrivateTrainer
+
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = getattr(transformers, kind).config_class(**sizes, bos_token_id=0, eos_token_id=0)
+    model = prepare_model(getattr(transformers, kind)(config)).train()
+    words = torch.randint(config.num_labels, (40, 7))
+    labels = torch.where(torch.arange(7) < torch.arange(40)[:, None] % 6, -100, words)
+    rows = [{"input_ids": words[i], "labels": labels[i]} for i in range(40)]
+    run = Run(toy={"module": model, "data_loader": DataLoader(rows, batch_size=20)})
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path, use_cpu=True, save_strategy="no", max_grad_norm=0, report_to=[]
+    )
+    common = {"engine": run.engine, "data_loader": run.loader, "delta": DELTA}
+    trainer = PrivateTrainer(run.model, arguments, optimizers=(run.optimizer, None), **common)
+    trainer.train()
+    assert run.accounted == run.updates == 6
+    for dropout in (part for part in model.modules() if isinstance(part, nn.Dropout)):
+        dropout.p = 0.0
+    with torch.no_grad():
+        loss = trainer.compute_loss(run.model, {"input_ids": words, "labels": labels})
+        alone = [model(**{n: value[None] for n, value in row.items()}).loss for row in rows]
+    torch.testing.assert_close(loss, torch.stack(alone).mean())

@@ -196,6 +196,7 @@ NO_SUMS = {
     "the largest": lambda h, y: F.cross_entropy(h, y, reduction="none").logsumexp(0),
     "beside a sum": lambda h, y: (F.cross_entropy(h, y), h.var(0).sum()),
     "in a dictionary": lambda h, y: {"loss": h.std()},
+    "beside rows": lambda h, y: (h, h.std()),
 }
 SUMS = {
     "mean": F.cross_entropy,
@@ -204,7 +205,6 @@ SUMS = {
     "with a penalty of outputs": lambda h, y: F.cross_entropy(h, y) + 0.1 * h.square().mean(),
     "dropout": lambda h, y: F.cross_entropy(F.dropout(h, 0.5), y),
     "a statistic beside it": lambda h, y: (F.cross_entropy(h, y), h.detach().std()),
-    "beside rows": lambda h, y: (h, h.std()),
     "tokens end to end": lambda h, y: h.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1),
     "some not counted": lambda h, y: F.cross_entropy(
         h, torch.where(torch.arange(len(y)) == 2, -100, y)

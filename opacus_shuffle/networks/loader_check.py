@@ -1,0 +1,227 @@
+"""Checks of a network with what a loader makes of its records: padding, and a criterion.
+
+A ``collate_fn`` that pads to the longest record lets this record choose the padding of all others.
+A network that reads padding, as a mean over time does, then mixes records before they are clipped.
+
+>>> class Mean(nn.Module):
+...     def forward(self, x):
+...         return x.mean(1)
+>>> records = [torch.randn(length, 2) for length in (4, 6, 5, 4)]
+>>> pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+>>> check_padding(Mean(), DataLoader(records, collate_fn=pad))
+Traceback (most recent call last):
+    ...
+ValueError: module reads the padding of data_loader's collate_fn: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+from opacus_shuffle.networks.check import SEED
+from opacus_shuffle.networks.running import random_states_kept, results, seed_draws
+from opacus_shuffle.networks.sample_input import (
+    KEPT,
+    Call,
+    extents,
+    first_records,
+    from_batch,
+    has_records,
+    run_quietly,
+    tensors_of,
+    turned,
+    with_others,
+)
+from opacus_shuffle.networks.training_check import MOST_RECORDS
+
+
+def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
+    """Refuses networks whose outputs depend on how far the other records of a batch are padded.
+
+    The sequences of some records are cut to half of the shortest, and collated. Then the longest is
+    collated in full with the others. Records may change their order.
+
+    Args:
+        network: It is left as it is.
+        data_loader: What its ``collate_fn`` or the network does not take is not looked at, nor is a
+            ``collate_fn`` that draws.
+
+    Raises:
+        ValueError: The outputs of other records differ.
+    """
+    flat, run = list[Any](), partial(_outputs, network, data_loader)
+    with contextlib.suppress(Exception):  # of data sets that can only be iterated over
+        records = first_records(data_loader, MOST_RECORDS, list)
+        flat = [
+            tree_flatten(
+                record,  # in which a list of numbers or words is one sequence
+                lambda v: (
+                    isinstance(v, list) and isinstance(next(iter(v), None), int | float | str)
+                ),
+            )
+            for record in records
+        ]
+    # Tokens, their mask and their labels have the same lengths in all records.
+    columns = [tuple(map(_length, leaf)) for leaf in zip(*(f[0] for f in flat), strict=False)]
+    for lengths in {column for column in columns if min(column) > 1}:
+        cuts = [slice(min(lengths) // 2) if column == lengths else None for column in columns]
+        short = [
+            tree_unflatten([v[end] if end else v for v, end in zip(leaf, cuts, strict=True)], form)
+            for leaf, form in flat
+        ]
+        longest = lengths.index(max(lengths))
+        long = [records[longest], *short[:longest], *short[longest + 1 :]]
+        with contextlib.suppress(Exception):  # a training loop may make other arguments of these
+            after, before, again = run(long, 0), run(short, 0), run(short, 1)
+            if not any(map(_differ, before, again)) and any(map(_differ, before, after)):
+                break
+    else:
+        return
+    raise ValueError(
+        "module reads the padding of data_loader's collate_fn: one longer record in a batch "
+        "changes what the network gives for the others, so that clipping bounds nobody's "
+        "influence; mask the padding (an attention mask, pack_padded_sequence, a mean over each "
+        "record's own length), or pad all records to one constant length in collate_fn"
+    )
+
+
+def _length(value: Any) -> int:
+    """Returns the length of a sequence; 0 of anything else, tensors without axes among it."""
+    return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) else 0
+
+
+def _outputs(network: nn.Module, data_loader: DataLoader, records: Any, seed: int) -> Any:
+    """Returns the tensors that a network gives for collated records, records first."""
+    with random_states_kept():
+        seed_draws(seed)
+        given = results(run_quietly(network, *from_batch(network, data_loader.collate_fn(records))))
+    return [t.movedim(t.shape.index(len(records)), 0) for t in given if len(records) in t.shape]
+
+
+def _differ(short: torch.Tensor, long: torch.Tensor) -> bool:
+    """Whether more than one row of the first tensor is nowhere in the second, beyond rounding.
+
+    One row is of the record that was in full. Where the second tensor is larger on another axis,
+    padding may be at its end or at its beginning.
+    """
+    sizes = [*map(min, short.shape, long.shape)]
+
+    def missing(ends: list[slice]) -> int:
+        ones, others = (t[tuple(ends)].flatten(1).double().nan_to_num() for t in (short, long))
+        scale = ones.norm(dim=1)[:, None] + others.norm(dim=1)
+        close = torch.cdist(ones, others) <= _share(short) * scale
+        return int((~close.any(1)).sum())
+
+    first, last = [slice(size) for size in sizes], [slice(-size, None) for size in sizes]
+    return min(missing(first), missing(last)) > 1
+
+
+def _share(tensor: torch.Tensor) -> float:
+    """Returns the share of its length by which rounding may change a tensor."""
+    return 1e-2 if tensor.dtype.itemsize < 4 else 1e-5
+
+
+def check_criterion_on(
+    criterion: Callable[..., Any], network: nn.Module, data_loader: DataLoader
+) -> None:
+    """Refuses a criterion by which records depend on each other, on a loader's first records.
+
+    Args:
+        criterion: It is called on the network's outputs (``logits`` of a model of ``transformers``)
+            and the targets.
+        network: It is left as it is.
+        data_loader: Tuples have targets after the network's arguments; mappings have them under
+            names with ``label``, or that the network does not take.
+
+    Raises:
+        ValueError: It is one.
+
+    Warns:
+        PrivacyAssumptionWarning: It does not take these.
+    """
+    try:
+        batch = first_records(data_loader, MOST_RECORDS)
+        args, named = from_batch(network, batch)
+        outputs = run_quietly(network, args, named)
+        outputs = tree_map_only(
+            torch.Tensor,
+            lambda t: t.detach().requires_grad_(t.is_floating_point()),
+            getattr(outputs, "logits", outputs),
+        )
+        first = next(tensor for tensor in tensors_of(outputs) if tensor.dim())
+        entries = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+        used = range(len(args)) if isinstance(entries.get(0), torch.Tensor) else [0, *named]
+        targets = [v for name, v in entries.items() if name not in used or "label" in str(name)]
+        targets = tree_map_only(torch.Tensor, lambda target: target.to(first.device), targets)
+        criterion(outputs, *targets).sum()
+        if len(first) != min(MOST_RECORDS, len(data_loader.dataset)):  # type: ignore[arg-type]
+            raise TypeError("the network's first axis is not that of records")
+    except Exception as error:
+        warnings.warn(
+            f"criterion was not checked, as criterion(outputs, targets) raised {error!r} on what "
+            "module gives for data_loader's first records; no ε holds unless its loss is a sum or "
+            "mean of one number per record: pass criterion=lambda outputs, targets: ... with the "
+            "computation of your loop",
+            PrivacyAssumptionWarning,
+            stacklevel=2,
+        )
+        return
+    check_criterion(criterion, (outputs, *targets), {})
+
+
+def check_criterion(
+    criterion: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> bool:
+    """Refuses a criterion by which one record's loss depends on other records.
+
+    Args:
+        criterion: Gives one loss per record, or a loss of the batch.
+        args: What it is computed of, records first. Outputs are what requires gradients.
+        keywords: Likewise.
+
+    Returns:
+        Whether there were two records or more to look at.
+
+    Raises:
+        ValueError: It does.
+    """
+    call: Call = tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, keywords)
+    )
+    records = next(iter(extents(call, 0)), 0)
+
+    def kept(call: Call) -> list[torch.Tensor]:
+        seed_draws(SEED)
+        losses = criterion(*call[0], **call[1])
+        outputs = [tensor for tensor in tensors_of(call) if tensor.requires_grad]
+        rows = [losses, *torch.autograd.grad(losses.sum(), outputs, materialize_grads=True)]
+        if losses.dim() and not has_records(losses, records, 0):
+            return []  # records are on another axis
+        return [row[KEPT].detach() for row in rows if has_records(row, records, 0)]
+
+    if records <= KEPT:
+        return False
+    with random_states_kept(), torch.enable_grad():
+        for shift in range(min(records, MOST_RECORDS)):  # two records may have the same label
+            turn = partial(turned, shift=shift, records=records)
+            first: Call = tree_map_only(torch.Tensor, turn, call)
+            pairs = zip(kept(first), with_others(kept, first, records, 0), strict=True)
+            if any((a - b).norm() > _share(a) * (a.norm() + b.norm()) for a, b in pairs):
+                raise ValueError(
+                    "criterion mixes records: one record's loss, or its gradient, changes when "
+                    "another record does, so that clipping bounds nobody's influence; compute each "
+                    "record's loss from its own output and target, without a divisor that depends "
+                    "on the batch's labels: use reduction='none' and .mean(), or "
+                    "opacus_shuffle.token_loss for tokens"
+                )
+    return True
