@@ -55,11 +55,11 @@ WEIGHTS = {
     "federated": 1_410,
     "integrations": 145,
     "networks": 790,
-    "permutation": 2_235,
+    "permutation": 2_240,
     "protocols": 780,
     "sco": 965,
 }
-TESTS_WEIGHT = 17_230
+TESTS_WEIGHT = 17_245
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",

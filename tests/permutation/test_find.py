@@ -309,3 +309,21 @@ def test_other_levels_are_refused(groups):
 def test_inputs_that_do_not_fit_are_refused(sample):
     with pytest.raises(ValueError, match="sample_input"):
         find_permutations(build(NETWORKS["mlp"])[0].float(), sample)
+
+
+def test_the_original_of_a_module_moves_as_the_copy_that_peft_trains():
+    """It is in use while adapters are disabled; unreached, it fixed all axes of its sizes."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    config = peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"])
+    model, x = peft.get_peft_model(network, config).eval(), torch.randn(5, 4)
+    spec = find_permutations(model, x)
+    answers = [model(x)]
+    with model.disable_adapter():
+        answers.append(model(x))
+    spec.apply_(model, spec.sample())
+    torch.testing.assert_close(model(x), answers[0])
+    with model.disable_adapter():
+        torch.testing.assert_close(model(x), answers[1])
+    assert (spec.unreached, "base_model.model.0.base_layer.weight" in spec.blocks) == ((), True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -46,6 +47,7 @@ def build_spec(
 
     What the run never reached, and what the level leaves out, is fixed.
     """
+    _move_originals(run)
     _keep_unreached(run)
     for row, size in run.groups:
         cut_in_groups(row, size)
@@ -75,6 +77,18 @@ def build_spec(
 
 def _atoms_in(occurrences: Iterable[Iterable[Iterable[Axis]]]) -> set[Axis]:
     return {atom for axes in occurrences for row in axes for atom in atoms(row)}
+
+
+def _move_originals(run: TracedRun) -> None:
+    """Lets the original of a module move as the copy of it that PEFT trains.
+
+    PEFT calls one or the other on the same input: the original while adapters are disabled.
+    """
+    for name in run.unreached():
+        for other in sorted(run.used):
+            if name == re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", other):
+                run.set(run.tensors[name], run.axes(run.tensors[other]))
+                run.used.add(name)
 
 
 def _keep_unreached(run: TracedRun) -> None:
