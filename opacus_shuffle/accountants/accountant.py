@@ -81,7 +81,7 @@ class ShuffleAccountant(IAccountant):
         predictable: What a user has passed that lets others draw the run's randomness again: then
             it is not private.
         unchecked: What every ε takes on trust: files whose word for the rounds that they brought is
-            all there is, or that batches were left out whatever was in them.
+            all there is, or that skipped batches were skipped independently of their content.
 
     Formal Guarantees:
         Those of the bound; ``bound="certified"``, the default, is proved for every data set.
@@ -449,8 +449,8 @@ class ShuffleAccountant(IAccountant):
         saved = self._parsed(state_dict)
         if self._contradicts(saved):
             raise ValueError(
-                "state_dict speaks of {}, this accountant of {}: load it into an engine made "
-                "private with the same network, data set and kind of noise".format(
+                "state_dict is of a run with {}, this accountant of one with {}: load it into an "
+                "engine made private with the same network, data set and kind of noise".format(
                     *_contrast(saved._facts, self._facts)
                 )
             )
@@ -476,7 +476,7 @@ class ShuffleAccountant(IAccountant):
         if mechanism != self.mechanism():
             raise ValueError(
                 f"mechanism in state_dict must be {self.mechanism()!r}, got {mechanism!r}: load it "
-                "into a PrivacyEngine(accountant=...) of the accountant that has written it"
+                "into a PrivacyEngine(accountant=...) with the accountant that wrote it"
             )
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is None:
@@ -500,7 +500,7 @@ class ShuffleAccountant(IAccountant):
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """What the run is, by name."""
+        """The fields that describe the run, by name."""
         return _run(
             self.planned or next(iter(self._recorded), None),
             num_users=self.num_users,
@@ -627,13 +627,13 @@ def _may_be(mechanism: Mechanism, planned: Mechanism) -> bool:
     ).same_run_as(planned)
 
 
-def _run(mechanism: Mechanism | None, **known: Any) -> dict[str, Any]:
-    """Describes what is accounted for, all but the noise, which may change."""
+def _run(mechanism: Mechanism | None, **facts: Any) -> dict[str, Any]:
+    """Returns the fields of a run without its noise, which may change."""
     fields = {} if mechanism is None else dataclasses.asdict(mechanism)
-    return {**known, **fields, "noise_multiplier": None}
+    return {**facts, **fields, "noise_multiplier": None}
 
 
 def _contrast(*runs: Mapping[str, Any]) -> list[str]:
-    """Returns in words what each of two runs has that the other one has not."""
+    """Returns the fields in which two runs differ, as a text for each run."""
     names = [name for name in runs[0] if runs[0][name] != runs[1].get(name)] or runs[0]
     return [", ".join(f"{name}={run.get(name)!r}" for name in names) for run in runs]

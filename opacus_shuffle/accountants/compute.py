@@ -163,7 +163,7 @@ def compute_noise_multiplier(
 
     Warns:
         PrivacyAssumptionWarning: If the bound does not cover every data set, δ is above 1/n, or
-            the noise is so much that nothing can be learned.
+            the noise is so large that nothing can be learned.
     """
     open_unit_interval("target_delta", target_delta)
     kind, count = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)], integer("steps", steps)
@@ -246,7 +246,7 @@ def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
 
 
 def _warn(answer: PrivacyBound, function: str, one: Mechanism, steps: int | None = None) -> None:
-    """Warns of an ε that is not proved, of a large δ, and of noise of no use for so many steps.
+    """Warns of an ε that is not proved, of a large δ, and of noise that is too large to learn.
 
     The words are the same for every call, so that Python shows them once per place.
     """
@@ -254,7 +254,7 @@ def _warn(answer: PrivacyBound, function: str, one: Mechanism, steps: int | None
         f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee "
         "for every data set; bound='certified' is one"
     ) * (answer.guarantee is not Guarantee.PROVED)
-    # Where no number of users is known, the mean's noise is not either.
+    # If the number of users is unknown, so is the noise of the mean.
     useless = drowned(one.noise_of_mean, steps) if steps and one.num_users > 1 else ""
     for sentence in filter(None, [assumed, large_delta(answer.delta, one.num_users), useless]):
         warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=3)

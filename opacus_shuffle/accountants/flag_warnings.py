@@ -44,10 +44,10 @@ def unread_flags(keywords: Mapping[str, Any]) -> str:
 
 
 def drowned(noise_of_mean: float, steps: int) -> str:
-    """Returns a warning where all rounds' noise is more than all that their gradients could sum to.
+    """Returns a warning if the noise of all rounds exceeds the largest sum of their gradients.
 
     Args:
-        noise_of_mean: Of one coordinate of a round's mean gradient, in clipping norms.
+        noise_of_mean: Noise on one coordinate of a round's mean gradient, in clipping norms.
         steps: How many rounds there are.
     """
     return (

@@ -37,10 +37,10 @@ UNPROVED = {
     "Poisson samples, which batches with poisson_sampling=False are not": "leave it out, or use "
     "'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', which account for batches of one "
     "size",
-    "clipping norms that nobody sees, which with clipping='adaptive' show something of how many "
-    "records a batch has": "use clipping='flat'",
+    "clipping norms that nobody sees, while those of clipping='adaptive' reveal something about "
+    "the batch sizes": "use clipping='flat'",
 }
-"""What an ε of theirs is about where it is no guarantee, with the remedy."""
+"""What their ε assumes where it is no guarantee, with the remedy."""
 OWN_BATCHES, NORMS_UNSEEN = UNPROVED
 
 
@@ -75,8 +75,8 @@ def report_of_opacus(accountant: IAccountant, *, delta: float, **facts: Any) -> 
     Args:
         accountant: ``prv``, ``rdp`` or ``gdp``, after at least one step; it stays as it is.
         delta: δ in (0, 1).
-        **facts: Others of :class:`~opacus_shuffle.accountants.report.PrivacyReport`. With one of
-            :data:`UNPROVED` unchecked, no ε is a guarantee.
+        **facts: Others of :class:`~opacus_shuffle.accountants.report.PrivacyReport`. If one of
+            :data:`UNPROVED` is unchecked, no ε is a guarantee.
 
     Raises:
         ValueError: If the accountant is another one, an argument is out of range, nothing ran,

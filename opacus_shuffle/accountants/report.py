@@ -111,7 +111,7 @@ class PrivacyReport:
             none if it is not known.
         num_users: n, of the whole data set; by default the users of a round.
         unchecked: What every ε takes on trust: files from which rounds were loaded that nothing but
-            these files vouches for, or that a batch was left out for no reason of its own.
+            these files vouches for, or that batches were skipped independently of their content.
         ran: So many of the rounds ran so far, where those of a begun epoch are all accounted; by
             default all.
         entries: The bounds to report; by default all of the rounds' mechanism.
@@ -501,7 +501,7 @@ def promise(bound: PrivacyBound) -> str:
 
 
 def large_delta(delta: float, users: int | None) -> str:
-    """Returns a warning where δ allows to publish a record outright; empty where it does not."""
+    """Returns a warning if δ allows a run to publish a record outright; empty if it does not."""
     if not users or users <= 1 or delta <= 1 / users:
         return ""
     return (

@@ -180,8 +180,8 @@ def _one_report(shape: Shape, slope: float, tail: float, resolution: float) -> t
         return ((1 - slope) * plus - (1 + slope) * minus) / 2
 
     levels = w(shape.excess(z), shape.excess(-z))
-    # Beyond the last point W_θ may be anything. If that were one cell with what lies before the
-    # first point, both would cancel in its moment, as where all of W_θ between them is level.
+    # Beyond the last point W_θ may have any value. If that part shared a cell with the part before
+    # the first point, as it does where W_θ is level between them, both would cancel in its moment.
     levels[-1] += 2.0**-52
     # Where W_θ is level, all of it is one cell.
     cuts, first = np.unique(levels, return_index=True)

@@ -1,6 +1,6 @@
-"""Files of one user: whole at every moment, readable by nobody else, and reached by no link.
+"""Files that are complete at every moment, private to their owner, and not reached by links.
 
-A process killed while writing leaves a file as it was.
+A process that is killed while writing leaves the file as it was.
 
 >>> import tempfile
 >>> folder = tempfile.TemporaryDirectory()
@@ -38,29 +38,29 @@ def private(path: Any, flags: int) -> int:
 
 
 def own_path(name: str, path: Any) -> Path:
-    """Returns the place of a file that outlasts the process, wherever that moves to.
+    """Returns the absolute path of a file, for a process that may change its working directory.
 
     Args:
         name: What the argument is called.
-        path: The file, which need not exist. Its folder may be named by links.
+        path: The file, which need not exist. Its folder may be reached through links.
 
     Raises:
-        ValueError: If there is no such folder, or the file is a symbolic link: two names of one
+        ValueError: If the folder does not exist, or the file is a symbolic link: two names of one
             file have two locks.
     """
-    own = (given := Path(instance_of(name, path, (str, os.PathLike)))).parent.resolve() / given.name
-    if own.is_symlink() or not own.parent.is_dir():
+    real = (file := Path(instance_of(name, path, (str, os.PathLike)))).parent.resolve() / file.name
+    if real.is_symlink() or not real.parent.is_dir():
         raise ValueError(
-            f"{name}={str(path)!r} must be a file in a folder that is there, and no symbolic link: "
+            f"{name}={str(path)!r} must be a file in an existing folder, and no symbolic link: "
             "make the folder, or name the file itself"
         )
-    return own
+    return real
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from what they do under the same lock, ``<path>.lock``."""
-    # Opened for appending, it destroys nothing, whatever file has this name.
+    """Holds the lock ``<path>.lock``, for which other processes wait."""
+    # Opening it for appending keeps the content of an existing file of this name.
     with open(f"{path}.lock", "ab", opener=private) as lock:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -71,10 +71,10 @@ def locked(path: Path) -> Iterator[None]:
 def replacing(path: Any) -> Iterator[Any]:
     """Opens a file that takes the place of ``path`` when all of it is on the disk.
 
-    It is written beside it, as ``.<name>.<random>.tmp``, flushed to the disk and renamed. It has
-    mode 0600, and takes the place of a symbolic link, not of what that leads to. A failure removes
-    it; only a killed process leaves it behind, and it may then be deleted. File objects, devices
-    and pipes are written to directly.
+    It is written in the same folder as ``.<name>.<random>.tmp``, flushed to the disk and renamed.
+    It has mode 0600. If ``path`` is a symbolic link, it replaces the link and not its target. A
+    failure removes it; only a killed process leaves it behind, and it may then be deleted. File
+    objects, devices and pipes are written to directly.
 
     Args:
         path: A path, or a file object.

@@ -68,7 +68,7 @@ def draw_noise(std: float, reference: torch.Tensor, generator: SecretGenerator) 
         return torch.zeros_like(reference)
     if generator.device.type != "cpu":  # Philox, keyed by the stream
         shape, where = reference.shape, reference.device
-        # By 32 bits normal numbers end at 6.76, by the 53 of double precision at 8.65.
+        # Normal numbers of 32 bits end at 6.76, those of the 53 of double precision at 8.65.
         dtype = torch.float64 if where.type == "cuda" else reference.dtype
         return torch.normal(
             0.0, std, shape, generator=generator.of_pytorch, device=where, dtype=dtype

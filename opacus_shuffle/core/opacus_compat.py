@@ -95,14 +95,14 @@ for _name, _module in list(sys.modules.items()):
 
 
 def _corrected(sampler: Callable[..., Any], *, norms: bool) -> Callable[..., Any]:
-    """Returns Opacus's rule for a layer, which heeds :func:`compute_functionally`."""
+    """Returns Opacus's rule for a layer, changed to respect :func:`compute_functionally`."""
 
     @functools.wraps(sampler)
     def rule(layer: Any, activations: list[torch.Tensor], backprops: torch.Tensor) -> Any:
         if not hasattr(layer, "ft_compute_sample_grad"):
             return sampler(layer, activations, backprops)
         if type(layer) is nn.Embedding and layer.ft_compute_sample_grad is None:
-            indices = activations[0].contiguous()  # norms are found of no others
+            indices = activations[0].contiguous()  # Opacus finds norms of no others
             padding = indices == (-1 if layer.padding_idx is None else layer.padding_idx)
             return sampler(layer, [indices], backprops.masked_fill(padding.unsqueeze(-1), 0))
         backprops = backprops.to(next(layer.parameters()).dtype)
@@ -119,10 +119,10 @@ def _corrected(sampler: Callable[..., Any], *, norms: bool) -> Callable[..., Any
 def _gradients_of_bags(
     layer: nn.EmbeddingBag, backprops: torch.Tensor, indices: torch.Tensor, *offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Returns each record's gradient: Opacus counts a token once that a record has twice."""
+    """Returns each record's gradient, as Opacus counts repeated tokens of a record only once."""
     rows = torch.arange(len(indices), device=indices.device)
     rows = torch.searchsorted(offsets[0], rows, right=True) - 1 if offsets else rows[:, None]
-    # Each record has a copy of the weights, which autograd fills.
+    # Each record has its own copy of the weights, for which autograd computes a gradient.
     copies = layer.weight.detach().repeat(len(backprops), 1).requires_grad_()
     with torch.enable_grad():
         indices = indices + layer.num_embeddings * rows
@@ -132,8 +132,8 @@ def _gradients_of_bags(
     return gradient.view(len(backprops), *layer.weight.shape)
 
 
-# Opacus's rules are found by the class of a layer. Layers that are not marked, which is all of
-# them under Opacus's own engine, keep these rules.
+# Opacus finds its rules by the class of a layer. Layers that are not marked keep these rules. Under
+# Opacus's own engine, no layer is marked.
 for _rules, _of_norms in (
     (GradSampleHooks.GRAD_SAMPLERS, False),
     (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, True),
@@ -142,15 +142,15 @@ for _rules, _of_norms in (
 
 
 def compute_functionally(layer: Any, *, batch_first: bool) -> None:
-    """Has a layer's gradients per record computed by functional PyTorch, not by Opacus's rule.
+    """Marks a layer so that functional PyTorch computes its gradients, not Opacus's rule.
 
-    An embedding keeps the rule, which is faster and finds norms without gradients; it is given no
-    gradients of padding. The mark goes with Opacus's hooks.
+    An embedding keeps the rule, which is faster and finds norms without gradients, but gets no
+    gradients of padding. The mark is removed with Opacus's hooks.
     """
     if type(layer) in (nn.Embedding, nn.EmbeddingBag):
         layer.ft_compute_sample_grad = None
         return
-    bare = copy.copy(layer)  # a layer without hooks, which functions must not run
+    bare = copy.copy(layer)  # without hooks, which the function must not run
     vars(bare).update({k: v for k, v in vars(nn.Module()).items() if k.endswith("_hooks")})
     prepare_layer(bare, batch_first=batch_first)
     layer.ft_compute_sample_grad = bare.ft_compute_sample_grad
@@ -174,7 +174,7 @@ def correct_layers(module: Any, functional: Collection[nn.Module] = ()) -> None:
 
 
 def by_position(layer: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-    """Passes arguments by position, where Opacus's hooks look for them; a hook before layers."""
+    """Passes keyword arguments by position, where Opacus's hooks expect them; a pre-hook."""
     if args or not keywords:
         return None
     bound = inspect.signature(layer.forward).bind(**keywords)

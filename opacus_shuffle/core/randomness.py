@@ -91,18 +91,18 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 
 class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A stream of AES-256 in counter mode, which this package takes wherever it takes a generator.
+    """A stream of AES-256 in counter mode, accepted wherever this package takes a generator.
 
     Forked processes, copies and pickles get a fresh key from the operating system; a key is
     replaced by its hash every 2³² blocks and at every :meth:`next_key`, so that a key tells nothing
-    that was drawn by the keys before it. It is no ``torch.Generator``: a function of PyTorch would
-    draw from a Mersenne Twister, and raises a TypeError in place of that. Draw by the methods here.
+    that was drawn by the keys before it. It is no ``torch.Generator``: PyTorch's functions raise a
+    TypeError for it, instead of drawing from a Mersenne Twister. Draw by the methods here.
 
-    ``of_pytorch`` is a ``torch.Generator`` with a seed from the stream. On a CPU what is drawn by
-    it (seeds of workers, say) hides nobody; on a GPU the seed is the 64-bit key of PyTorch's Philox
-    generator, which draws the noise there and is no cipher. Where a fork's parent has used CUDA,
-    that seed stays as it was in the child, in which CUDA refuses to draw anything; the stream of
-    AES is another one there, too.
+    ``of_pytorch`` is a ``torch.Generator`` with a seed from the stream. On a CPU, numbers drawn by
+    it (seeds of workers, say) hide nobody. On a GPU, the seed is the 64-bit key of PyTorch's Philox
+    generator, which draws the noise there and is no cipher. If a fork's parent has used CUDA, that
+    seed is not renewed in the child, where CUDA refuses to draw anything. The stream of AES is
+    renewed there, too.
 
     Args:
         device: Where it lives.
@@ -175,7 +175,7 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
         return self._choose(b"seed %d" % int(seed))
 
     def get_state(self) -> torch.Tensor:
-        """Returns the state of ``of_pytorch``, which tells nothing of the stream."""
+        """Returns the state of ``of_pytorch``, which reveals nothing of the stream."""
         return self.of_pytorch.get_state()
 
     def set_state(self, new_state: torch.Tensor) -> SecretGenerator:  # type: ignore[override]
@@ -226,11 +226,11 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
     def normals(self, count: int) -> torch.Tensor:
         """Draws standard normal numbers by Box and Muller's transform: float32, shape (count,).
 
-        A word w of 32 bits is the uniform number abs(w + ½)·2⁻³¹, the middle of a cell, which
-        single precision holds with all of its bits where it is small. Where it is below 2⁻²⁰, so
-        that the radius is above 5.26, 64 bits are drawn in its place, and 64 more where these are
-        all 0: no number is the largest one. Above, cells are at most 1/2048 of their uniform number
-        wide.
+        A word w of 32 bits stands for the uniform number abs(w + ½)·2⁻³¹, the middle of a cell.
+        Single precision holds all of its bits if it is small. If it is below 2⁻²⁰, so that the
+        radius is above 5.26, it is drawn again with 64 bits, and with 64 more if these are all 0.
+        Thus the normal numbers have no largest value. Above 2⁻²⁰, the width of a cell is at most
+        1/2048 of its uniform number.
         """
         return self._handed_out(count, np.float32, self._fill)
 
@@ -301,10 +301,10 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
         second += np.multiply(y[:rest], cosine[:rest], out=turned[:rest])
 
     def _with_tail(self, logs: npt.NDArray[Any], end: float) -> npt.NDArray[Any]:
-        """Draws logarithms of uniform numbers again where they are below ``end``, from (0, e^end).
+        """Draws logarithms of uniform numbers again if they are below ``end``, from (0, e^end).
 
-        A whole number of equally likely cells lies below it. Of the 2⁶⁴ cells that are drawn from
-        there, only the lowest one is drawn from again, and so on.
+        A whole number of equally likely cells lies below ``end``. A new draw has 2⁶⁴ cells, of
+        which only the lowest one is drawn again, and so on.
         """
         while logs.min() < end:
             (rare,) = np.nonzero(logs < end)
@@ -366,7 +366,7 @@ def stream_of(generator: torch.Generator | None) -> SecretGenerator:
 
 
 def for_pytorch(generator: Any) -> Any:
-    """Returns what PyTorch's functions draw by, on a GPU or where what they draw hides nobody."""
+    """Returns the generator for PyTorch's functions, on a GPU or for draws that hide nobody."""
     return generator.of_pytorch if isinstance(generator, SecretGenerator) else generator
 
 

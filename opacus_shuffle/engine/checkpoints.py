@@ -69,7 +69,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
     """
 
     shuffler: WeightShuffler | None = None
-    predictable: tuple[str, ...] = ()  # ours know these two themselves
+    predictable: tuple[str, ...] = ()  # our own accountants have these two
     unchecked: tuple[str, ...] = ()
     tickets: tuple[Callable[[], Any], ...] = ()
     accountant: Any  # Opacus's, untyped
@@ -509,12 +509,12 @@ def _warn_before_load(
     """Warns of a state dict without a mark, or with one of rounds that are not accounted.
 
     Raises:
-        ValueError: If it has no parameter of the network, which strict=False would not say.
+        ValueError: If it has no parameter of the network, which PyTorch ignores with strict=False.
     """
     names = [prefix + name for name, _ in network.named_parameters()]
-    if names and state.keys().isdisjoint(names):  # PyTorch passes on what has the prefix alone
+    if names and state.keys().isdisjoint(names):  # PyTorch passes on only keys with the prefix
         raise ValueError(
-            f"state_dict has none of the network's parameters, which are {names[0]!r}, ... here: "
+            f"state_dict has none of the network's parameters, such as {names[0]!r}: "
             "the module that make_private returned writes '_module.' before each name, and the "
             "network itself does not; load a plain network's state_dict by "
             "model._module.load_state_dict(...)"

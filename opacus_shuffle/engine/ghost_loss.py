@@ -151,8 +151,8 @@ class GhostPasses:
         odd = []
         for parameter, gradient in zip(parameters, plain, strict=True):
             gap = gradient - self.sums.get(parameter, torch.zeros_like(gradient))
-            # Of the records' norms, not of their sum's, in which gradients may cancel to rounding;
-            # and of whole gradients, as all of one parameter's may be rounding.
+            # Relative to the records' norms, as gradients may cancel to rounding in their sum, and
+            # to those of whole gradients, as all of one parameter's may be rounding.
             if float(gap.norm()) > 1e-3 * float(self.module.per_sample_gradient_norms.sum()):
                 odd.append(parameter)
             parameter.grad = None
@@ -183,7 +183,7 @@ class GhostPasses:
             name
             for name, parameter in network.named_parameters()
             if parameter.requires_grad
-            # One hook is ours, and changes nothing.
+            # One hook is our own, and changes nothing.
             and (parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1)
         ]
         if hooked:
@@ -291,7 +291,7 @@ class GhostLoss(DPTensorFastGradientClipping):
                 clipped = torch.sum(factors.to(losses.device) * losses)
                 module.disable_hooks()
                 clipped.backward()  # type: ignore[no-untyped-call]
-                for parameter in parameters:  # that only a comparison reads, say
+                for parameter in parameters:  # one may be read by a comparison alone
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
             else:

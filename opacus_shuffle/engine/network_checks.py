@@ -50,8 +50,8 @@ def check_network(request: Request, engine: Any) -> TrainingCheck | None:
         engine: The engine that asks.
 
     Returns:
-        What checks the network again when its modes change, or on the first batch if the loader's
-        first records are not what the network takes. None if nothing can be checked.
+        The check that runs again when the network's modes change, or on the first batch if the
+        network does not take the loader's first records. None if nothing can be checked.
 
     Raises:
         ValueError: The network cannot be trained, with its part that cannot.
@@ -77,7 +77,7 @@ def check_network(request: Request, engine: Any) -> TrainingCheck | None:
         )
     check.check_loader(network, request.data_loader)
     check_padding(network, request.data_loader)
-    if mode != "ghost" and request.criterion is not None:  # which is checked on its first call
+    if mode != "ghost" and request.criterion is not None:  # ghost clipping checks it later
         check_criterion_on(request.criterion, network, request.data_loader)
     return check
 
@@ -179,7 +179,7 @@ def check_supported(engine: Any, module: nn.Module) -> None:
     except UnsupportedModuleError as error:
         if not module.training:
             raise UnsupportedModuleError(
-                "module is in evaluation mode, in which no gradients of records are kept: call "
+                "module is in evaluation mode, in which no per-sample gradients are kept: call "
                 "module.train() before make_private"
             ) from error
         checks = ModuleValidator.VALIDATORS

@@ -90,8 +90,8 @@ class LocalGaussianNoise(GaussianNoise):
 class AdaptiveNoise(GaussianNoise):
     """Adds Opacus's noise of adaptive clipping: to the sum, and to the count of clipped records.
 
-    By Theorem 1 of arXiv:1905.03871, whose sensitivity is half of Opacus's: what a step costs is in
-    :mod:`~opacus_shuffle.engine.schemes.opacus_own`.
+    It follows Theorem 1 of arXiv:1905.03871, whose sensitivity is half of Opacus's. For the cost of
+    a step see :mod:`~opacus_shuffle.engine.schemes.opacus_own`.
     """
 
     def multiplier(self, optimizer: Any) -> float:

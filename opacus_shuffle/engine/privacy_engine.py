@@ -193,8 +193,8 @@ class PrivacyEngine(CheckpointMixin):
             max_grad_norm: C, the norm to which each record's gradient is clipped, or one per
                 parameter with ``clipping="per_layer"``.
             criterion: The loss of your loop, ``criterion(outputs, targets)``. It is refused if it
-                divides by what the batch holds. ``grad_sample_mode="ghost"`` wraps it besides, by
-                default a fresh ``CrossEntropyLoss``.
+                divides by what the batch holds. ``grad_sample_mode="ghost"`` also wraps it; its
+                default there is a fresh ``CrossEntropyLoss``.
             batch_first: Whether the first dimension of the network's inputs is the batch; if not,
                 the second one is.
             loss_reduction: Whether your loss is the ``"mean"`` over a batch's records or their
@@ -328,7 +328,7 @@ class PrivacyEngine(CheckpointMixin):
             watched: Any = model if isinstance(model, nn.Module) else asked.module
             watched.register_forward_pre_hook(training_check, with_kwargs=True)
             optimizer.training_check = training_check
-            if training_check.checked:  # Opacus's hooks set flags of PyTorch's
+            if training_check.checked:  # Opacus's hooks set PyTorch's flags
                 training_check.checked = modes_of(network)
         for part in (asked.module, model):
             leave_out_records(part)
@@ -385,8 +385,8 @@ class PrivacyEngine(CheckpointMixin):
                 ``local_noise=True`` the noise found is the local σ.
 
         Warns:
-            UserWarning: If the noise is so much that nothing can be learned; and at the first step
-                beyond those of the ``epochs``, which the noise was not made for.
+            UserWarning: If the noise is so large that nothing can be learned; and at the first step
+                beyond the ``epochs`` for which the noise is calibrated.
 
         Raises:
             ValueError: If an argument is out of range or no noise meets the target.
@@ -422,7 +422,7 @@ class PrivacyEngine(CheckpointMixin):
                 with Opacus's own accountants.
 
         Warns:
-            PrivacyAssumptionWarning: If δ is above 1/n, or as the accountant's.
+            PrivacyAssumptionWarning: If δ is above 1/n, or if the accountant warns.
         """
         if sentence := large_delta(open_unit_interval("delta", delta), self.num_users):
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=2)
@@ -449,14 +449,16 @@ class PrivacyEngine(CheckpointMixin):
         open_unit_interval("delta", delta)
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
-        left = [
-            LEFT_OUT for known in self.tickets if (book := known()) and book.left_out(at_step=False)
+        skipped = [
+            LEFT_OUT
+            for reference in self.tickets
+            if (book := reference()) and book.left_out(at_step=False)
         ]
         if isinstance(self.accountant, ShuffleAccountant):
             report = self.accountant.report(
                 delta, adjacency=adjacency, max_grad_norms=sorted(self.max_grad_norms)
             )
-            report.unchecked = tuple(dict.fromkeys((*report.unchecked, *left)))
+            report.unchecked = tuple(dict.fromkeys((*report.unchecked, *skipped)))
             return report
         if Adjacency(adjacency) is not Adjacency.ZERO_OUT:
             raise ValueError(
@@ -471,5 +473,5 @@ class PrivacyEngine(CheckpointMixin):
             pytorch_noise=self.pytorch_noise,
             max_grad_norms=sorted(self.max_grad_norms),
             num_users=self.num_users,
-            unchecked=tuple(dict.fromkeys((*self.unchecked, *left))),
+            unchecked=tuple(dict.fromkeys((*self.unchecked, *skipped))),
         )

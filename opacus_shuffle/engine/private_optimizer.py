@@ -59,14 +59,14 @@ class PrivateOptimizer(OpenOptimizer):
         num_records: Records of the current logical batch that have been clipped and summed so far.
         tickets: Of the loader; None where Opacus lets users train on any batches.
         accountant: Of the engine that accounts for the steps.
-        planned_rounds: How many rounds the account may have until a step is warned of.
+        planned_rounds: How many rounds may be accounted before a step causes a warning.
         before_release: Is called before each step is accounted, and may refuse it; None for not.
         released: What this step has released for the update: each gradient, and how often it had
             been written to.
         batch_clip: c′, to which the sum over the shuffled parameters is clipped; None for not.
         unshuffled_noise_ratio: σ₀/σ of the parameters that are not clipped so.
         shuffled: Identities of those that are.
-        training_check: Checks the network when its modes have changed; None if nothing does.
+        training_check: Checks the network when its modes have changed; None for no check.
         rank: Of several processes, which one this is.
     """
 
@@ -128,9 +128,9 @@ class PrivateOptimizer(OpenOptimizer):
         """Returns what ε would be after so many more steps; none is taken or accounted.
 
         Args:
-            steps: How many, at least 1, with the noise of now. With ``random_allocation`` every
-                epoch that they begin counts as a whole, as it is accounted; one that has begun is
-                taken to go on.
+            steps: How many, at least 1, with the current noise. With ``random_allocation`` every
+                epoch that they begin counts as a whole, as it is accounted. An epoch that has
+                begun is assumed to continue.
             delta: δ in (0, 1).
         """
         return self._rehearse(self, integer("steps", steps)).get_epsilon(delta)
@@ -261,19 +261,20 @@ class PrivateOptimizer(OpenOptimizer):
         """Clips one physical batch and adds it to the sum of the logical one.
 
         Raises:
-            ValueError: If it is called by hand, or norm or noise are not positive and finite.
+            ValueError: If it is called by hand, the norm is not positive, or norm or noise is not
+                finite.
         """
         if self.tickets is not None and not self._may_clip:
             raise ValueError(f"optimizer.clip_and_accumulate() {BY_ITSELF}")
         self._may_clip = False
         records, norm = self.clipping.clip(self)
-        # In the parameters' own precision: what is infinite there would move them by that.
+        # In the parameters' precision: an update that is infinite there would make them infinite.
         largest = min(torch.finfo(dtype).max for dtype in {p.dtype for p in self.params})
         if not 0 < norm <= norm * (1 + self.noise_multiplier) <= largest:
             raise ValueError(
-                f"max_grad_norm must be positive, got {norm}, and it and its product with "
-                f"noise_multiplier={self.noise_multiplier} at most {largest:.3g}: set "
-                "both to finite numbers"
+                f"max_grad_norm must be positive, got {norm}; it and its product with "
+                f"noise_multiplier={self.noise_multiplier} must be at most {largest:.3g}: set both "
+                "to finite numbers"
             )
         self.num_records += records
         # Of two norms the larger counts: the noise must be made for it.
@@ -326,9 +327,9 @@ class PrivateOptimizer(OpenOptimizer):
             accounted := sum(steps for *_, steps in self.accountant.history)
         ):
             warnings.warn(
-                f"make_private_with_epsilon made the noise for {self.planned_rounds} steps, and "
-                f"{accounted} are accounted with this one: epsilon leaves "
-                "target_epsilon; end the training, or ask for more epochs",
+                f"make_private_with_epsilon calibrated the noise for {self.planned_rounds} steps, "
+                f"and {accounted} are accounted, including this one: target_epsilon "
+                "is no longer guaranteed; end the training, or ask for more epochs",
                 stacklevel=4,
             )
             self.planned_rounds = math.inf

@@ -8,9 +8,10 @@ the step: each may be moved by the gradient that the network's private optimizer
 this update, and by nothing else. Gradients of two backward passes, which a record might be in
 twice, are refused, too.
 
-The same holds beside the network. A classification head, a loss with weights or an adapter that is
-no part of the network receives raw gradients of the records. So after a backward pass through a
-private network, no other optimizer may step on what received a gradient in that pass.
+The same rule holds outside of the network. A classification head, a loss with weights or an adapter
+that is no part of the network receives raw gradients of the records. So after a backward pass
+through a private network, no other optimizer may step on tensors that received a gradient in that
+pass.
 ``private.disable_hooks()`` exempts a pass that sees no records, such as a generator's.
 
 >>> from types import SimpleNamespace
@@ -73,7 +74,7 @@ def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -
     reaches the network.
 
     Args:
-        leaf: Has the gradient; None where only the network is known to be reached.
+        leaf: The tensor with the gradient; None if only the network is given.
         network: The private network that the pass has reached; by default that of the leaf.
     """
     if (number := torch._C._current_graph_task_id()) != _latest.number:
@@ -169,7 +170,7 @@ def names_of(parameters: Iterable[torch.Tensor]) -> str:
 
 @functools.cache
 def _look_at_all_steps() -> None:
-    """Registers the check before the steps of all optimizers of the process, and finds these."""
+    """Finds all optimizers of the process, and registers the check before their steps."""
     # Compiled steps ask outside of their graph, or it would hold the answer of the first one.
     register_optimizer_step_pre_hook(torch.compiler.disable(_check_raw))  # type: ignore[no-untyped-call]
     add_group = torch.optim.Optimizer.add_param_group
@@ -193,7 +194,7 @@ def _check_raw(
     """Refuses a step that would move a private network by a gradient that was not released.
 
     Returns:
-        The arguments, with closures that check what they have computed.
+        The arguments, with closures that check the gradients that they compute.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A parameter without a gradient may get one from a closure.
@@ -222,7 +223,7 @@ def _check_raw(
 
 
 def _checked(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
-    """Returns a closure of a step that raises if it has computed gradients that are not to move."""
+    """Returns a step's closure that raises if it has computed gradients that may move nothing."""
 
     def evaluate() -> Any:
         loss = closure()
@@ -236,14 +237,14 @@ def _check_outside(optimizer: torch.optim.Optimizer) -> None:
     """Refuses a step on gradients that a backward pass through a private network has made.
 
     Raises:
-        ValueError: The optimizer holds tensors outside of the network that received one.
+        ValueError: The optimizer holds tensors outside of the network with such a gradient.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # What is released is another tensor than what the backward pass has left. A leaf that came
-    # into being in the pass, as a lazy layer's does, is not watched yet.
+    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+    # A released gradient is another tensor than the one of the backward pass. A leaf that was
+    # created in the pass, such as a lazy layer's, is not watched yet.
     raw = {
         id(leaf): leaf
-        for leaf in held
+        for leaf in leaves
         if leaf.grad is not None
         and getattr(leaf.grad, "of_records", _latest.private and not _is_watched(leaf))
     }
@@ -281,7 +282,7 @@ def cause_of_accumulation(passes: Sequence[Origin], *, used: bool, outside: bool
         )
     if "a network" in passes:
         return (
-            "a pass went through what another network has made, as a generator's step does: put "
+            "a pass went through the output of another network, as a generator's step does: put "
             "the generator's pass between model.disable_hooks() and model.enable_hooks()"
         )
     if "a leaf" in passes:

@@ -131,9 +131,9 @@ class Request:
         own = set(map(id, self.module.parameters()))
         if any(id(parameter) not in own for parameter in self.held):
             raise ValueError(
-                "Module parameters are different than optimizer Parameters: make the optimizer of "
-                "this module, as by torch.optim.SGD(module.parameters(), lr=...), once all its "
-                "layers are there"
+                "Module parameters are different than optimizer Parameters: make the optimizer for "
+                "this module, as in torch.optim.SGD(module.parameters(), lr=...), once all of its "
+                "layers exist"
             )
         devices = {parameter.device for parameter in self.trainable}
         if len(devices) != 1:

@@ -31,11 +31,11 @@ class FarShuffler:
         secret: The client's, or the server's.
         certificate: File of the certificates to trust; by default the system's.
         own_certificate: File of the certificate and key to show, where the service asks for one.
-        timeout: Seconds for a call, all of its attempts together, however slowly an answer comes.
+        timeout: Seconds for a call with all of its attempts, even if the answer arrives slowly.
         attempts: How often to ask where the network fails or the shuffler has no place free: a
             report that came twice is taken once.
-        most_bytes: Bytes of an answer that hands a round over, at most. All others are limited to
-            64 KiB.
+        most_bytes: The most bytes of an answer that hands over a round. All other answers are
+            limited to 64 KiB.
     """
 
     # It is a process of its own, and its randomness is not seen from here.
@@ -129,12 +129,12 @@ class FarShuffler:
                         body,
                         {"Authorization": f"Bearer {self._secret}", "Connection": "close"},
                     )
-                    received, part = io.BytesIO(), b"the first"
-                    # http.client would wait anew for every byte, and take as many as there are.
-                    while part and received.tell() <= most and time.monotonic() < deadline:
+                    received, chunk = io.BytesIO(), b"the first"
+                    # http.client would wait anew for every byte, and read any number of them.
+                    while chunk and received.tell() <= most and time.monotonic() < deadline:
                         connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
-                        part = connection.sock.recv(65536)
-                        received.write(part)
+                        chunk = connection.sock.recv(65536)
+                        received.write(chunk)
                 if received.tell() > most:
                     raise ValueError(
                         f"the answer of {self.url} is longer than {most} bytes: raise "
@@ -152,7 +152,7 @@ class FarShuffler:
                         f"no shuffler at {self.url} after {self.attempts - attempts_left} attempts "
                         f"in timeout={self.timeout} seconds: {error!r}"
                     ) from error
-            # Not all clients at once again, and not beyond the deadline.
+            # Clients must not all ask again at once, nor beyond the deadline.
             time.sleep(
                 random.SystemRandom().uniform(0.1, 1.0)
                 * min(1.0, max(0.0, deadline - time.monotonic()))

@@ -44,7 +44,7 @@ class Ledger:
         shuffler: Where rounds are opened and closed.
         delta: δ of the run.
         target_epsilon: No round begins that would take the certified ε above it; None for no limit.
-        path: Where the book is kept, a file for its owner alone (mode 0600) and no symbolic link;
+        path: Where the book is kept: a file for its owner alone (mode 0600) and no symbolic link.
             None keeps it in memory, and a killed process forgets it.
 
     Attributes:
@@ -166,8 +166,9 @@ class Ledger:
         """Accounts for the open round, then takes it from the shuffler.
 
         Raises:
-            ValueError: If that hands over fewer reports than a round is accounted with, as a part
-                of a shuffler does, more than there are clients, or what is not of so many.
+            ValueError: If the shuffler hands over fewer reports than a round is accounted with, as
+                a part of a shuffler does, or more than there are clients, or if their length does
+                not match their number.
         """
         if not self.begun:
             self.begin()
@@ -182,8 +183,8 @@ class Ledger:
             raise ValueError(
                 f"round {self.round} was handed over with {released.num_reports} reports, and "
                 f"min_reports={self.format.min_reports} to num_users={self.format.num_users} are "
-                "accounted for: this shuffler is a part of another one, so ask that, or it is "
-                "faulty; count no ε on what was seen of this round"
+                "accounted for: this shuffler is a part of another one, which you have to ask "
+                "instead, or it is faulty; no ε covers what was seen of this round"
             )
         check_mixed(
             released.dropped or len(released.mixed) in self.format.sizes(released.num_reports)
@@ -278,7 +279,7 @@ class Ledger:
                     f"{type(after['result']).__name__}: a book with anything "
                     "else in it could not be read again; turn arrays into tensors"
                 ) from None
-            with locked(self.path):  # no other server writes between the look and the writing
+            with locked(self.path):  # no other server writes between check and write
                 if self._stamp != self._stamp_of_file():
                     raise ValueError(
                         f"path={str(self.path)!r} was written by another server since this one has "

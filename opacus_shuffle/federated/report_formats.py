@@ -66,7 +66,7 @@ _HEADER = struct.Struct("<I8s")  # the round, and the fingerprint of the setting
 LARGEST_ROUND = 2**32 - 1
 
 _REFUSED = 1e-30
-"""The chance that an honest report is refused: far below any δ, in all rounds together."""
+"""The probability that an honest report is refused: far below any δ in all rounds together."""
 _LEAST, _MOST = 1e-30, 1e30
 """Numbers that single precision holds with all of their bits, and their sums, too."""
 _SHORTEST = 1e-150
@@ -217,7 +217,7 @@ class ReportFormat(ABC):
         """Returns what the shuffler hands over, which does not depend on the order of reports."""
 
     def sizes(self, num_reports: int) -> range:
-        """Returns how many bytes so many reports may be mixed to: none of them is left out."""
+        """Returns the possible sizes, in bytes, of so many mixed reports, with none left out."""
         return range(most := num_reports * self.bytes_per_report, most + 1)
 
     @abstractmethod
@@ -271,7 +271,7 @@ class ReportFormat(ABC):
         return header + self.randomize(clipped, draws)
 
     def clip(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns the vector in float64 on the CPU, scaled down to norm C; zero if not finite."""
+        """Returns the vector in float64 on the CPU, clipped to norm C; zero if not finite."""
         given = instance_of("vector", vector, (torch.Tensor,)).detach()
         if given.shape != (self.dimension,):
             raise ValueError(
@@ -311,11 +311,11 @@ class ReportFormat(ABC):
 
 
 def check_mixed(possible: bool) -> None:
-    """Refuses what cannot be the mix of as many reports as its shuffler says."""
+    """Refuses what cannot be the mix of as many reports as the shuffler states."""
     if not possible:
         raise ValueError(
-            "what a shuffler has mixed is not of so many reports as it says: are all shufflers of "
-            "the same version?"
+            "what a shuffler has mixed cannot be of as many reports as it states: are all "
+            "shufflers of the same version?"
         )
 
 
@@ -453,7 +453,7 @@ class BitSums(ReportFormat):
         return held[0].astype("<i8").tobytes()
 
     def sizes(self, num_reports: int) -> range:
-        """Returns how many bytes a sum has: eight a coordinate."""
+        """Returns the size of a sum: eight bytes per coordinate."""
         return range(8 * self.dimension, 8 * self.dimension + 1)
 
     def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
@@ -463,7 +463,7 @@ class BitSums(ReportFormat):
 
 
 class VectorReports(ReportFormat):
-    """Reports vectors in single precision, each with noise of its own and its vector as mean.
+    """Reports vectors in single precision, each with its own noise and its vector as mean.
 
     Args:
         noise_multiplier: σ of each report, over C.
@@ -618,7 +618,7 @@ class GaussianReports(VectorReports):
         return super().mix([numbers for numbers in held if numbers != blank], generator)
 
     def sizes(self, num_reports: int) -> range:
-        """Returns how many bytes there may be: any number of clients may not take part."""
+        """Returns the possible sizes, in bytes: any number of the clients may participate."""
         return range(0, super().sizes(num_reports).stop, self.bytes_per_report)
 
 

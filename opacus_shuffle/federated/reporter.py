@@ -116,8 +116,8 @@ class FileBook(ClientBook):
     """The rounds that a client has answered, in a file of its own.
 
     Args:
-        path: The file, made at the first round for its owner alone (mode 0600); no symbolic link.
-            By default a run with other settings is another agreement, with another file.
+        path: The file, made at the first round for its owner alone (mode 0600), and no symbolic
+            link. By default a run with other settings is another agreement, with another file.
         most_rounds: Rounds of all runs together that this file is good for: runs with other
             settings go into it, too, and none of them is answered once there are so many.
     """
@@ -216,15 +216,15 @@ class Reporter:
 
         Args:
             number: The round that the server asks for.
-            train: Computes this client's vector, shape (d,), from its own data. It fails if it
-                raises an ``Exception``, or returns something else.
+            train: Computes this client's vector, shape (d,), from its own data. Training fails if
+                this raises an ``Exception`` or returns something else.
             submit: Sends a report to the shuffler.
             always_train: Train whatever the coin says, and throw the vector away if it says no;
                 else train if it says yes.
 
         Raises:
-            ValueError: If the round was answered before, or all that were agreed to are, or an
-                argument has a wrong type.
+            ValueError: If the round or all agreed rounds were answered before, or an argument has a
+                wrong type.
         """
         instance_of("train", train, (Callable,)), instance_of("submit", submit, (Callable,))
         always = boolean("always_train", always_train)

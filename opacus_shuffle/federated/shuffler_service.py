@@ -167,8 +167,8 @@ class ShufflerService:
         client_certificates: File of the certificates that have signed those which clients and
             server must show, besides their secrets; None if they need none.
         most_connections: So many may be open whose senders have not shown a secret, and so many
-            others' requests may be under way; the next one ends a party's second one, or else the
-            one longest under way. Memory grows by at most a report and 700 kB for each.
+            others' requests may be under way. The next request ends a party's second request, or
+            else the oldest one. Memory grows by at most a report and 700 kB for each.
         seconds: So long may a sender take to show its secret, and as long again for its report.
         metrics: Whether ``GET /metrics`` is answered. It is for this machine alone, but behind a
             proxy that runs on this machine everyone seems to be here: pass False there.
@@ -285,7 +285,7 @@ class ShufflerService:
         self._turn = asyncio.Lock()
         self._asked: Counter[str] = Counter()  # of each client, in this round
         self._under_way: Counter[str] = Counter()  # of each party
-        # Whose bodies are still coming, the oldest first: the party, and if it had another one.
+        # Requests with incomplete bodies, oldest first: the party, and if it had another request.
         self._coming: dict[socket.socket, tuple[str, bool]] = {}
         self._answered: Counter[int] = Counter()  # by status
         self._refused: Counter[str] = Counter()  # by reason
@@ -381,8 +381,8 @@ class ShufflerService:
         if self._under_way.total() >= self._door.most_connections:
             if at_once or not self._coming:
                 raise RefusedRequestError(503, "all places are taken: ask again")
-            # The first one that came beside another of its party, which is still there; else the
-            # oldest, as max takes the first of equal ones.
+            # The first request that came while its party had another one that is still open; else
+            # the oldest, as max takes the first of equal ones.
             ended = max(
                 self._coming,
                 key=lambda each: (
@@ -399,7 +399,7 @@ class ShufflerService:
         at_the_end.callback(timer.cancel)
         self._coming[connection] = party, at_once > 0
         self._under_way[party] += 1
-        self._asked[party] += party != _SERVER  # also a request of which the rest never comes
+        self._asked[party] += party != _SERVER  # also incomplete requests
         try:
             body = await _receive(receive, longest)
             self._coming.pop(connection, None)

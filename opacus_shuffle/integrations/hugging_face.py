@@ -132,16 +132,16 @@ class PrivateTrainer(transformers.Trainer):
         """Computes a mean over records of each record's own loss.
 
         In training, the loss of models with a label for each token is the mean of
-        :func:`~opacus_shuffle.networks.token_loss.token_loss`. All others compute their own loss,
-        which is checked. A ``compute_loss_func`` of yours has to be such a mean.
+        :func:`~opacus_shuffle.networks.token_loss.token_loss`. All other models compute their own
+        loss, which is checked. Your own ``compute_loss_func`` must return such a mean.
         """
         labels, network = inputs.get("labels"), unwrap(model)
         network = getattr(network, "get_base_model", lambda: network)()
         tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
-        # A model with an encoder makes inputs of its decoder of the labels.
+        # An encoder-decoder model makes the inputs of its decoder from the labels.
         encodes = getattr(getattr(network, "config", None), "is_encoder_decoder", False)
-        own = encodes or getattr(self, "compute_loss_func", None) is not None
-        if own or not tokens or not model.training:
+        own_loss = encodes or getattr(self, "compute_loss_func", None) is not None
+        if own_loss or not tokens or not model.training:
             return super().compute_loss(model, inputs, return_outputs, **keywords)
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         shift = type(network).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -14,14 +14,14 @@ their part of the loss reweighted. Three things must hold:
    network takes a mean over the batch, sorts or flips rows for one layer and puts them back behind
    it, scales gradients in a hook by the largest, or returns a loss of the batch that is no sum over
    records.
-3. What Opacus's own hooks compute on these records is each record's gradient, or its norm. Layers
-   for which Opacus's rule is wrong, or fails, get PyTorch's functional gradients. What these do not
-   mend is refused: ``F.linear(x, self.embedding.weight)`` calls no layer, so that no hook sees this
-   part of the gradient. For ghost clipping, which makes gradients small by factors of losses,
-   gradients must grow with their record's loss.
+3. Opacus's own hooks compute each record's gradient, or its norm, on these records. Layers for
+   which Opacus's rule is wrong, or fails, get PyTorch's functional gradients. If these are wrong,
+   too, the network is refused: ``F.linear(x, self.embedding.weight)`` calls no layer, so that no
+   hook sees this part of the gradient. For ghost clipping, which scales losses down to clip their
+   gradients, gradients must grow with their record's loss.
 
-Functions of one's own that compute gradients per record (``register_grad_sampler``) are looked at
-by what they compute. What a look at few records cannot tell is in docs/training_loops.rst.
+Functions of your own that compute gradients per record (``register_grad_sampler``) are checked by
+what they compute. What a check on a few records cannot see is in docs/training_loops.rst.
 
 Then, if a run changes anything in the network: whether records of one batch act on the next, run
 once after that batch and once after one of other records. A step clips and hides what its own
@@ -87,11 +87,11 @@ SORT_BEFORE = (
 """The remedy where layers see records in another order."""
 
 _MODES = ("hooks", "ew", "functorch")
-"""Ways of computing records' gradients that are tried where another one is wrong."""
+"""Modes of computing gradients per record that are tried if the requested one is wrong."""
 _CALL_LAYERS = (
     "call each layer on one tensor with [batch, ...], nn.EmbeddingBag on indices and offsets, and "
-    "none under torch.utils.checkpoint; write to no layer's output in place, as "
-    "nn.ReLU(inplace=True) does; take nn.utils.parametrizations.weight_norm for "
+    "none under torch.utils.checkpoint; do not write to a layer's output in place, as "
+    "nn.ReLU(inplace=True) does; use nn.utils.parametrizations.weight_norm instead of "
     "nn.utils.weight_norm, and no spectral_norm; give a layer of your own a rule by "
     "opacus.grad_sample.register_grad_sampler; or freeze it"
 )
@@ -210,8 +210,8 @@ class _Runs:
         changed: The parameters, buffers and attributes that some run has changed, with whether
             there are tensors in them.
         functional: The layers that are to have PyTorch's functional gradients.
-        has_both: Whether the network gave a loss of the batch beside rows of records.
-        losses_alone: Whether only such losses are trained, as those of models of ``transformers``.
+        has_both: Whether the network returned a loss of the batch and also rows of records.
+        losses_alone: Whether only such losses are trained, as with models of ``transformers``.
     """
 
     has_both = losses_alone = False
@@ -234,7 +234,7 @@ class _Runs:
         """A block of runs, after which all is as it was.
 
         Args:
-            hooked: Whether Opacus's hooks run in it, whose changes are not the network's.
+            hooked: Whether Opacus's hooks run in it. Their changes do not count.
         """
         with (
             rolled_back(self.network, self.start) as changed,
@@ -372,7 +372,7 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
             raise
         return (
             "module runs layers under torch.utils.checkpoint(use_reentrant=True), in which no hook "
-            "finds a record's gradient: pass use_reentrant=False, or leave checkpointing out"
+            "finds a record's gradient: pass use_reentrant=False, or do not use checkpointing"
         )
     # By powers of two nothing is rounded.
     factors = torch.where(counted, 0.0, 8.0)
@@ -397,7 +397,7 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
         return (
             "module returns a loss of the batch that is not a sum or mean of one number per "
             "record: what one record's gradient is depends on the others, so that clipping bounds "
-            "nobody's influence; return one loss per record, or their sum or mean (of tokens take "
+            "nobody's influence; return one loss per record, or their sum or mean (for tokens "
             "opacus_shuffle.token_loss(logits, labels).mean(), without labels=...), and let every "
             f"layer see [batch, ...]{'' if runs.axis else remedy}"
         )
@@ -422,10 +422,10 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
 
 
 def _miscomputed(runs: _Runs, call: Call, records: int, mode: str) -> str:
-    """Returns what of a network's gradients a mode computes wrongly, or an empty text.
+    """Returns which of a network's gradients a mode computes wrongly, or an empty text.
 
     Layers for which Opacus's rule fails, or gives another gradient than autograd, are added to
-    those with functional gradients, and all is computed again.
+    those with functional gradients, and the comparison is repeated.
     """
     while True:
         why, layers = _compare(runs, call, records, mode)
@@ -488,9 +488,9 @@ def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set
                     found = rows[record] if has_rows else rows.sum(0)
                 bounded = ghost and not has_rows
                 gap = float(truth - found) if bounded else _distance(found, truth)
-                # A record that is not finite makes the truth unknown, and is refused for nothing.
+                # If a record is not finite, so is the truth, and nothing is refused.
                 gaps[parameter] = max(gaps[parameter], gap * bool(truth.isfinite().all()))
-    # Of the whole gradient, beside which a gradient that cancels is rounding: eight roundings.
+    # Relative to the whole gradient, as a parameter's own may cancel to rounding: eight roundings.
     # Convolutions on a GPU round single precision to 11 bits, bfloat16 has 8.
     share = 2**-5 if any(p.dtype in _HALF for p in parameters) else 2**-8
     odd = {p for p in parameters if gaps[p] > share * whole}
@@ -500,15 +500,15 @@ def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set
         odd |= {parameter for layer in own for parameter in layer.parameters()}
     names = ", ".join(runs.trained[p] for p in parameters if p in odd)
     why = (
-        f"module uses {names} beside the layer that it belongs to, or in a function that sees "
+        f"module uses {names} outside of the layer that it belongs to, or in a function that sees "
         "other rows than the batch's, or scales its gradient by other records, so that "
-        f"grad_sample_mode={mode!r} makes another gradient for each record than it has"
+        f"grad_sample_mode={mode!r} computes a wrong gradient for each record"
     )
     return why * bool(odd), {m for m in runs.layers if not odd.isdisjoint(m.parameters())}
 
 
 def _form(layer: nn.Module) -> tuple[Any, ...]:
-    """Returns what layers share for which Opacus's rule fails in the same way."""
+    """Returns a key that layers share if Opacus's rule fails for them in the same way."""
     return type(layer), *dict(layer.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""Checks of a network with what a loader makes of its records: padding, and a criterion.
+"""Checks of a network that need a loader: padding by its ``collate_fn``, and a criterion.
 
 A ``collate_fn`` that pads to the longest record lets this record choose the padding of all others.
 A network that reads padding, as a mean over time does, then mixes records before they are clipped.
@@ -48,19 +48,19 @@ from opacus_shuffle.networks.training_check import MOST_RECORDS
 def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
     """Refuses networks whose outputs depend on how far the other records of a batch are padded.
 
-    The sequences of some records are cut to half of the shortest, and collated. Then the longest is
-    collated in full with the others. Records may change their order.
+    The sequences of some records are cut to half the length of the shortest one, and collated.
+    Then the longest record is collated in full with the others. The order of records may change.
 
     Args:
-        network: It is left as it is.
-        data_loader: What its ``collate_fn`` or the network does not take is not looked at, nor is a
-            ``collate_fn`` that draws.
+        network: It is not changed.
+        data_loader: Nothing is checked if its ``collate_fn`` or the network does not take these
+            records, or if the ``collate_fn`` draws random numbers.
 
     Raises:
         ValueError: The outputs of other records differ.
     """
     flat, run = list[Any](), partial(_outputs, network, data_loader)
-    with contextlib.suppress(Exception):  # of data sets that can only be iterated over
+    with contextlib.suppress(Exception):  # as of a data set that can only be iterated over
         records = first_records(data_loader, MOST_RECORDS, list)
         flat = [
             tree_flatten(
@@ -81,7 +81,7 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
         ]
         longest = lengths.index(max(lengths))
         long = [records[longest], *short[:longest], *short[longest + 1 :]]
-        with contextlib.suppress(Exception):  # a training loop may make other arguments of these
+        with contextlib.suppress(Exception):  # a training loop may pass other arguments
             after, before, again = run(long, 0), run(short, 0), run(short, 1)
             if not any(map(_differ, before, again)) and any(map(_differ, before, after)):
                 break
@@ -89,19 +89,19 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
         return
     raise ValueError(
         "module reads the padding of data_loader's collate_fn: one longer record in a batch "
-        "changes what the network gives for the others, so that clipping bounds nobody's "
+        "changes the network's outputs for the others, so that clipping bounds nobody's "
         "influence; mask the padding (an attention mask, pack_padded_sequence, a mean over each "
         "record's own length), or pad all records to one constant length in collate_fn"
     )
 
 
 def _length(value: Any) -> int:
-    """Returns the length of a sequence; 0 of anything else, tensors without axes among it."""
+    """Returns the length of a sequence; 0 for anything else, also for tensors without axes."""
     return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) else 0
 
 
 def _outputs(network: nn.Module, data_loader: DataLoader, records: Any, seed: int) -> Any:
-    """Returns the tensors that a network gives for collated records, records first."""
+    """Returns a network's output tensors for collated records, records on the first axis."""
     with random_states_kept():
         seed_draws(seed)
         given = results(run_quietly(network, *from_batch(network, data_loader.collate_fn(records))))
@@ -109,9 +109,9 @@ def _outputs(network: nn.Module, data_loader: DataLoader, records: Any, seed: in
 
 
 def _differ(short: torch.Tensor, long: torch.Tensor) -> bool:
-    """Whether more than one row of the first tensor is nowhere in the second, beyond rounding.
+    """Whether the second tensor lacks more than one row of the first, up to rounding.
 
-    One row is of the record that was in full. Where the second tensor is larger on another axis,
+    One row is that of the record in full length. If the second tensor is larger on another axis,
     padding may be at its end or at its beginning.
     """
     sizes = [*map(min, short.shape, long.shape)]
@@ -127,27 +127,27 @@ def _differ(short: torch.Tensor, long: torch.Tensor) -> bool:
 
 
 def _share(tensor: torch.Tensor) -> float:
-    """Returns the share of its length by which rounding may change a tensor."""
+    """Returns the share of its norm by which rounding may change a tensor."""
     return 1e-2 if tensor.dtype.itemsize < 4 else 1e-5
 
 
 def check_criterion_on(
     criterion: Callable[..., Any], network: nn.Module, data_loader: DataLoader
 ) -> None:
-    """Refuses a criterion by which records depend on each other, on a loader's first records.
+    """Refuses a criterion that mixes records, tested on a loader's first records.
 
     Args:
         criterion: It is called on the network's outputs (``logits`` of a model of ``transformers``)
             and the targets.
-        network: It is left as it is.
-        data_loader: Tuples have targets after the network's arguments; mappings have them under
-            names with ``label``, or that the network does not take.
+        network: It is not changed.
+        data_loader: Tuples have targets after the network's arguments. Mappings have them under
+            names with ``label``, or under names that the network does not take.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The criterion mixes records.
 
     Warns:
-        PrivacyAssumptionWarning: It does not take these.
+        PrivacyAssumptionWarning: The criterion does not take these outputs and targets.
     """
     try:
         batch = first_records(data_loader, MOST_RECORDS)
@@ -168,10 +168,10 @@ def check_criterion_on(
             raise TypeError("the network's first axis is not that of records")
     except Exception as error:
         warnings.warn(
-            f"criterion was not checked, as criterion(outputs, targets) raised {error!r} on what "
-            "module gives for data_loader's first records; no ε holds unless its loss is a sum or "
-            "mean of one number per record: pass criterion=lambda outputs, targets: ... with the "
-            "computation of your loop",
+            f"criterion was not checked, as criterion(outputs, targets) raised {error!r} on the "
+            "module's outputs for data_loader's first records; no ε holds unless its loss is a sum "
+            "or mean of one number per record: pass criterion=lambda outputs, targets: ... with "
+            "the computation of your loop",
             PrivacyAssumptionWarning,
             stacklevel=2,
         )
@@ -186,14 +186,14 @@ def check_criterion(
 
     Args:
         criterion: Gives one loss per record, or a loss of the batch.
-        args: What it is computed of, records first. Outputs are what requires gradients.
+        args: Its arguments, records on the first axis. Those that require gradients are outputs.
         keywords: Likewise.
 
     Returns:
-        Whether there were two records or more to look at.
+        Whether there were at least two records to check.
 
     Raises:
-        ValueError: It does.
+        ValueError: One record's loss, or its gradient, depends on other records.
     """
     call: Call = tree_map_only(
         torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, keywords)

@@ -24,7 +24,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module, by position and by keyword."""
 
 IGNORED = -100
-"""The label of what does not count in a loss."""
+"""The label of tokens that do not count in a loss."""
 KEPT = 1
 """The record that stays: not the first, with which others are compared, and early for few rows."""
 
@@ -135,7 +135,7 @@ def first_records(
     Args:
         data_loader: Its data set is read.
         count: How many.
-        collate: What makes a batch of them; by default the loader's ``collate_fn``.
+        collate: Makes a batch of them; by default the loader's ``collate_fn``.
 
     Raises:
         ValueError: The data set is empty, or can only be iterated over.
@@ -184,7 +184,7 @@ def has_records(value: Any, records: int, axis: int) -> bool:
 
 
 def turned(tensor: torch.Tensor, shift: int, records: int, axis: int = 0) -> torch.Tensor:
-    """Returns a tensor with its records shifted, if it has so many."""
+    """Returns a tensor with its records rolled by ``shift``, if it has so many."""
     return tensor.roll(shift, axis) if has_records(tensor, records, axis) else tensor
 
 
@@ -211,8 +211,8 @@ def with_others(
         records: How many they have.
         axis: Where they have them.
         counted: Whether they may say what a loss of the whole batch is divided by: then records
-            keep their order. Integers below two, true and false are other records' alone. Where
-            integers hold −100, the label of what does not count, all become so but the last.
+            keep their order. Integers below two, true and false are other records' alone. If
+            integers contain −100, the label of what does not count, all but the last become −100.
 
     Raises:
         Exception: What the run raises if it takes no change.

@@ -13,7 +13,7 @@ def token_loss(
 
     The loss of a language model in ``transformers`` is a mean over all tokens of the batch, so that
     one record's labels rescale the gradients of all others. The mean of ``token_loss`` over records
-    gives every record the same weight, whatever the others are. This is what clipping needs.
+    gives every record the same weight, independently of all others. This is what clipping needs.
 
     Args:
         logits: Scores of shape ``[records, tokens, classes]``.

@@ -1,8 +1,8 @@
 """Checks a private network before it trains, and again when its modules change.
 
-:mod:`~opacus_shuffle.networks.check` decides whether a network may train. Here is when it is asked:
-on the data loader's first records, or on the first batch if these are not what the network takes,
-and again when a module has another mode or flag than the one that was checked.
+:mod:`~opacus_shuffle.networks.check` decides whether a network may train. This module decides when
+that check runs: on the data loader's first records, or on the first batch if the network does not
+take these, and again when a module has another mode or flag than the one that was checked.
 
 >>> network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).requires_grad_(False).eval())
 >>> check = TrainingCheck(network, batch_first=True, mode="hooks", trained=network[0].parameters())
@@ -43,21 +43,21 @@ from opacus_shuffle.networks.sample_input import (
 )
 
 MOST_RECORDS = 6
-"""Of a loader that are looked at."""
+"""How many records of a loader are checked."""
 _FLAGS = frozenset([bool, str, types.FunctionType, types.MethodType])
 _IGNORED_LABELS = (IGNORED,)
-"""Among the flags: a batch with labels of −100 was looked at."""
+"""An entry among the flags: a batch with labels of −100 was checked."""
 _SHOWN = 4
-"""Modules that a message names."""
+"""How many modules a message names."""
 
 _Modes = frozenset[tuple[Any, ...]]
 
 
 def modes_of(network: nn.Module) -> _Modes:
-    """Returns the flags of all modules, with their training modes; nothing if none is training.
+    """Returns the flags of all modules, with their training modes; empty if none is training.
 
-    A flag is an attribute that is a truth value, a text or a function. Numbers are none: counters
-    change in every pass.
+    A flag is an attribute that is a bool, a str or a function. Numbers are no flags, because
+    counters change in every pass.
     """
     modules = list(network.modules())
     if not any(module.training for module in modules):
@@ -71,18 +71,18 @@ def modes_of(network: nn.Module) -> _Modes:
 class TrainingCheck:
     """Checks a network on a loader's first records or, as a hook, on a batch in training.
 
-    It checks again when a module has changed a flag or its mode since, for then other computations
-    are trained than were checked. Modules that were in evaluation mode stay in it.
+    It checks again when a module has changed a flag or its mode, because other computations are
+    then trained than were checked. Modules that were in evaluation mode stay in it.
 
     Args:
         network: The network that is trained.
-        batch_first: Opacus's, as the next two.
+        batch_first: As in Opacus.
         mode: ``grad_sample_mode``.
         trained: The parameters that the optimizer trains.
 
     Attributes:
-        called: Whether the network itself was called on this batch, so that the hook could look.
-        checked: The flags with which a batch of several records was looked at.
+        called: Whether the network itself was called on this batch, so that the hook could check.
+        checked: The flags with which a batch of several records was checked.
         functional: The layers that are to have PyTorch's functional gradients.
     """
 
@@ -103,15 +103,15 @@ class TrainingCheck:
     def check_loader(self, network: nn.Module, data_loader: DataLoader) -> None:
         """Checks the network on the loader's first records, if it takes them.
 
-        Labels that the network can do without are left out, as a training loop may take a loss of
-        its own. Whether they go into the network is seen on the first batch.
+        Labels that the network does not need are left out, because a training loop may compute
+        its own loss. The first batch shows whether they go into the network.
 
         Raises:
             ValueError: As :meth:`check`.
         """
         try:
             args, named = from_batch(network, first_records(data_loader, MOST_RECORDS))
-        except Exception:  # a training loop may make other arguments of what the loader yields
+        except Exception:  # a training loop may pass other arguments than the loader yields
             return
         given = inspect.signature(network.forward).parameters
         labels = {name for name in named.keys() & given.keys() if "label" in name}
@@ -121,7 +121,7 @@ class TrainingCheck:
             self.checked = modes_of(network)
 
     def check(self, network: nn.Module, call: Call, batch: int | None = None) -> NetworkCheck:
-        """Looks at per-sample gradients, and at what stays in the network from batch to batch.
+        """Checks per-sample gradients, and what stays in the network from batch to batch.
 
         Args:
             network: What is trained.
@@ -148,23 +148,23 @@ class TrainingCheck:
             warnings.warn(
                 f"buffer {', '.join(map(repr, check.kept))} of the network changes in the forward "
                 "pass: if it depends on the records, as a mean of the batch does, it is neither "
-                "clipped nor noised, and whoever gets the network, its state_dict or a checkpoint, "
-                "or weights of later steps that read it, gets what no epsilon covers; compute it "
-                "from public data, or take it out of the network",
+                "clipped nor noised, and no epsilon covers what the network, its state_dict, a "
+                "checkpoint, or weights of later steps that read it, reveal of it; compute it from "
+                "public data, or take it out of the network",
                 PrivacyAssumptionWarning,
                 stacklevel=2,
             )
         self.functional = [network.get_submodule(name) for name in check.functional]
         if self.functional:
             warnings.warn(
-                f"Opacus's per-sample gradients of {listed(network, check.functional)} are not "
-                "PyTorch's gradients: these layers get PyTorch's functional gradients instead",
+                f"Opacus's per-sample gradients of {listed(network, check.functional)} differ "
+                "from PyTorch's gradients: these layers get PyTorch's functional gradients instead",
                 stacklevel=2,
             )
         return check
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Checks the batch of a forward pass that trains as no earlier one; PyTorch calls it.
+        """Checks the batch of a forward pass whose flags were not checked yet; PyTorch calls it.
 
         Raises:
             ValueError: As :meth:`check`.
@@ -186,7 +186,7 @@ class TrainingCheck:
         sizes = extents((args, keywords), self.axis)
         if sizes and max(sizes) < 2:
             return
-        # The first records are looked at: one with a label of −100 becomes the first.
+        # The check takes the first records, so a record with a label of −100 is moved to the front.
         records = next(iter(sizes), 0)
         turn = partial(turned, shift=-(first or 0), records=records, axis=self.axis)
         call: Call = tree_map_only(torch.Tensor, turn, (args, keywords))
@@ -207,7 +207,7 @@ class TrainingCheck:
         ]
 
     def _keep_evaluated(self, network: nn.Module) -> None:
-        """Puts modules back into evaluation mode that ``network.train()`` has taken out of it."""
+        """Puts modules back that ``network.train()`` has taken out of evaluation mode."""
         awake = [module for module in self._evaluated if module.training]
         if not awake:
             return
@@ -218,13 +218,13 @@ class TrainingCheck:
             self._has_warned = True
             warnings.warn(
                 f"modules {', '.join(names[:_SHOWN])} were in evaluation mode at make_private and "
-                "stay in it, whatever model.train() says: that is how the network was checked; "
+                "stay in it, also after model.train(), because the network was checked in it; "
                 "to train them in training mode, call make_private again",
                 stacklevel=3,
             )
 
     def end_batch(self) -> None:
-        """Looks at modes before a release that no forward pass of the network itself came before.
+        """Checks modes before a release if the network itself was not called on this batch.
 
         A network that is trained by a method of its own (``network.training_step(x, y)``) is never
         called itself, and PyTorch runs no hook of it.
@@ -238,7 +238,7 @@ class TrainingCheck:
         if any(module.training for module in self._evaluated):
             raise ValueError(
                 "modules that were in evaluation mode at make_private were put into training mode, "
-                "in which nobody has checked them: call the network itself, which puts them back, "
+                "in which they were not checked: call the network itself, which puts them back, "
                 "or call their eval() after model.train()"
             )
         if not self.checked:
@@ -255,8 +255,8 @@ def _first_ignored(call: Any, axis: int) -> int | None:
 
 def _warn_unseen(why: str) -> None:
     warnings.warn(
-        f"module's layers were not looked at with several numbers of records ({why}): no ε holds "
-        "unless every layer sees [batch, ...] and each record's output is its own; see to both "
+        f"module's layers were not checked with several numbers of records ({why}): no ε holds "
+        "unless every layer sees [batch, ...] and each record's output is its own; ensure both "
         "yourself, or have the loader yield tensors with an axis of records",
         stacklevel=3,
     )

@@ -32,10 +32,10 @@ MASK = 1e8
 TOLERANCE = 1e-6
 """Relative to the largest entry.
 
-Summing in another order in double precision moves outputs and gradients by the unit roundoff,
-1e-16, times what the network's layers amplify: up to 2e-9 in the deepest networks met (MobileNetV2
-with norms of few entries). The smallest breakage met, a forgotten bias of the queries, was 1e-3.
-This lies in the middle of the two, on a logarithmic scale.
+Summing in another order in double precision changes outputs and gradients by the unit roundoff,
+1e-16, times the amplification by the network's layers: up to 2e-9 in the deepest networks tested
+(MobileNetV2 with norms of few entries). The smallest breakage in tests, a forgotten bias of the
+queries, was 1e-3. The tolerance is the middle of the two on a logarithmic scale.
 """
 
 FLAT = 1e-4

@@ -64,7 +64,7 @@ def test_one_report_is_the_gaussian_mechanism(sigma, mechanism, close):
 
 
 def test_an_epoch_costs_more_than_its_first_step_in_either_direction():
-    """That is a Poisson sample. Were directions mixed up, they would cost 8.7 and 11.0 together."""
+    """The step is a Poisson sample. Mixed-up directions would cost 8.7 and 11.0 together."""
     theirs = distributions.from_gaussian_mechanism(0.7, sampling_prob=0.5)
     both, twice = theirs.compose(to_dp_accounting(allocated(2, 0.7))), theirs.self_compose(2)
     for delta in (1e-6, 1e-9):  # 9.2 and 11.8

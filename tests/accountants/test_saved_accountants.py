@@ -92,7 +92,7 @@ def test_the_state_of_another_run_is_refused_and_changes_nothing(kind):
     if kind.sampling is not None:  # of a smaller rate than the plan's
         others.append(accountant_of(kind, [(2.0, 0.05, 5)]))
     for other in others:
-        with pytest.raises(ValueError, match=r"state_dict speaks of .*this accountant of"):
+        with pytest.raises(ValueError, match=r"state_dict is of a run .*this accountant of one"):
             accountant.load_state_dict(other.state_dict())
     state = others[0].state_dict()
     for one in (None, {}, {**state, "mechanism": "rdp"}, dict(state), OrderedDict(state)):

@@ -183,7 +183,7 @@ def built(**fields):
 REFUSALS = {
     "for another run": lambda: planned_again(users=500),
     "use a new PrivacyEngine": lambda: planned_again(PUBLISHED),
-    "state_dict speaks of": lambda: accountant_of().load_state_dict(
+    "state_dict is of a run": lambda: accountant_of().load_state_dict(
         accountant_of(PUBLISHED).state_dict()
     ),
     r"num_users=50 is for samples of fixed size": lambda: ShuffledSums.of_protocol(

@@ -226,7 +226,7 @@ def test_extreme_words_give_finite_numbers(bits, constant_words):
 def test_normal_numbers_have_their_whole_tail(
     draw, pairs, rarest, frequent, constant_words, monkeypatch
 ):
-    """Where 32 bits say u < 2⁻²⁰, e^(−r²/2) is uniform below that, by 64 bits and more."""
+    """If 32 bits say u < 2⁻²⁰, e^(−r²/2) is uniform below that, with 64 bits and more."""
     uniforms = (np.arange(pairs) + 0.5) / pairs
     words, one = (uniforms * 2.0**64).astype(np.uint64), float(draw == "normals")
     radii = np.sqrt(-2 * np.log(2.0**-20 * uniforms))
@@ -243,7 +243,7 @@ def test_normal_numbers_have_their_whole_tail(
     longest = torch.hypot(*getattr(SecretGenerator(), draw)(2 * pairs).view(2, -1).double())
     deeper = np.sqrt(radii**2 + 128 * math.log(2))
     np.testing.assert_allclose(longest, (deeper + (1 - one) * 3 * radii) / (2 - one), rtol=1e-6)
-    # The next cell is no rare one, and joins the tail: the law has no gap.
+    # The next cell is not redrawn, and joins the tail: the distribution has no gap.
     monkeypatch.setattr(SecretGenerator, "words", None)
     constant_words(frequent << 32 | frequent)
     number = torch.hypot(*getattr(SecretGenerator(), draw)(2 * pairs).view(2, -1).double())

@@ -197,11 +197,11 @@ def test_a_batch_that_is_left_out_is_told_of_as_its_size_may_show(kind):
     next(batches)
     run.optimizer.zero_grad()
     run.backward(next(batches))
-    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, empty") as told:
+    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, also on empty") as told:
         run.optimizer.step()
     assert {warning.filename for warning in told} == {__file__}
     for text in (run.engine.privacy_report(1e-5).statement(), str(run.engine.privacy_report(1e-5))):
-        assert "batches that were drawn and not trained on" in " ".join(text.split())
+        assert "skipped batches were skipped independently" in " ".join(text.split())
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyAssumptionWarning)
         run.train(batches)
@@ -211,7 +211,7 @@ def test_a_batch_that_is_left_out_is_told_of_as_its_size_may_show(kind):
 
 
 def leave(run, *, after):
-    """Draws one batch more than it steps on, and leaves the pass as a break does."""
+    """Draws one more batch than it steps on, and leaves the pass as a break does."""
     batches = iter(run.loader)
     run.train(itertools.islice(batches, after))
     next(batches)
@@ -246,14 +246,14 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["a server", "prv", "shuffle_gauss"])
 def test_leaving_a_pass_counts_as_a_batch_left_out_unless_a_step_or_the_end_came_last(kind, way):
-    """Batches of one size, as shuffle_gauss's, show nothing. Warned of once."""
+    """Batches of one size, as in shuffle_gauss, reveal nothing. There is one warning."""
     run, (leave_out, expected) = KINDS.get(kind, functools.partial(Run, kind))(), WAYS[way]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         leave_out(run)
         report = run.engine.privacy_report(1e-5)
     warned = [str(one.message) for one in said if "no step was taken on it" in str(one.message)]
-    noted = "drawn and not trained on" in " ".join(report.statement().split())
+    noted = "skipped batches were skipped" in " ".join(report.statement().split())
     random = kind != "shuffle_gauss"
     assert (len(warned), noted) == (expected[0] and random, expected[1] and random)
 
@@ -265,7 +265,7 @@ def test_the_last_batch_of_a_pass_that_is_left_out_is_told_of_at_the_next_step()
     for place, batch in enumerate(run.loader):
         if place < 3:
             run.step(batch)
-    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, empty"):
+    with pytest.warns(PrivacyAssumptionWarning, match="step on every batch, also on empty"):
         run.step(next(iter(run.loader)))
 
 

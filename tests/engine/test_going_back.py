@@ -365,7 +365,7 @@ runs_of_networks = pytest.mark.parametrize(
 @runs_of_networks
 @pytest.mark.filterwarnings("ignore:weights were loaded into")
 def test_a_state_dict_without_any_key_of_the_private_network_is_refused(name, mode, options):
-    """PyTorch says nothing of it with strict=False."""
+    """PyTorch does not report it with strict=False."""
     run = private(name, mode, **options)
     plain, wrapped = (
         run.network.state_dict(),

@@ -142,7 +142,7 @@ def test_a_network_that_nobody_calls_is_trained_with_one_warning(accountant, cal
             loss = run.network(batch) if called else run.network.training_step(*batch)
             loss.backward()
             run.optimizer.step()
-    said = r"layers were not looked at .*\(the network itself was not called\): no ε holds unless"
+    said = r"layers were not checked .*\(the network itself was not called\): no ε holds unless"
     messages = [str(warning.message) for warning in caught]
     assert sum(bool(re.search(said, message)) for message in messages) == (not called)
     assert run.updates > 0

@@ -215,7 +215,7 @@ def test_every_batch_weight_and_random_number_is_that_of_opacus(run, tmp_path):
         seen(engine_class, tmp_path, **run)
         for engine_class in (PrivacyEngine, opacus.PrivacyEngine)
     )
-    if run.get("clipping") == "adaptive":  # which Opacus accounts for at less than it costs
+    if run.get("clipping") == "adaptive":  # for which Opacus's account is too small
         told, expected = told[:3], expected[:3]
     assert told == expected
     assert len(ours) == len(stock)
@@ -224,7 +224,7 @@ def test_every_batch_weight_and_random_number_is_that_of_opacus(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["rdp", "prv", "gdp"])
 def test_batches_that_opacus_s_accountants_do_not_assume_are_warned_of(name, tmp_path):
-    said = f"{name} accounts for Poisson samples, .*no ε of it is a guarantee"
+    said = f"{name} assumes Poisson samples, .*its ε is no guarantee"
     with pytest.warns(PrivacyAssumptionWarning, match=said):
         seen(PrivacyEngine, tmp_path, accountant=name, poisson_sampling=False, epochs=1)
 
@@ -251,7 +251,7 @@ def test_what_can_be_asked_for_is_what_opacus_has_and_what_the_readme_names():
 
 
 class Product(nn.Module):
-    """A function of its weight that expanded weights do not know."""
+    """A function of its weight that expanded weights do not support."""
 
     def __init__(self):
         super().__init__()

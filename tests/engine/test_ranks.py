@@ -290,7 +290,7 @@ def test_the_sum_carries_the_noise_that_is_accounted_once_and_all_ranks_account_
 
 
 def test_parameters_that_are_not_shuffled_carry_their_larger_noise_once(ranks):
-    """Were it drawn on two ranks, its variance were 68 in place of 36."""
+    """If it were drawn on two ranks, its variance would be 68 instead of 36."""
     sums = ranks[0]["noise"]["unshuffled"]["sums"]
     assert is_noise_of(sums, torch.full((4 * STEPS,), 6.0, dtype=torch.float64))
 

@@ -359,7 +359,7 @@ CAUSES = [
         r"\(0\.weight, 0\.bias .*optimizer does not hold these parameters.*requires_grad_\(False\)",
     ),
     (gradients_of_inputs, r"gradients of its inputs.*model\.disable_hooks\(\)"),
-    (a_generator, r"another network has made, as a generator's.*model\.disable_hooks\(\)"),
+    (a_generator, r"the output of another network, as a generator's.*model\.disable_hooks\(\)"),
     (
         lambda run: [run.backward(next(iter(run.loader))) for _ in range(2)],
         "those of an earlier batch wait still.*BatchMemoryManager",
@@ -451,8 +451,8 @@ BESIDE = {
 
 @pytest.mark.parametrize(
     ("way", "mode"),
-    # Ghost clipping's second pass hides the first one from a layer that has just come into being,
-    # and functional gradients of another forward method are refused by the check of the network.
+    # Ghost clipping's second pass hides the first one from a layer that was just created, and
+    # functional gradients of another forward method are refused by the check of the network.
     sorted({(w, m) for w in BESIDE for m in MODES} - {("lazy", "ghost"), ("forward", "functorch")}),
 )
 def test_a_backward_pass_through_a_private_network_trains_nothing_outside_of_it(way, mode):

@@ -132,7 +132,7 @@ ANY = [
     ({"make": torch.optim.LBFGS}, "optimizer is LBFGS"),
     (
         {"make": lambda _: torch.optim.SGD(nn.Linear(5, 3).parameters(), lr=0.1)},
-        r"make the optimizer of this module, as by torch\.optim\.SGD\(module",
+        r"make the optimizer for this module, as in torch\.optim\.SGD\(module",
     ),
     ({"module": make_toy()["module"].eval()}, r"evaluation mode.*call module\.train\(\)"),
 ]

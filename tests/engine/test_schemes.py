@@ -97,10 +97,10 @@ def test_a_noise_is_told_that_no_bound_or_no_step_of_it_makes_good():
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_reports_whose_own_noise_makes_one_step_cost_more_than_ten_are_warned_of(name):
     for sigma in (0.1, 0.3, 0.6, 1.0, 3.0):
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = Run(name, sigma=sigma, **LOCAL)
-        texts = [str(warning.message) for warning in told]
+        texts = [str(warning.message) for warning in caught]
         said = [text for text in texts if "is the noise of each report" in text]
         spent = compute_epsilon(run.engine.accountant.planned, steps=1, delta=DELTA)
         assert len(said) == (spent > 10)
@@ -119,27 +119,27 @@ def test_noise_of_the_sum_that_was_likely_meant_for_each_report_is_warned_of():
 def test_the_first_step_beyond_a_budget_s_epochs_is_warned_of_and_no_other(name):
     budget = {"target_epsilon": 8.0, "target_delta": DELTA, "epochs": 1}
     run = Run(name, sigma=None, **budget, **OURS.get(name, {}))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.train()
-        assert "epsilon leaves target_epsilon" not in str([one.message for one in told])
+        assert "target_epsilon is no longer guaranteed" not in str([one.message for one in caught])
         run.train().train()
-    said = [one for one in told if "epsilon leaves target_epsilon" in str(one.message)]
+    said = [one for one in caught if "target_epsilon is no longer guaranteed" in str(one.message)]
     assert len(said) == 1
-    assert "make_private_with_epsilon made the noise for 4 steps" in str(said[0].message)
+    assert "make_private_with_epsilon calibrated the noise for 4 steps" in str(said[0].message)
 
 
 @pytest.mark.parametrize("name", ["shuffled_checkin", "prv"])
 @pytest.mark.parametrize("target", [0.01, 8.0])
 def test_noise_for_a_budget_in_which_nothing_can_be_learned_is_warned_of(name, target):
     budget = {"target_epsilon": target, "target_delta": 0.01 * DELTA}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Run(name, sigma=None, epochs=1, **budget)
         compute_noise_multiplier(
             "shuffled_checkin", steps=4, **NUMBERS["shuffled_checkin"], **budget
         )
-    said = [one for one in told if "nothing can be learned" in str(one.message)]
+    said = [one for one in caught if "nothing can be learned" in str(one.message)]
     assert len(said) == 2 * (target < 1)
 
 

@@ -270,6 +270,6 @@ def test_training_goes_on_with_the_same_weights_and_not_with_others():
     assert again.engine.accountant.history == [(2.0, 0.25, 8), (2.5, 0.25, 4)]
     other = Run("shuffled_fw", **in_record(**{**same_again, "batch_clip": 0.25}))
     with pytest.raises(
-        ValueError, match=r"speaks of batch_clip=.*, this accountant of batch_clip=0\.25, "
+        ValueError, match=r"run with batch_clip=.*, this accountant of one with batch_clip=0\.25, "
     ):
         other.load(again.saved())

@@ -159,7 +159,7 @@ def test_adaptive_clipping_costs_what_the_noised_sum_and_the_noised_count_cost_t
     spent = run.train().engine.get_epsilon(0.01)
     drawn = run.optimizer.noise_multiplier**-2 - (2 * 1.01) ** -2  # σ⁻² of the noise on the sum
     exact = gaussian.compute_epsilon(mu=math.sqrt(drawn + 1.01**-2), delta=0.01)
-    assert exact <= spent == foretold <= exact + 0.03  # thrice what PRV accounting may be wrong by
+    assert exact <= spent == foretold <= exact + 0.03  # three times the error of PRV accounting
     assert spent <= 3.0 if budget else exact == pytest.approx(2.295, abs=1e-3)
     best = run.engine.privacy_report(0.01).best
     assert (best.epsilon, best.guarantee) == (spent, Guarantee.ESTIMATE)

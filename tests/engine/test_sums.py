@@ -246,7 +246,7 @@ def test_a_protocol_of_your_own_is_for_everyone_and_one_engine_has_one():
     again = Run("shuffled_sums", sigma=None, aggregator=half).load(file)
     assert again.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
     with pytest.raises(
-        ValueError, match=r"of granularity=.*honest_fraction=0\.5, this accountant of granularity="
+        ValueError, match=r"with granularity=.*honest_fraction=0\.5, this accountant of one with"
     ):
         Run("shuffled_sums", sigma=None, aggregator=other).load(file)
 

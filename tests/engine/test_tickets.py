@@ -385,7 +385,7 @@ ROWS = {
 def test_every_record_of_the_batch_has_one_gradient(name, mode, rows):
     """Fewer ones' noise would hide less than is accounted, and rows of two draws would be added."""
     run = Run(name, mode, records=60, batch_size=20)
-    with run.refused("gradients of another number of records than this batch", goes_on=False):
+    with run.refused("gradients of a different number of records than this batch", goes_on=False):
         run.step([ROWS[rows](part) for part in run.batch(5)])
     assert all(parameter.grad is None for parameter in run.optimizer.params)  # which is raw
     assert run.train().accounted == 3
@@ -396,7 +396,7 @@ def test_opacus_s_accountants_warn_of_fewer_gradients_as_opacus_s_own_tests_have
     with pytest.warns(UserWarning, match="got gradients of fewer records than this batch"):
         run.step([part[2:] for part in run.batch(5)])
     shuffled = Run("rdp", records=60, batch_size=20, shuffle_weights="paper")
-    with shuffled.refused("got gradients of another number of records than this batch has:"):
+    with shuffled.refused("got gradients of a different number of records than this batch:"):
         shuffled.step([part[2:] for part in shuffled.batch(5)])
 
 
@@ -407,7 +407,7 @@ def test_the_rows_of_two_halves_do_not_count_as_one_another_s(by_layers):
     called = nn.Sequential(*run.network) if by_layers else run.model
     x, y = run.batch()
     halves = [run.criterion(called(x[half]), y[half]) for half in (slice(6), slice(6, 12))]
-    with run.refused("gradients of another number of records than this batch has:"):
+    with run.refused("gradients of a different number of records than this batch:"):
         sum(halves).backward()
         run.optimizer.step()
 

@@ -250,7 +250,7 @@ def begin_in(path) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="permissions, links and locks of POSIX")
 @pytest.mark.parametrize("write", [note_in, begin_in])
 def test_a_book_is_its_owner_s_alone_and_locked_while_it_is_written(write, tmp_path, monkeypatch):
-    """Who may write in its folder has no other file overwritten, by links that wait there."""
+    """Links in its folder cannot make the book overwrite another file."""
     book, lock, victim = (tmp_path / name for name in ("book", "book.lock", "victim"))
     victim.write_text("precious")
     for link, said in ((book, "no symbolic link"), (lock, "symbolic links")):
@@ -369,7 +369,7 @@ def test_a_client_whose_book_is_damaged_or_another_agreement_s_sends_nothing(
 def test_a_client_whose_training_fails_reports_zero_with_its_noise_and_logs_why(
     returned, always_train, caplog
 ):
-    """A missing report would tell its data or its coin. There is no noise of 15 deviations."""
+    """A missing report would reveal its data or its coin. Noise never has 15 deviations."""
     quiet = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=0.02, num_users=6)
 
     def train():
@@ -463,9 +463,9 @@ def test_a_ledger_foresees_it_also_where_so_many_rounds_have_no_epsilon_at_its_d
     ("reports", "count", "size", "said"),
     [
         *((GAUSSIAN, count, 12 * count, "6 are accounted for") for count in (7, 5, -1)),
-        *((reports, 20, 239, "mixed is not of so many") for reports in (SUMS, SECRET, COIN)),
-        *((reports, 20, 0, "mixed is not of so many") for reports in (SUMS, SECRET)),
-        *((reports, 20, 252, "mixed is not of so many") for reports in (SUMS, SECRET, COIN)),
+        *((reports, 20, 239, "mixed cannot be of as many") for reports in (SUMS, SECRET, COIN)),
+        *((reports, 20, 0, "mixed cannot be of as many") for reports in (SUMS, SECRET)),
+        *((reports, 20, 252, "mixed cannot be of as many") for reports in (SUMS, SECRET, COIN)),
         (SUMS, 21, 24, "min_reports=10 to num_users=20 are accounted for"),
         *(
             (SECRET, 20, 240, None),
@@ -613,7 +613,7 @@ def test_clients_shuffler_and_server_with_other_settings_do_not_meet(reports, ch
 
 @pytest.mark.parametrize("reports", [COIN, SECRET, SUMS])
 def test_where_half_of_the_clients_are_honest_epsilon_is_that_of_half_as_many(reports):
-    """Sums of bits take more noise of each client for it."""
+    """For this, sums of bits take more noise of each client."""
 
     def of_clients(users: int, share: float):
         changed = {"num_users": users, "honest_fraction": share, "min_reports": users}

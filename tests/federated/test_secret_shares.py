@@ -141,7 +141,7 @@ def test_an_aggregator_that_is_started_anew_says_no_second_sum_of_a_round(tmp_pa
 
 
 def test_of_equal_tags_the_first_counts():
-    """So nobody takes another client's share out of the sum by its tag."""
+    """Nobody can remove another client's share from the sum by using its tag."""
     one = Aggregator(SHARED)
     one.open_round(1)
     shares = [SHARED.shares_of(SHARED.encode(1, torch.ones(3)))[0] for _ in range(11)]

@@ -256,7 +256,7 @@ def test_300_silent_connections_keep_nobody_out():
 
 @contextlib.contextmanager
 def answering(*parts: bytes, pause: float = 0.0):
-    """The address of what answers one request by these parts."""
+    """The address of a server that answers one request with these parts."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -275,7 +275,7 @@ def answering(*parts: bytes, pause: float = 0.0):
 def test_an_answer_has_a_time_and_a_size_however_its_bytes_come():
     head, slow = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n", b"HTTP/1.1 204 No\r\n\r\n"
     with answering(*(slow[place : place + 1] for place in range(len(slow))), pause=0.1) as url:
-        far = FarShuffler(url, SERVER, timeout=0.5)  # of two seconds that it takes at least
+        far = FarShuffler(url, SERVER, timeout=0.5)  # it takes at least two seconds
         with pytest.raises(ConnectionError, match=r"timeout=0\.5 seconds"):
             far.forget_round(1)
     for most, content, said in ((10**6, 65536, "longer than 65536"), (99, 99, "most_bytes=99")):

@@ -1,4 +1,4 @@
-"""Before an epoch, its ε is foretold; one that leaves a budget takes no step. Needs no extra."""
+"""Before an epoch, its ε is predicted; one that exceeds a budget takes no step. Needs no extra."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from opacus_shuffle.networks.check import per_sample_check
 TIME = 4
 """Of sequences, and of a number of records that the check tries."""
 SEED = 0
-UNSEEN = "layers were not looked at with several numbers of records"
+UNSEEN = "layers were not checked with several numbers of records"
 
 
 @pytest.fixture(autouse=True)
@@ -408,7 +408,7 @@ HARMLESS = {
 def test_records_that_stay_apart_are_not_refused(way, mode):
     make, call = HARMLESS[way]
     why = problem(make(), call, mode)
-    # Opacus's hooks take no output that is written to in place, and ghost clipping no second call.
+    # Opacus's hooks fail on outputs written to in place, and ghost clipping on a second call.
     raising = "in place, inside|convolution" + "|in place|twice|once more" * (mode == "ghost")
     if re.search(raising, way):
         assert f"cannot be trained with grad_sample_mode={mode!r} at " in why
@@ -450,7 +450,7 @@ def checkpointed():
 def test_weights_used_beside_their_layer_are_refused_with_a_mode_that_sees_them():
     for mode in ("hooks", "functorch", "ghost"):
         why = problem(tied(), numbers(5), mode)
-        assert re.search("uses first.weight beside the layer.*: use 'ew', or", why)
+        assert re.search("uses first.weight outside of the layer.*: use 'ew', or", why)
     assert not problem(tied(), numbers(5), "ew")
     assert not problem(frozen(tied(), "first"), numbers(5), "ghost")
     assert not problem(tied(use=False), numbers(5), "ghost")
@@ -507,7 +507,7 @@ MENDED = {
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("name", MENDED)
 def test_a_step_sums_the_clipped_gradients_of_autograd(name, mode):
-    """Where Opacus's rules are wrong, or fail, too."""
+    """This includes layers for which Opacus's rules are wrong, or fail."""
     network, norm = MENDED[name](), 0.1
     data = TensorDataset(torch.randn(6, 5), torch.arange(6) % 3)
     parameters, truth = list(network.parameters()), 0.0
@@ -528,7 +528,7 @@ def test_a_step_sums_the_clipped_gradients_of_autograd(name, mode):
         (ghost[0] if ghost else F.cross_entropy)(model(x), y).backward()
         optimizer.step()
     step = torch.cat([parameter.grad.flatten() for parameter in parameters])
-    # Opacus divides by 1e-6 more than the norm, which is 1e-5 of it here.
+    # Opacus divides by the norm plus 1e-6, which is a share of 1e-5 here.
     assert float((step - truth).norm()) < 1e-4 * float(truth.norm())
 
 
@@ -581,7 +581,7 @@ def test_rounding_in_half_precision_is_no_use_of_a_weight_beside_its_layer(dtype
         (x,), _ = numbers(8)
         assert not problem(network, ((x.to(dtype),), {}), "ghost")
         used_beside, (y,) = tied().to(dtype), numbers(5)[0]
-        assert "beside the layer" in problem(used_beside, ((y.to(dtype),), {}), "ghost")
+        assert "outside of the layer" in problem(used_beside, ((y.to(dtype),), {}), "ghost")
     assert "torch.utils.checkpoint" in problem(checkpointed(), numbers(5), "ghost")
 
 
@@ -636,7 +636,9 @@ def test_expanded_weights_take_the_rows_that_a_function_sees(order, shape, allow
 def test_expanded_weights_in_a_function_are_refused_where_a_loss_of_the_batch_is_returned():
     """The gradients of rows in another order add up to the right one, and nothing else is seen."""
     network = nn.Sequential(Functional(lambda x: x), Net(lambda _, x: x.square().mean()))
-    assert re.search(r"uses 0.weight beside.*'ew'.*use 'hooks'", problem(network, numbers(5), "ew"))
+    assert re.search(
+        r"uses 0.weight outside.*'ew'.*use 'hooks'", problem(network, numbers(5), "ew")
+    )
     assert not problem(network, numbers(5))
 
 
@@ -843,7 +845,7 @@ def centred_forward(part):
     "change", [lambda part: setattr(part, "centres", True), centred_forward], ids=["flag", "other"]
 )
 def test_a_network_that_changes_after_the_check_is_checked_again(change):
-    """A change without effect on other records goes on training."""
+    """Training continues after a change without effect on other records."""
     part = Modal(in_training=False)
     network = inside(part)
     network.part, network.dropout = part, nn.Dropout()
@@ -863,7 +865,7 @@ def test_a_thawed_module_is_refused_where_the_network_itself_is_not_called():
     model.train()
     for x, _ in loader:
         network.last(part(network.first(x))).sum().backward()
-        with pytest.raises(ValueError, match="put into training mode, in which nobody has checked"):
+        with pytest.raises(ValueError, match="put into training mode, in which they were not"):
             optimizer.step()
         break
 

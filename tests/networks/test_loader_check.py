@@ -1,4 +1,4 @@
-"""What a batch holds beside a record does not act on it: labels that do not count, and padding."""
+"""Other records of a batch do not affect a record, by ignored labels or by padding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MIXES = "returns a loss of the batch that is not a sum.*token_loss|criterion mix
 
 
 def of_batch(logits, labels):
-    """As the losses of ``transformers``: a mean over the tokens of all records."""
+    """A mean over the tokens of all records, as the losses of ``transformers`` are."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 class Language(nn.Module):
-    """Takes labels, or goes without, as models of ``transformers`` do."""
+    """Takes optional labels, as models of ``transformers`` do."""
 
     def __init__(self, loss):
         super().__init__()
@@ -35,7 +35,7 @@ class Language(nn.Module):
 
 
 def sentences(ignored):
-    """Sixty sentences, of which so many first tokens do not count."""
+    """Sixty sentences, in which so many first tokens do not count."""
     for place in range(60):
         words = torch.randint(9, (TOKENS,))
         labels = torch.where(torch.arange(TOKENS) < ignored(place), -100, words)
@@ -63,7 +63,7 @@ def test_a_network_s_loss_may_divide_by_labels_only_where_all_records_have_as_ma
         assert run.accounted == 0
     else:
         train()
-    for batch in run.loader:  # a loop's own loss is no business of the network's
+    for batch in run.loader:  # the network does not see the loop's own loss
         labels = batch.pop("labels")
         token_loss(run.model(**batch)["logits"], labels).mean().backward()
         run.optimizer.step()
@@ -121,7 +121,7 @@ def test_a_sum_and_a_criterion_of_tokens_are_checked_and_what_cannot_be_is_warne
 
 
 class Reads(nn.Module):
-    """Scores of sequences [records, time, 5] by what it reads of them."""
+    """Computes scores of sequences [records, time, 5] from what ``read`` takes of them."""
 
     def __init__(self, read):
         super().__init__()
@@ -132,7 +132,7 @@ class Reads(nn.Module):
 
 
 def by_length(rows):
-    """Pads the longest first, as packing needs it."""
+    """Pads with the longest record first, as packing requires."""
     return padded(sorted(rows, key=lambda row: -len(row[0])))
 
 

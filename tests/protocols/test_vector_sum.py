@@ -239,7 +239,7 @@ def test_a_protocol_made_for_a_noise_multiplier_has_it_or_a_little_more(
 
 
 def test_a_noise_multiplier_is_reached_almost_exactly_and_never_from_below():
-    """Grids are coarse; of so many multipliers some are met to one part in 10,000."""
+    """Grids are coarse, but some of so many multipliers are met to one part in 10,000."""
     asked = [float(multiplier) for multiplier in np.geomspace(0.1, 300, 40)]
     over = [
         ShuffleVectorSum.with_noise_multiplier(50, 30, 2.0, sigma, delta=1e-6).noise_multiplier

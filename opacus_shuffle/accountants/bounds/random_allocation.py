@@ -35,9 +35,10 @@ ADVERSARY = (
 def epochs_of(
     rounds: Rounds, noise_of_epoch: Callable[[float, float], float] = min
 ) -> shuffled_rounds.Rounds:
-    """Returns the epochs that some steps make, in their order; one that they begin counts in full.
+    """Returns the epochs that some steps make up, in their order; a begun epoch counts in full.
 
-    What an epoch shows may end a run, which costs what the whole epoch does (Corollary 11.3).
+    A run may end because of what an epoch shows. It then costs as much as the whole epoch
+    (Corollary 11.3).
 
     Args:
         rounds: Steps, each kind with its number of repetitions.

@@ -226,7 +226,7 @@ def ladder(
             chosen = orders if entry.uses_orders else None
             rows.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
     own = {entry.name for entry in entries if not entry.baseline}
-    # A record may become any other one, so one of zeros as well.
+    # Replacement covers zero-out, because a record may also become one of zeros.
     zeroed = (
         [entry for entry in entries if entry.name in ("certified", "pair")]
         if Adjacency(adjacency) is Adjacency.REPLACE

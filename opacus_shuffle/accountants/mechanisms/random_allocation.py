@@ -20,8 +20,8 @@ from opacus_shuffle.core.validation import integer
 class RandomAllocation(Mechanism):
     """One step of an epoch of ``num_batches``, the noised sum of one batch.
 
-    Steps are counted in the order in which they ran, ``num_batches`` to an epoch. An epoch that
-    they begin counts in full, because what it shows may end a run.
+    Steps are counted in the order in which they ran, ``num_batches`` per epoch. A begun epoch
+    counts in full, because a run may end because of what the epoch shows.
 
     Attributes:
         noise_multiplier: σ of the **sum** in units of the clipping norm, as in Opacus.

@@ -89,7 +89,7 @@ def _with_tickets(
         tickets.issue(part, batch)
         try:
             yield batch
-        except GeneratorExit:  # the loop was left, by a break or as next(iter(loader)) does
+        except GeneratorExit:  # the loop was left, by a break or by next(iter(loader))
             if part is not None:
                 part.ticket.epoch.end = "left"
             raise
@@ -103,7 +103,7 @@ def with_batch_sampler(
 ) -> DataLoader:
     """Copies a loader, with another batch sampler and with tickets."""
     loader: Any = copy.copy(data_loader)
-    # The order is the sampler's; of this generator are the workers' seeds, which hide nobody.
+    # The sampler draws the order; this generator draws the workers' seeds, which hide nobody.
     vars(loader).update(
         _iterator=None, in_order=True, tickets=tickets, generator=for_pytorch(loader.generator)
     )

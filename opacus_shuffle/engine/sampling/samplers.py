@@ -116,7 +116,7 @@ class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
     def renew(self) -> None:
         """Draws by a fresh secret seed in a forked process.
 
-        The stream of the seed stays, so that it is renewed in a fork of that process.
+        The stream that drew the seed is kept, so that it is renewed in a fork of that process.
         """
         if self.generator is None:
             self.generator = self.__dict__.setdefault("stream", SecretGenerator()).of_pytorch
@@ -303,9 +303,9 @@ def plan_sampling(
     data = data_loader.dataset
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise ValueError(
-            f"data_loader must be over a map-style data set with a length, got the stream "
-            f"{type(data).__name__}, of which no random sample can be drawn: load its records into "
-            "a list, a TensorDataset or another torch.utils.data.Dataset"
+            "data_loader must have a map-style data set with a length, got the stream "
+            f"{type(data).__name__}, from which no random sample can be drawn: load its records "
+            "into a list, a TensorDataset or another torch.utils.data.Dataset"
         )
     users, steps = len(data), len(data_loader)
     if users < 1 or steps < 1:

@@ -55,8 +55,8 @@ class Pass:
 
     Attributes:
         stepped_on: Whether a step has summed any of its batches.
-        end: How it ended: the loop was ``"left"`` or has gone through ``"all"`` batches; empty
-            while it goes on.
+        end: ``"left"`` if the loop was left, ``"all"`` after all batches; empty while the pass
+            goes on.
         issued: How many of its batches have been yielded.
     """
 
@@ -113,7 +113,7 @@ class TicketBook:
 
     Attributes:
         latest: The part that was yielded last; None where no step may follow.
-        versions: Of each trained parameter, when the network first saw the latest batch.
+        versions: Each trained parameter's version when the network first saw the latest batch.
         passes: What each forward pass on it was of.
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
@@ -172,17 +172,17 @@ class TicketBook:
     def see(self, network: nn.Module) -> None:
         """Notes the versions of the weights that the first forward pass on a batch sees.
 
-        Clipping bounds what one record adds to the sum at given weights. A gradient that moves them
-        in the middle of a batch, as sharpness-aware minimisation does, hands one record's influence
-        to the gradients of all others: one was seen to move the sum by three clipping norms.
+        Clipping bounds what one record adds to the sum at fixed weights. If a gradient moves them
+        in the middle of a batch, as in sharpness-aware minimisation, one record influences the
+        gradients of all others: one was seen to move the sum by three clipping norms.
         """
         if not self.versions:
-            # In a pass, expanded weights stand for parameters.
+            # During a pass, expanded weights replace the parameters.
             weights = (vars(weight).get("orig_weight", weight) for weight in network.parameters())
             self.versions.update((each, each._version) for each in weights if each.requires_grad)
 
     def changed_weights(self) -> list[torch.Tensor]:
-        """Returns the parameters that were written to since; writes to ``.data`` do not show."""
+        """Returns the parameters that were written to since; writes to ``.data`` are not seen."""
         return [weight for weight, seen in self.versions.items() if weight._version != seen]
 
     def is_stale(self, inputs: Any) -> bool:
@@ -251,13 +251,13 @@ class TicketBook:
         if fewer and not more and not (self.drop_outs and one_pass) and self.warns_of_fewer:
             warnings.warn(
                 "optimizer.step() got gradients of fewer records than this batch has: unless some "
-                "were left out, these are no records (is batch_first right?), and no ε is meant "
-                "for what is released",
+                "were left out, the rows are no records (is batch_first right?), and no ε covers "
+                "what is released",
                 stacklevel=2,
             )
         elif not (fewer and (more or (self.drop_outs and one_pass))):
             raise ValueError(
-                "optimizer.step() got gradients of another number of records than this batch has: "
+                "optimizer.step() got gradients of a different number of records than this batch: "
                 "each of its records must have one gradient, clipped as a whole; pass the batch as "
                 "the loader that make_private returned yields it, and let no layer turn one record "
                 "into several (or several into one) along the batch axis"
@@ -278,13 +278,13 @@ class TicketBook:
             self.latest.ticket.epoch.end = "all"
 
     def left_out(self, *, at_step: bool = True) -> list[Pass]:
-        """Returns the passes of batches that saw no step since the latest release.
+        """Returns the passes with batches that were skipped since the latest release.
 
-        A whole pass without any step, as an evaluation is one, has left nothing out.
+        A whole pass without any step, such as an evaluation, does not count.
 
         Args:
-            at_step: The latest batch is about to be released. If not, it counts as well where its
-                pass was left.
+            at_step: Whether the latest batch is about to be released. If not, it counts as skipped,
+                too, if its pass has ended.
         """
         now = None if self.latest is None else self.latest.ticket.epoch
         return [

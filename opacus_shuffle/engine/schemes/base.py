@@ -60,8 +60,8 @@ from opacus_shuffle.engine.weights.weight_shuffling import BatchClipPlan, find_s
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 
-LEFT_OUT = "batches that were drawn and not trained on whatever was in them, be it nothing"
-"""What an account rests on where a batch saw no step."""
+LEFT_OUT = "the assumption that skipped batches were skipped independently of their content"
+"""What an account rests on if a batch was skipped: drawn, and no step taken on it."""
 
 
 class Scheme:
@@ -92,7 +92,7 @@ class Scheme:
         self.accountant: Any = engine.accountant
         self.name: str = engine.accountant.mechanism()
         self.named: list[torch.Generator | None] = []  # generators that reports know of
-        self.looks, self.warned = True, False  # of batches that were left out
+        self.looks, self.warned = True, False  # of skipped batches
 
     @staticmethod
     def of_mechanism(mechanism: type[Mechanism]) -> type[Scheme]:
@@ -500,12 +500,12 @@ class Scheme:
             self.tell_of(name, generator)
 
     def look_for_left_out(self, run: Run, optimizer: PrivateOptimizer) -> None:
-        """Names, for reports, batches that were left out where their size is a secret.
+        """Notes for reports that a batch was skipped, if the sizes of batches are secret.
 
         Warns:
-            PrivacyAssumptionWarning: If one was, before this step; once for each run. A pass that
-                was left before the first step is named and not warned of: so scripts look at
-                shapes.
+            PrivacyAssumptionWarning: If one was skipped before this step; once for each run. A pass
+                that was left before the first step is noted without a warning, because scripts
+                look at shapes in this way.
         """
         tickets, looks, self.looks = optimizer.tickets, self.looks, False
         if run.sampling.kind not in INDEPENDENT or not (passes := tickets and tickets.left_out()):
@@ -513,9 +513,9 @@ class Scheme:
         if not self.warned and not (looks and [one.end for one in passes] == ["left"]):
             self.warned = True
             warnings.warn(
-                "a batch was drawn and no step was taken on it: if it was left out for its size or "
-                "its records, as an empty one may be, that shows, and epsilon does not hold; step "
-                "on every batch, empty ones train, too",
+                "a batch was drawn and no step was taken on it: if it was skipped because of its "
+                "size or its records, as an empty one may be, this shows, and epsilon does not "
+                "hold; step on every batch, also on empty ones",
                 PrivacyAssumptionWarning,
                 stacklevel=6,
             )

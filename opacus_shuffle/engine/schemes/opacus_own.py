@@ -1,11 +1,11 @@
 """Trains with Opacus's own accountants, bit by bit as Opacus does.
 
-Batches, noise and errors are the same, and so is the account, but for adaptive clipping, whose
-noised count Opacus accounts for as if one record moved it by 1/2. That includes its arithmetic in
-floating-point numbers: where it makes 92 batches of 93 and accounts for the rate 1/92, which is no
-less than is spent, so does this. What is refused besides is what would train on nothing, and
-settings of which nothing would come in silence. With a flag of this package, such as
-``shuffle_weights``, noise and participation are secret instead.
+Batches, noise and errors are the same. So is the account, except for adaptive clipping: Opacus
+accounts for its noised count as if one record changed it by 1/2. Opacus's floating-point arithmetic
+is the same, too: where it makes 92 batches of 93 and accounts for the rate 1/92, which is no less
+than is spent, so does this. Runs that would train on nothing are refused, and so are settings that
+would silently have no effect. With a flag of this package, such as ``shuffle_weights``, noise and
+participation are secret instead.
 """
 
 from __future__ import annotations
@@ -175,12 +175,12 @@ class OpacusOwn(Scheme):
                 f"target_delta={budget.target_delta!r} ({error}): ask for other ones, or use "
                 "another accountant"
             ) from error
-        # Of adaptive clipping the noised count costs its share: see _accounted.
+        # With adaptive clipping the noised count costs its share: see _accounted.
         count_noise = request.others.get("unclipped_num_std", math.inf)
         if not sigma < count_noise:
             raise ValueError(
                 f"unclipped_num_std must be above {sigma:.4g}, got {count_noise!r}: the noised "
-                "count of unclipped records would take all of "
+                "count of unclipped records would use up "
                 f"target_epsilon={budget.target_epsilon!r}; pass about {10 * sigma:.2g}"
             )
         sigma /= math.sqrt(1 - 0.75 * (sigma / count_noise) ** 2)
@@ -197,21 +197,20 @@ class OpacusOwn(Scheme):
         engine.unchecked = tuple(dict.fromkeys((*engine.unchecked, *reasons)))
         for reason in reasons:
             warnings.warn(
-                f"{self.name} accounts for {reason}, so that no ε of it is a guarantee; "
-                f"{UNPROVED[reason]}",
+                f"{self.name} assumes {reason}, so that its ε is no guarantee; {UNPROVED[reason]}",
                 PrivacyAssumptionWarning,
                 stacklevel=4,
             )
 
     def attach(self, run: Run, model: Any, optimizer: PrivateOptimizer, loader: DataLoader) -> None:
-        """Starts the run as every scheme does, with a secret of its own after a fork."""
+        """Starts the run as every scheme does, and has its secrets renewed after a fork."""
         super().attach(run, model, optimizer, loader)
         for secret in (optimizer, loader.batch_sampler):
             if isinstance(secret, PrivateOptimizer | PoissonSampler):
                 renew_after_fork(secret)
 
     def record(self, run: Run, optimizer: PrivateOptimizer) -> None:
-        """Records the step with Opacus's accountant, at the rate that Opacus's hook takes."""
+        """Records the step with Opacus's accountant, at the rate of Opacus's own hook."""
         rate = run.sampling.sample_rate * optimizer.accumulated_iterations
         try:
             lineage = self.engine.opacus_lineage
@@ -229,12 +228,12 @@ class OpacusOwn(Scheme):
 
 
 def _accounted(optimizer: Any) -> float:
-    """Returns the multiplier of the noise on a sum alone that costs as much as a step does.
+    """Returns the noise multiplier of a sum alone that costs as much as a step.
 
     With adaptive clipping Opacus raises the noise on the sum to (σ⁻² − (2σ_u)⁻²)^(−1/2), by Theorem
     1 of Andrew et al. 2021, "Differentially private learning with adaptive clipping"
-    (arXiv:1905.03871), which is about a count of ±1/2 a record. Opacus's counts 0 or 1, so that the
-    two cost (σ⁻² + ¾σ_u⁻²)^(−1/2) together.
+    (arXiv:1905.03871), where each record counts ±1/2. Opacus counts 0 or 1, so that the sum and the
+    count together cost (σ⁻² + ¾σ_u⁻²)^(−1/2).
     """
     count_noise = getattr(optimizer, "unclipped_num_std", math.inf)
     sigma = float(optimizer.noise_multiplier)

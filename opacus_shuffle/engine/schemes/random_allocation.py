@@ -73,9 +73,9 @@ class EpochScheme(Scheme):
         self.epoch = tickets.latest.ticket.epoch
 
     def rehearse(self, run: Run, optimizer: PrivateOptimizer, steps: int) -> Any:
-        """Returns a copy of the account after so many more steps, with epochs as a whole.
+        """Returns a copy of the account after so many more steps, in whole epochs.
 
-        An epoch that has begun is taken to go on.
+        An epoch that has begun is assumed to continue.
         """
         if run.sampling.kind == "random_allocation":
             batches = run.sampling.steps_per_epoch
@@ -84,7 +84,7 @@ class EpochScheme(Scheme):
         return super().rehearse(run, optimizer, steps)
 
     def accounted_ahead(self, run: Run, optimizer: PrivateOptimizer) -> int:
-        """Returns how many steps to come the account has already, of the epoch that has begun."""
+        """Returns how many future steps of the begun epoch are already accounted."""
         part = getattr(optimizer.tickets, "latest", None)
         # An account that was taken back in the middle of an epoch may not hold it any more.
         name, rounds = self.newest
