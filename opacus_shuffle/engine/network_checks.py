@@ -75,7 +75,7 @@ def check_network(request: Request, engine: Any) -> TrainingCheck | None:
             "call module.train(), or freeze their parameters by requires_grad_(False) and leave "
             "them out of the optimizer"
         )
-    check.check_loader(network, request.data_loader)
+    check.check_loader(network, request.data_loader, request.criterion)
     check_padding(network, request.data_loader)
     if mode != "ghost" and request.criterion is not None:  # ghost clipping checks it later
         check_criterion_on(request.criterion, network, request.data_loader)

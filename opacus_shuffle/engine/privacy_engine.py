@@ -328,8 +328,8 @@ class PrivacyEngine(CheckpointMixin):
             watched: Any = model if isinstance(model, nn.Module) else asked.module
             watched.register_forward_pre_hook(training_check, with_kwargs=True)
             optimizer.training_check = training_check
-            if training_check.checked:  # Opacus's hooks set PyTorch's flags
-                training_check.checked = modes_of(network)
+            # Opacus's hooks set PyTorch's flags
+            training_check.checked = training_check.checked and modes_of(network)
         for part in (asked.module, model):
             leave_out_records(part)
         watch_packs(network)

@@ -37,7 +37,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -53,6 +53,8 @@ OWNER = "private_optimizer"
 It keeps that optimizer alive as long as the network: gradients that wait for its step do not become
 anybody's when a script forgets it.
 """
+RAW = "raw_gradient"
+"""The attribute of a leaf outside of private networks that refers to a gradient of records."""
 NETWORK = "private_network"
 """The attribute of a trained parameter that refers to its private network."""
 END = "cleanup"
@@ -84,9 +86,13 @@ def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -
     if owner is not None:
         _latest.private |= getattr(owner.wrapper(), "hooks_enabled", True)
     elif leaf is not None:
+        if vars(leaf).get(RAW) and vars(leaf)[RAW]() is not leaf.grad:
+            del vars(leaf)[RAW]  # that gradient was cleared
         _latest.leaves.append(leaf)
     for outside in _latest.leaves if _latest.private else ():
-        outside.grad.of_records = True
+        if outside.grad is None:  # an optimizer has stepped within the pass
+            _refuse_outside("An optimizer.", [outside])
+        vars(outside)[RAW] = weakref.ref(outside.grad)
 
 
 def watch_leaves(optimizers: Iterable[torch.optim.Optimizer] = _OPTIMIZERS) -> None:
@@ -117,6 +123,7 @@ def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
     vars(private)[END] = functools.partial(_end, weakref.ref(private), weakref.ref(network))
     for parameter in optimizer.planned:
         vars(parameter)[NETWORK] = weakref.ref(network)
+        vars(parameter).pop(RAW, None)
     watch_leaves()
     _HELD.add(network)
 
@@ -239,26 +246,32 @@ def _check_outside(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: The optimizer holds tensors outside of the network with such a gradient.
     """
-    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
-    # A released gradient is another tensor than the one of the backward pass. A leaf that was
-    # created in the pass, such as a lazy layer's, is not watched yet.
-    raw = {
-        id(leaf): leaf
-        for leaf in leaves
+    # A leaf that was created in the pass, such as a lazy layer's, is not watched yet.
+    if raw := [
+        leaf
+        for group in optimizer.param_groups
+        for leaf in group["params"]
         if leaf.grad is not None
-        and getattr(leaf.grad, "of_records", _latest.private and not _is_watched(leaf))
-    }
-    if not raw:
-        return
-    modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+        and (vars(leaf).get(RAW) or (_latest.private and not _is_watched(leaf)))
+    ]:
+        _refuse_outside(f"{type(optimizer).__name__}.", raw)
+
+
+def _refuse_outside(optimizer: str, raw: Iterable[torch.Tensor]) -> NoReturn:
+    """Refuses to move leaves by gradients of records, and names them.
+
+    Raises:
+        ValueError: Always.
+    """
     names = {
         id(parameter): f"{type(module).__name__}.{name}"
-        for module in modules
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module)
         for name, parameter in vars(module).get("_parameters", {}).items()
     }
-    shown = [names.get(key, f"a tensor of shape {tuple(raw[key].shape)}") for key in raw]
+    shown = [names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}") for leaf in raw]
     raise ValueError(
-        f"{type(optimizer).__name__}.step() would move {', '.join(shown[:4])}, outside of the "
+        f"{optimizer}step() would move {', '.join(shown[:4])}, outside of the "
         "private network, by gradients of records from a backward pass through that network, which "
         "nothing has clipped, noised or accounted: put these parameters into the module before "
         "make_private, and let its optimizer hold them; for a pass that sees no records, such as a "

@@ -34,7 +34,7 @@ class FarShuffler:
         timeout: Seconds for a call with all of its attempts, even if the answer arrives slowly.
         attempts: How often to ask where the network fails or the shuffler has no place free: a
             report that came twice is taken once.
-        most_bytes: The most bytes of an answer that hands over a round. All other answers are
+        most_bytes: The most bytes of an answer that holds a round or its tags. All others are
             limited to 64 KiB.
     """
 

@@ -168,7 +168,8 @@ class ShufflerService:
             server must show, besides their secrets; None if they need none.
         most_connections: So many may be open whose senders have not shown a secret, and so many
             others' requests may be under way. The next request ends a party's second request, or
-            else the oldest one. Memory grows by at most a report and 700 kB for each.
+            else the oldest one whose body is not complete. Memory grows by at most a report and
+            700 kB for each.
         seconds: So long may a sender take to show its secret, and as long again for its report.
         metrics: Whether ``GET /metrics`` is answered. It is for this machine alone, but behind a
             proxy that runs on this machine everyone seems to be here: pass False there.

@@ -71,20 +71,25 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
             )
             for record in records
         ]
-    # Tokens, their mask and their labels have the same lengths in all records.
-    columns = [tuple(map(_length, leaf)) for leaf in zip(*(f[0] for f in flat), strict=False)]
-    for lengths in {column for column in columns if min(column) > 1}:
-        cuts = [slice(min(lengths) // 2) if column == lengths else None for column in columns]
+    # Tokens, their mask and their labels have the same lengths in all records. An axis of a leaf is
+    # a column.
+    leaves = [*map(list, zip(*(leaf for leaf, _ in flat), strict=False))]
+    columns = [[*zip(*map(_sizes, leaf), strict=False)] for leaf in leaves]
+    for lengths in {axis for column in columns for axis in column if min(axis) > 1}:
+        end = min(lengths) // 2
+        cuts = [
+            tuple(slice(end if axis == lengths else None) for axis in column) for column in columns
+        ]
         short = [
-            tree_unflatten([v[end] if end else v for v, end in zip(leaf, cuts, strict=True)], form)
+            tree_unflatten([_cut(v, cut) for v, cut in zip(leaf, cuts, strict=True)], form)
             for leaf, form in flat
         ]
         longest = lengths.index(max(lengths))
         long = [records[longest], *short[:longest], *short[longest + 1 :]]
-        with contextlib.suppress(Exception):  # a training loop may pass other arguments
-            after, before, again = run(long, 0), run(short, 0), run(short, 1)
-            if not any(map(_differ, before, again)) and any(map(_differ, before, after)):
-                break
+        # A mask or lengths that forward can do without may be among the entries of a tuple.
+        found = [_reads_padding(partial(run, more=more), short, long) for more in range(3)]
+        if any(found) and False not in found:
+            break
     else:
         return
     raise ValueError(
@@ -95,16 +100,48 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
     )
 
 
-def _length(value: Any) -> int:
-    """Returns the length of a sequence; 0 for anything else, also for tensors without axes."""
-    return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) else 0
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Returns the sizes of a tensor's or an array's axes, or the length of another sequence."""
+    length = [len(value)] if hasattr(value, "__len__") and not hasattr(value, "shape") else ()
+    return tuple(getattr(value, "shape", length))
 
 
-def _outputs(network: nn.Module, data_loader: DataLoader, records: Any, seed: int) -> Any:
-    """Returns a network's output tensors for collated records, records on the first axis."""
+def _cut(value: Any, cut: tuple[slice, ...]) -> Any:
+    """Returns a sequence up to a length, if any of its axes has one."""
+    if not any(axis.stop for axis in cut):
+        return value
+    return value[cut] if hasattr(value, "shape") else value[cut[0]]
+
+
+def _reads_padding(run: Callable[..., Any], short: Any, long: Any) -> bool | None:
+    """Whether outputs differ with a longer record in the batch; None if that cannot be told."""
+    with contextlib.suppress(Exception):  # a training loop may make other arguments of these
+        after, before, again = run(long, 0), run(short, 0), run(short, 1)
+        if not any(map(_differ, before, again)):
+            return any(map(_differ, before, after))
+    return None
+
+
+def _outputs(
+    network: nn.Module, data_loader: DataLoader, records: Any, seed: int, more: int
+) -> Any:
+    """Returns the tensors that a network gives for collated records, records first.
+
+    Args:
+        network: It is run.
+        data_loader: It collates.
+        records: Of the data set.
+        seed: Of draws.
+        more: How many entries of a tuple are passed besides what ``forward`` requires; never the
+            last one, the targets.
+    """
     with random_states_kept():
         seed_draws(seed)
-        given = results(run_quietly(network, *from_batch(network, data_loader.collate_fn(records))))
+        batch = data_loader.collate_fn(records)
+        args, named = from_batch(network, batch)
+        if args and isinstance(batch, tuple | list):
+            args = (*args, *batch[len(args) : -1][:more])
+        given = results(run_quietly(network, args, named))
     return [t.movedim(t.shape.index(len(records)), 0) for t in given if len(records) in t.shape]
 
 

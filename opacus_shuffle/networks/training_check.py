@@ -44,26 +44,33 @@ from opacus_shuffle.networks.sample_input import (
 
 MOST_RECORDS = 6
 """How many records of a loader are checked."""
-_FLAGS = frozenset([bool, str, types.FunctionType, types.MethodType])
-_IGNORED_LABELS = (IGNORED,)
-"""An entry among the flags: a batch with labels of −100 was checked."""
+_FLAGS = frozenset([bool, int, float, str, types.FunctionType, types.MethodType])
 _SHOWN = 4
 """How many modules a message names."""
 
-_Modes = frozenset[tuple[Any, ...]]
+_Modes = frozenset[Any]
 
 
 def modes_of(network: nn.Module) -> _Modes:
     """Returns the flags of all modules, with their training modes; empty if none is training.
 
-    A flag is an attribute that is a bool, a str or a function. Numbers are no flags, because
-    counters change in every pass.
+    A flag is an attribute that is a bool, a str or a function, a number's being zero, or a hook.
     """
     modules = list(network.modules())
     if not any(module.training for module in modules):
         return frozenset()
     return frozenset(
-        (module, *(value for value in vars(module).values() if type(value) in _FLAGS))
+        (
+            module,
+            # Whether a number is zero is enough, because counters change in every pass.
+            *(
+                bool(value) if type(value) in (int, float) else value
+                for value in vars(module).values()
+                if type(value) in _FLAGS
+            ),
+            *module._forward_pre_hooks,
+            *module._forward_hooks,
+        )
         for module in modules
     )
 
@@ -100,7 +107,9 @@ class TrainingCheck:
         self.called = self._has_warned = False
         self._evaluated = [module for module in network.modules() if not module.training]
 
-    def check_loader(self, network: nn.Module, data_loader: DataLoader) -> None:
+    def check_loader(
+        self, network: nn.Module, data_loader: DataLoader, criterion: Any = None
+    ) -> None:
         """Checks the network on the loader's first records, if it takes them.
 
         Labels that the network does not need are left out, because a training loop may compute
@@ -110,11 +119,24 @@ class TrainingCheck:
             ValueError: As :meth:`check`.
         """
         try:
-            args, named = from_batch(network, first_records(data_loader, MOST_RECORDS))
+            batch = first_records(data_loader, MOST_RECORDS)
+            args, named = from_batch(network, batch)
         except Exception:  # a training loop may pass other arguments than the loader yields
             return
         given = inspect.signature(network.forward).parameters
         labels = {name for name in named.keys() & given.keys() if "label" in name}
+        if (
+            not (labels or criterion or self.mode == "ghost")
+            and _first_ignored(batch, 0) is not None
+        ):
+            warnings.warn(
+                "data_loader yields labels of -100, and no criterion was passed: a mean over the "
+                "labelled tokens of a batch lets one record rescale the gradients of all others, "
+                "for which no epsilon holds; take the mean of opacus_shuffle.token_loss, or pass "
+                "criterion=... to have it checked",
+                PrivacyAssumptionWarning,
+                stacklevel=2,
+            )
         optional = {name for name in labels if given[name].default is not inspect.Parameter.empty}
         call = args, {name: value for name, value in named.items() if name not in optional}
         if self.check(network, call, data_loader.batch_size).seen and not labels:
@@ -178,9 +200,9 @@ class TrainingCheck:
             return
         self._keep_evaluated(network)
         self.called, modes, first = True, modes_of(network), None
-        if _IGNORED_LABELS not in self.checked:
+        if IGNORED not in self.checked:
             first = _first_ignored((args, keywords), self.axis)
-            modes |= {_IGNORED_LABELS} if first is not None else set()
+            modes |= {IGNORED} if first is not None else set()
         if modes <= self.checked or self.idle_layers(network):
             return
         sizes = extents((args, keywords), self.axis)
@@ -209,13 +231,11 @@ class TrainingCheck:
     def _keep_evaluated(self, network: nn.Module) -> None:
         """Puts modules back that ``network.train()`` has taken out of evaluation mode."""
         awake = [module for module in self._evaluated if module.training]
-        if not awake:
-            return
         for module in awake:
             module.training = False
-        names = [name for name, module in network.named_modules() if module in awake]
-        if not self._has_warned:
+        if awake and not self._has_warned:
             self._has_warned = True
+            names = [name for name, module in network.named_modules() if module in awake]
             warnings.warn(
                 f"modules {', '.join(names[:_SHOWN])} were in evaluation mode at make_private and "
                 "stay in it, also after model.train(), because the network was checked in it; "

@@ -796,7 +796,7 @@ class Modal(nn.Module):
 
     def __init__(self, *, in_training):
         super().__init__()
-        self.in_training, self.centres = in_training, False
+        self.in_training, self.centres = in_training, 0
 
     def forward(self, x):
         return x - x.mean(0) * (self.centres or (self.training and self.in_training))
@@ -842,7 +842,14 @@ def centred_forward(part):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda part: setattr(part, "centres", True), centred_forward], ids=["flag", "other"]
+    "change",
+    [
+        lambda part: setattr(part, "centres", True),
+        lambda part: setattr(part, "centres", 0.5),
+        lambda part: part.register_forward_hook(lambda _, x, out: out - out.mean(0)),
+        centred_forward,
+    ],
+    ids=["flag", "number", "hook", "forward"],
 )
 def test_a_network_that_changes_after_the_check_is_checked_again(change):
     """Training continues after a change without effect on other records."""

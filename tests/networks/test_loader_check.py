@@ -115,6 +115,9 @@ def test_a_sum_and_a_criterion_of_tokens_are_checked_and_what_cannot_be_is_warne
     with pytest.raises(ValueError, match=MIXES):
         Run(toy=toy, criterion=lambda outputs, labels: of_batch(outputs["logits"], labels))
     Run(toy=toy, criterion=lambda outputs, labels: token_loss(outputs["logits"], labels))
+    tags = [tuple(sentence.values()) for sentence in sentences(RAGGED["all"])]
+    with pytest.warns(PrivacyAssumptionWarning, match="yields labels of -100, and no criterion"):
+        Run(toy={"module": nn.Embedding(9, 9), "data_loader": DataLoader(tags, batch_size=20)})
     Run(criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum")
     with pytest.warns(PrivacyAssumptionWarning, match="criterion was not checked"):
         Run(criterion=lambda outputs: outputs.sum())
@@ -179,3 +182,31 @@ def test_networks_that_read_the_padding_of_other_records_are_refused(read, colla
             Run(toy=toy)
     elif collate in (padded, by_length, constant, random) or read == "tokens":
         assert Run(toy=toy)
+
+
+class Masked(nn.Module):
+    """Takes an optional mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x, lengths=None):
+        return (READS["mean"] if lengths is None else within)(self.layer(x), lengths)
+
+
+def sounds(rows):
+    """Pads the last axis of [channels, time]."""
+    x, *others = padded([(sound.t(), label) for sound, label in rows])
+    return x.movedim(1, 2), others[-1]
+
+
+def test_padding_of_any_axis_is_looked_at_and_an_optional_mask_in_a_tuple_is_one():
+    lengths = [4 + place % 5 for place in range(24)]
+    rows = [(torch.randn(length, 5), length % 3) for length in lengths]
+    Run(toy={"module": Masked(), "data_loader": DataLoader(rows, 6, collate_fn=padded)})
+    pooled = nn.Sequential(nn.Conv1d(5, 3, 1), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    rows = [(sound.t(), label) for sound, label in rows]
+    toy = {"module": pooled, "data_loader": DataLoader(rows, 6, collate_fn=sounds)}
+    with pytest.raises(ValueError, match="module reads the padding of data_loader's collate"):
+        Run(toy=toy)
