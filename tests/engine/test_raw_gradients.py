@@ -503,6 +503,7 @@ def test_a_network_beside_a_private_one_trains_and_a_head_trains_once_the_run_ha
     run.private.cleanup()
     nn.functional.cross_entropy(other(x) + run.network(x), y).backward()
     plain.step()
+    assert run.accounted == 2
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ew"])
