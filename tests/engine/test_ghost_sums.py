@@ -211,15 +211,17 @@ def test_no_report_is_longer_than_the_norm_whatever_the_first_pass_has_found(gro
     """
     torch.manual_seed(3)
     x, y = torch.randn(1, 5).expand(BATCH, 5), torch.randn(1, 3).expand(BATCH, 3)
-    run = run_of(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), x, y, **SAMPLES)
-    run.step()
-    passes = []
+    module, passes = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), []
 
     def grow(gradient):
         passes.append("another")
         return gradient * (growth if len(passes) == 2 else 1)
 
-    run.network[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(grow) and None)
+    module[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(grow) and None)
+    passes.extend("unseen in the check of the network")
+    run = run_of(module, x, y, **SAMPLES)
+    run.step()
+    passes.clear()
     ((_, released),) = releases(run)
     assert len(passes) == 2
     first, second = (float(part.norm()) for part in released.split([5 * 4 + 4, 4 * 3 + 3]))
