@@ -35,7 +35,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -43,6 +43,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.core.opacus_compat import is_copy, is_used, waits_for_step, wrapped_network
 from opacus_shuffle.engine.sampling.tickets import Origin, origin_of
@@ -53,8 +54,6 @@ OWNER = "private_optimizer"
 It keeps that optimizer alive as long as the network: gradients that wait for its step do not become
 anybody's when a script forgets it.
 """
-RAW = "raw_gradient"
-"""The attribute of a leaf outside of private networks that refers to a gradient of records."""
 NETWORK = "private_network"
 """The attribute of a trained parameter that refers to its private network."""
 END = "cleanup"
@@ -64,6 +63,10 @@ _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """All optimizers of the process, from the first private run on."""
 
 
+_RAW: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakTensorKeyDictionary()
+"""Leaves outside of private networks, each with a reference to its gradient of records.
+
+They are no attributes, which would be pickled with the leaf."""
 _latest = SimpleNamespace(number=-1, leaves=[], private=False)
 """The latest backward pass: the leaves outside of private networks that it has reached so far, and
 whether it has reached a private network."""
@@ -86,13 +89,13 @@ def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -
     if owner is not None:
         _latest.private |= getattr(owner.wrapper(), "hooks_enabled", True)
     elif leaf is not None:
-        if vars(leaf).get(RAW) and vars(leaf)[RAW]() is not leaf.grad:
-            del vars(leaf)[RAW]  # that gradient was cleared
+        if leaf in _RAW and _RAW[leaf]() is not leaf.grad:
+            del _RAW[leaf]  # that gradient was cleared
         _latest.leaves.append(leaf)
     for outside in _latest.leaves if _latest.private else ():
         if outside.grad is None:  # an optimizer has stepped within the pass
             _refuse_outside("An optimizer.", [outside])
-        vars(outside)[RAW] = weakref.ref(outside.grad)
+        _RAW[outside] = weakref.ref(outside.grad)
 
 
 def watch_leaves(optimizers: Iterable[torch.optim.Optimizer] = _OPTIMIZERS) -> None:
@@ -123,7 +126,7 @@ def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
     vars(private)[END] = functools.partial(_end, weakref.ref(private), weakref.ref(network))
     for parameter in optimizer.planned:
         vars(parameter)[NETWORK] = weakref.ref(network)
-        vars(parameter).pop(RAW, None)
+        _RAW.pop(parameter, None)
     watch_leaves()
     _HELD.add(network)
 
@@ -251,8 +254,7 @@ def _check_outside(optimizer: torch.optim.Optimizer) -> None:
         leaf
         for group in optimizer.param_groups
         for leaf in group["params"]
-        if leaf.grad is not None
-        and (vars(leaf).get(RAW) or (_latest.private and not _is_watched(leaf)))
+        if leaf.grad is not None and (leaf in _RAW or (_latest.private and not _is_watched(leaf)))
     ]:
         _refuse_outside(f"{type(optimizer).__name__}.", raw)
 
