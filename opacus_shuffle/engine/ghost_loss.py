@@ -373,4 +373,9 @@ class GhostCriterion(DPLossFastGradientClipping):
                 self.checked = check_criterion(self.criterion, args, keywords)
         finally:
             self.criterion.reduction = reduction
-        return GhostLoss(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
+        losses = loss.loss_per_sample
+        # Means of equally many numbers per record; ignored targets would make these numbers fewer.
+        if losses.dim() > 1 and len(losses) and not hasattr(self.criterion, "ignore_index"):
+            rows = losses.flatten(1)
+            losses = rows.mean(1) if loss.loss_reduction == "mean" else rows.sum(1)
+        return GhostLoss(loss.module, loss.optimizer, losses, loss.loss_reduction)

@@ -64,14 +64,12 @@ class TiltedReports(FlatClipping, GaussianNoise):
             add_to_sum(parameter, noise.view_as(parameter))
         return clipped
 
-    def factors(
-        self, optimizer: Any, norms: list[torch.Tensor], margin: float
-    ) -> list[torch.Tensor]:
+    def factors(self, optimizer: Any, norms: torch.Tensor, margin: float) -> list[torch.Tensor]:
         """Returns by what each record's gradient is multiplied in the sum of reports.
 
         The noise that belongs to it is kept for :meth:`clip`.
         """
-        whole = torch.stack([norm.to(norms[0].device) for norm in norms], dim=1).norm(2, dim=1)
+        whole = norms.norm(2, dim=1)
         rate = (margin * whole / optimizer.max_grad_norm).nan_to_num(0.0, 0.0).clamp(max=1.0)
         drawn_with = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         unit = math.prod(drawn_with)
@@ -102,7 +100,7 @@ class TiltedReports(FlatClipping, GaussianNoise):
                 noise += unit * math.sqrt(len(places)) * normal
         self.taking_part += len(taking)
         self.drawn_with.add(drawn_with)
-        return [factors] * len(norms)
+        return [factors] * len(kinds)
 
     def check_release(self, optimizer: Any) -> None:
         """Refuses noise or a norm that has changed since any of the batch's reports was drawn.

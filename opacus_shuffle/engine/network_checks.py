@@ -37,7 +37,7 @@ from opacus_shuffle.engine.raw_gradients import (
 )
 from opacus_shuffle.engine.training_plan import Request
 from opacus_shuffle.networks.check import SORT_BEFORE
-from opacus_shuffle.networks.loader_check import check_criterion_on, check_padding
+from opacus_shuffle.networks.loader_check import check_collate, check_criterion_on, check_padding
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.training_check import TrainingCheck
 
@@ -76,6 +76,7 @@ def check_network(request: Request, engine: Any) -> TrainingCheck | None:
             "them out of the optimizer"
         )
     check.check_loader(network, request.data_loader, request.criterion)
+    check_collate(request.data_loader)
     check_padding(network, request.data_loader)
     if mode != "ghost" and request.criterion is not None:  # ghost clipping checks it later
         check_criterion_on(request.criterion, network, request.data_loader)
@@ -139,13 +140,13 @@ def check_earlier_runs(request: Request, accountant: Any) -> None:
     module, network = request.module, unwrap(request.module)
     remedy = "call its to_standard_module() (cleanup() with wrap_model=False) first"
     own, inside = set(map(id, module.parameters())), hasattr(network, "autograd_grad_sample_hooks")
-    for other, name, parameter in held_parameters():
+    for other, parameter in held_parameters():
         inside |= other is network and id(parameter) in own
         if id(parameter) in own and other is not network and parameter.requires_grad:
             raise ValueError(
-                f"module shares {name} with a {type(other).__name__} that an earlier make_private "
-                "has made private, and trains by itself: make one network private that has both "
-                f"parts, or {remedy}"
+                f"module shares {names_of([parameter])} with a {type(other).__name__} that an "
+                "earlier make_private has made private, and trains by itself: make one network "
+                f"private that has both parts, or {remedy}"
             )
     if module is network and inside:
         raise ValueError(

@@ -123,6 +123,8 @@ class PrivateOptimizer(OpenOptimizer):
         """Sets what accounts for each release, and the tickets that each step takes."""
         self.accountant, self._account, self.tickets = accountant, account, tickets
         self._rehearse = rehearse
+        if tickets is not None:
+            tickets.weights = self.planned
 
     def epsilon_after(self, steps: int, delta: float) -> float:
         """Returns what ε would be after so many more steps; none is taken or accounted.

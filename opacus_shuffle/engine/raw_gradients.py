@@ -86,9 +86,12 @@ def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -
         vars(_latest).update(number=number, leaves=[], private=False)
     network = network or vars(leaf).get(NETWORK, lambda: None)()
     owner = None if network is None else vars(network).get(OWNER)
-    if owner is not None:
-        _latest.private |= getattr(owner.wrapper(), "hooks_enabled", True)
-    elif leaf is not None:
+    if owner is not None and getattr(owner.wrapper(), "hooks_enabled", True):
+        _latest.private = True
+        if owner.tickets is not None and owner.tickets.latest is not None:
+            ticket = owner.tickets.latest.ticket
+            ticket.has_gradients = ticket.epoch.has_gradients = True
+    elif owner is None and leaf is not None:
         if leaf in _RAW and _RAW[leaf]() is not leaf.grad:
             del _RAW[leaf]  # that gradient was cleared
         _latest.leaves.append(leaf)
@@ -147,16 +150,15 @@ def _end(private: Callable[[], Any], network: Callable[[], nn.Module | None]) ->
     _HELD.discard(held)  # type: ignore[arg-type]
 
 
-def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yields network, name and parameter for every parameter of every held network."""
+def held_parameters() -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Yields network and parameter for every parameter of every held network."""
     for network in list(_HELD):
         owner = vars(network).get(OWNER)
         if owner is not None or is_copy(network):
-            inside = {parameter: name for name, parameter in network.named_parameters()}
             # A layer that was taken out may be put back.
-            for parameter in {**inside, **dict.fromkeys(getattr(owner, "planned", ()))}:
-                outside = getattr(owner, "names", {}).get(id(parameter), "one outside of it")
-                yield network, inside.get(parameter, outside), parameter
+            parameters = (*network.parameters(), *getattr(owner, "planned", ()))
+            for parameter in {id(parameter): parameter for parameter in parameters}.values():
+                yield network, parameter
 
 
 def private_optimizers(module: Any) -> list[Any]:
@@ -168,9 +170,10 @@ def private_optimizers(module: Any) -> list[Any]:
 
 def names_of(parameters: Iterable[torch.Tensor]) -> str:
     """Returns the names of parameters in a private network, or else their shapes."""
-    owners = [vars(network).get(OWNER) for network in list(_HELD)]
-    known = {number: name for owner in owners if owner for number, name in owner.names.items()}
-    known |= {id(parameter): name for _, name, parameter in held_parameters()}
+    known: dict[int, str] = {}
+    for network in list(_HELD):
+        known |= getattr(vars(network).get(OWNER), "names", {})
+        known |= {id(parameter): name for name, parameter in network.named_parameters()}
     names = [
         known.get(id(parameter), f"one of shape {tuple(parameter.shape)}")
         for parameter in parameters
@@ -212,7 +215,7 @@ def _check_raw(
     # A closure would make other gradients.
     closure = any(value is not None for value in (*args[1:], *keywords.values()))
     raw, inside = [], ""
-    for network, _, parameter in held_parameters():
+    for network, parameter in held_parameters():
         owner = vars(network).get(OWNER)
         released = owner is not None and owner.has_released(parameter) and not closure
         if id(parameter) in moved and not released:
@@ -254,7 +257,8 @@ def _check_outside(optimizer: torch.optim.Optimizer) -> None:
         leaf
         for group in optimizer.param_groups
         for leaf in group["params"]
-        if leaf.grad is not None and (leaf in _RAW or (_latest.private and not _is_watched(leaf)))
+        if leaf.grad is not None
+        and ((_RAW and leaf in _RAW) or (_latest.private and not _is_watched(leaf)))
     ]:
         _refuse_outside(f"{type(optimizer).__name__}.", raw)
 

@@ -58,9 +58,8 @@ class PerRecord(Scalar):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", ["column", "scalar", "fewer"])
+@pytest.mark.parametrize("shape", ["scalar", "fewer"])
 def test_losses_that_are_not_one_per_record_are_refused_before_any_backward_pass(name, shape):
-    """Of shape [B, 1] they broadcast, and clip nothing."""
     module, y, criterion = nn.Linear(5, 1), torch.ones(8, 1), nn.BCEWithLogitsLoss(reduction="sum")
     if shape == "scalar":
         module, y, criterion = nn.Linear(5, 3), torch.ones(8).long(), Scalar()
@@ -74,6 +73,26 @@ def test_losses_that_are_not_one_per_record_are_refused_before_any_backward_pass
     with pytest.raises(ValueError, match="not clipped"):
         run.optimizer.step()
     assert (run.accounted, run.updates) == (0, 0)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
+def test_losses_of_every_output_are_reduced_to_losses_of_records(loss, reduction, outputs):
+    """The clipped sum is the one that per-sample gradients give, with norms above and below C."""
+    network, x, y = nn.Linear(5, outputs), torch.randn(8, 5), torch.rand(8, outputs)
+    x *= 10 ** torch.arange(-4.0, 4)[:, None]
+    expected = torch.zeros(outputs, 5)
+    for record, target in zip(x, y, strict=True):
+        network.zero_grad()
+        loss(reduction=reduction)(network(record), target).backward()
+        norm = math.hypot(*(float(p.grad.norm()) for p in network.parameters()))
+        expected += network.weight.grad * min(1, 1 / norm)
+    run = private(loss(reduction=reduction), module=network, data=(x, y), reduction=reduction)
+    x, y = run.batch()
+    run.criterion(run.model(x), y).backward()
+    found = run.optimizer.params[0].grad
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning")]
 NAMES = (*OURS, "rdp", "prv", "gdp")
 COMBINATIONS = list(itertools.product(NAMES, MODES[:4]))
@@ -481,3 +483,35 @@ def test_a_batch_that_nobody_steps_on_leaves_nothing_to_the_next_one(mode):
     for one, other in zip(run.optimizer.params, alone.optimizer.params, strict=True):
         torch.testing.assert_close(one.summed_grad, other.summed_grad)
     assert run.accounted == 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_updates_by_hand_are_refused_at_the_next_batch(mode):
+    """A batch without a step is not refused, nor are weights that are loaded after a bad loss."""
+    run = Run(mode=mode).train()
+    run.optimizer.zero_grad()
+    for number, (x, y) in enumerate(run.loader):
+        loss = run.criterion(run.model(x), y)
+        if number:
+            run.network.load_state_dict(run.network.state_dict())
+        else:
+            loss.backward()
+            run.optimizer.zero_grad()
+    run.train()
+    run.optimizer.zero_grad()
+
+    def by_hand(write):
+        for x, y in run.loader:
+            run.criterion(run.model(x), y).backward()
+            for parameter in run.network.parameters():
+                write(parameter, parameter.grad_sample.sum(0))
+            run.optimizer.zero_grad()
+
+    with pytest.warns(PrivacyAssumptionWarning, match="backward passes, and no optimizer.step"):
+        by_hand(lambda parameter, gradient: parameter.data.sub_(gradient))
+    with pytest.raises(ValueError, match="changed on the last batch without"), torch.no_grad():
+        with torch.enable_grad():
+            x, y = next(iter(run.loader))
+            run.criterion(run.model(x), y).backward()
+        next(run.network.parameters()).sub_(1.0)
+        next(iter(run.loader))

@@ -67,9 +67,8 @@ class FreshInputs:
                 "data loader: its records are accounted no more; " + REMEDY
             )
         if not is_tracing():  # type: ignore[no-untyped-call]
-            if (network := self._network()) is not None:
-                tickets.see(network)
-            if part is network:
+            tickets.see()
+            if part is self._network():
                 tickets.passes.append(origin_of((inputs, keywords)))
 
     def after(

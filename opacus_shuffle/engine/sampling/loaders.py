@@ -4,7 +4,8 @@ Workers may have drawn the batch long before.
 
 >>> import torch
 >>> from torch.utils.data import TensorDataset
->>> from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
+>>> from opacus_shuffle.engine.raw_gradients import names_of
+from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
 >>> plain = DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4)
 >>> sampler = FixedSizeSampler(num_samples=10, batch_size=4, steps=3)
 >>> loader = with_batch_sampler(plain, sampler, TicketBook())
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
 from opacus_shuffle.core.randomness import for_pytorch
+from opacus_shuffle.engine.raw_gradients import names_of
 from opacus_shuffle.engine.sampling.samplers import OwnBatches, SplitBatches, TicketedSampler
 from opacus_shuffle.engine.sampling.tickets import Part, TicketBook
 
@@ -69,6 +71,13 @@ def _with_tickets(
     """
     tickets: Any = loader.tickets
     while True:
+        if changed := tickets.changed_without_step():
+            raise ValueError(
+                f"{names_of(changed)} changed on the last batch without optimizer.step(): updates "
+                "by hand, such as p -= lr * p.grad, are neither clipped, noised nor accounted; "
+                "call step() of the optimizer that make_private returned, and change weights "
+                "otherwise only between a step and the next batch"
+            )
         sampler: Any = loader.batch_sampler
         if loader.persistent_workers and getattr(sampler, "drawn", None) is not drawn:
             tickets.issue(None)

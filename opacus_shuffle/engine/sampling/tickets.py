@@ -21,14 +21,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import renew_after_fork
 from opacus_shuffle.networks.running import results
 
@@ -54,6 +54,7 @@ class Pass:
     """One pass over a loader.
 
     Attributes:
+        has_gradients: Whether there was a backward pass on any of its batches.
         stepped_on: Whether a step has summed any of its batches.
         end: ``"left"`` if the loop was left, ``"all"`` after all batches; empty while the pass
             goes on.
@@ -61,6 +62,7 @@ class Pass:
     """
 
     issued: int = 0
+    has_gradients: bool = False
     stepped_on: bool = False
     end: Literal["", "left", "all"] = ""
 
@@ -74,12 +76,14 @@ class Ticket:
         summed: Which of these were clipped and summed.
         epoch: The pass over the loader that has drawn it.
         released: Whether the noised sum has moved the weights.
+        has_gradients: Whether there was a backward pass on it.
     """
 
     sizes: tuple[int, ...]
     epoch: Pass = dataclasses.field(default_factory=Pass)
     summed: set[int] = dataclasses.field(default_factory=set)
     released: bool = False
+    has_gradients: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,7 +117,8 @@ class TicketBook:
 
     Attributes:
         latest: The part that was yielded last; None where no step may follow.
-        versions: Each trained parameter's version when the network first saw the latest batch.
+        weights: The parameters that the optimizer trains.
+        versions: Their versions when the network first saw the latest batch; empty before.
         passes: What each forward pass on it was of.
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
@@ -133,7 +138,8 @@ class TicketBook:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
         self.passes: list[Origin] = []
-        self.versions: dict[torch.Tensor, int] = {}
+        self.weights: Sequence[torch.Tensor] = ()
+        self.versions: list[int] = []
         self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] = lambda: None
         self._earlier_passes = 0  # on other parts of the latest batch
@@ -169,7 +175,7 @@ class TicketBook:
             self._yielded[storage._cdata] = StorageWeakRef(storage), part  # type: ignore[no-untyped-call]
         self.when_issued()
 
-    def see(self, network: nn.Module) -> None:
+    def see(self) -> None:
         """Notes the versions of the weights that the first forward pass on a batch sees.
 
         Clipping bounds what one record adds to the sum at fixed weights. If a gradient moves them
@@ -177,13 +183,19 @@ class TicketBook:
         gradients of all others: one was seen to move the sum by three clipping norms.
         """
         if not self.versions:
-            # During a pass, expanded weights replace the parameters.
-            weights = (vars(weight).get("orig_weight", weight) for weight in network.parameters())
-            self.versions.update((each, each._version) for each in weights if each.requires_grad)
+            self.versions = [weight._version for weight in self.weights]
 
     def changed_weights(self) -> list[torch.Tensor]:
         """Returns the parameters that were written to since; writes to ``.data`` are not seen."""
-        return [weight for weight, seen in self.versions.items() if weight._version != seen]
+        seen = zip(self.weights, self.versions, strict=False)
+        return [weight for weight, version in seen if weight._version != version]
+
+    def changed_without_step(self) -> list[torch.Tensor]:
+        """Returns the parameters that changed after a backward pass without a step."""
+        ticket = None if self.latest is None else self.latest.ticket
+        if ticket is None or ticket.released or ticket.summed or not ticket.has_gradients:
+            return []
+        return self.changed_weights()
 
     def is_stale(self, inputs: Any) -> bool:
         """Tells whether any of these tensors belongs to an earlier batch."""
@@ -273,9 +285,20 @@ class TicketBook:
             part.ticket.summed.add(part.index)
 
     def end_pass(self) -> None:
-        """Notes that a pass has gone through all of its batches."""
-        if self.latest is not None:
-            self.latest.ticket.epoch.end = "all"
+        """Notes that a pass has gone through all of its batches.
+
+        Warns:
+            PrivacyAssumptionWarning: It had backward passes, and no step.
+        """
+        epoch = Pass() if self.latest is None else self.latest.ticket.epoch
+        epoch.end = "all"
+        if epoch.has_gradients and not epoch.stepped_on:
+            warnings.warn(
+                "a pass over the data loader had backward passes, and no optimizer.step(): no "
+                "epsilon covers weights that are updated by hand, or gradients used otherwise",
+                PrivacyAssumptionWarning,
+                stacklevel=3,
+            )
 
     def left_out(self, *, at_step: bool = True) -> list[Pass]:
         """Returns the passes with batches that were skipped since the latest release.
