@@ -100,6 +100,45 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
     )
 
 
+def check_collate(data_loader: DataLoader) -> None:
+    """Refuses a ``collate_fn`` that mixes records, as mixup or a mean over the batch does.
+
+    Two lists of records that differ in the last one alone are collated with the same draws. This
+    record is a copy of an earlier one in both lists, because padding would differ otherwise.
+
+    Args:
+        data_loader: Nothing is checked if its ``collate_fn`` draws numbers that no seed repeats.
+
+    Raises:
+        ValueError: Rows of other records differ.
+    """
+    mixed = False
+    with contextlib.suppress(Exception):  # as of a data set that can only be iterated over
+        records = first_records(data_loader, MOST_RECORDS, list)
+        count = len(records) + 1
+
+        def rows(last: int, seed: int) -> list[torch.Tensor]:
+            seed_draws(seed)
+            batch = data_loader.collate_fn([*records, records[last]])
+            shown = [t for t in tensors_of(batch) if count in t.shape]
+            return [t.movedim(t.shape.index(count), 0) for t in shown]
+
+        with random_states_kept():
+            mixed = any(
+                any(_missing(*pair) > 1 for pair in zip(before, rows(1, seed), strict=True))
+                for seed in range(3)  # one permutation of records may move none
+                for before, again in [(rows(0, seed), rows(0, seed))]
+                if not any(map(_missing, before, again))
+            )
+    if mixed:
+        raise ValueError(
+            "data_loader's collate_fn mixes records: another record's content changes when one "
+            "record does, so that clipping bounds nobody's influence; leave mixup and statistics "
+            "of the batch out of collate_fn, and normalize each record by itself or by public "
+            "statistics"
+        )
+
+
 def _sizes(value: Any) -> tuple[int, ...]:
     """Returns the sizes of a tensor's or an array's axes, or the length of another sequence."""
     length = [len(value)] if hasattr(value, "__len__") and not hasattr(value, "shape") else ()
@@ -153,14 +192,18 @@ def _differ(short: torch.Tensor, long: torch.Tensor) -> bool:
     """
     sizes = [*map(min, short.shape, long.shape)]
 
-    def missing(ends: list[slice]) -> int:
-        ones, others = (t[tuple(ends)].flatten(1).double().nan_to_num() for t in (short, long))
-        scale = ones.norm(dim=1)[:, None] + others.norm(dim=1)
-        close = torch.cdist(ones, others) <= _share(short) * scale
-        return int((~close.any(1)).sum())
-
     first, last = [slice(size) for size in sizes], [slice(-size, None) for size in sizes]
-    return min(missing(first), missing(last)) > 1
+    return min(_missing(short[tuple(end)], long[tuple(end)]) for end in (first, last)) > 1
+
+
+def _missing(ones: torch.Tensor, others: torch.Tensor) -> int:
+    """Returns how many rows of the first tensor the second one lacks, up to rounding."""
+    share = _share(ones)
+    ones, others = (t.reshape(len(t), -1).double().nan_to_num() for t in (ones, others))
+    scale = ones.norm(dim=1)[:, None] + others.norm(dim=1)
+    # Not by products of matrices, which would round away small differences.
+    distances = torch.cdist(ones, others, compute_mode="donot_use_mm_for_euclid_dist")
+    return int((~(distances <= share * scale).any(1)).sum())
 
 
 def _share(tensor: torch.Tensor) -> float:

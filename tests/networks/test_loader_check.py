@@ -8,7 +8,7 @@ from helpers.private_runs import Run
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from opacus_shuffle import token_loss
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
@@ -216,3 +216,28 @@ def test_padding_of_any_axis_is_looked_at_and_an_optional_mask_in_a_tuple_is_one
     toy = {"module": pooled, "data_loader": DataLoader(rows, 6, collate_fn=sounds)}
     with pytest.raises(ValueError, match="module reads the padding of data_loader's collate"):
         Run(toy=toy)
+
+
+def mixup(rows):
+    x, y = default_collate(rows)
+    order, share = torch.randperm(len(x)), torch.rand(())
+    return share * x + (1 - share) * x[order], y
+
+
+def centred(rows):
+    x, y = default_collate(rows)
+    return x - x.mean(0), y
+
+
+def augmented(rows):
+    x, y = default_collate(rows)
+    return x + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("collate", [mixup, centred, augmented, default_collate])
+def test_a_collate_function_that_mixes_records_is_refused(collate):
+    if collate in (mixup, centred):
+        with pytest.raises(ValueError, match="collate_fn mixes records"):
+            Run(loader={"collate_fn": collate})
+    else:
+        assert Run(loader={"collate_fn": collate}).train().accounted
