@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 
+from clones import MARGIN, SMALLEST_DELTA
+
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.ldp_clones import MARGIN, SMALLEST_DELTA
 from opacus_shuffle.core.validation import (
     finite_number,
     integer,

@@ -12,7 +12,6 @@ discretization          distributions on grids, which both are made of
 privacy_loss            composes such distributions over rounds
 shuffled_rounds         ε of rounds: the pair's, without the shuffler, and DP-SGD's
 gaussian_clones         proved for every data set: reports that look alike hide each other
-ldp_clones              the same for reports of which ε0 is all that is known
 merge                   few kinds of rounds in the place of many
 fenton_wilkinson        the estimate for weight shuffling
 advanced_composition    adds its steps up as that paper does

@@ -1,17 +1,17 @@
-"""Hiding among the clones: the pair by enumeration, the public figures, the paper's row.
-
-The Gaussian's best is here, too.
-"""
+"""Hiding among the clones: the pair by enumeration, true reports below it, the public figures."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import clones
+import mpmath
+import numpy as np
 import pytest
-from helpers.clones_by_enumeration import exact_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian
 
@@ -19,8 +19,100 @@ PUBLIC = {"local_epsilon": 4.0, "num_users": 100_000, "delta": 1e-6}
 PAPER = {"num_users": 60_000, "delta": 1 / 60_000}
 
 
+def exact_delta(epsilon, local_epsilon, users, probability=None):
+    """Returns δ(ε) of the pair of Theorem 3.2 in its larger direction, by enumeration of (C, A, D).
+
+    It uses 50 digits and none of the bounds under test.
+    """
+    with mpmath.workdps(50):
+        ratio = mpmath.exp(mpmath.mpf(epsilon))
+        p = (
+            mpmath.exp(-mpmath.mpf(local_epsilon))
+            if probability is None
+            else mpmath.mpf(probability)
+        )
+        coin = 1 / (1 + mpmath.exp(-mpmath.mpf(local_epsilon)))
+        first, second = {}, {}
+        for c in range(users):
+            for a in range(c + 1):
+                mass = (
+                    mpmath.binomial(users - 1, c)
+                    * p**c
+                    * (1 - p) ** (users - 1 - c)
+                    * mpmath.binomial(c, a)
+                    / 2**c
+                )
+                for d, chance in ((1, coin), (0, 1 - coin)):
+                    for distribution, view in (
+                        (first, (a + d, c - a + 1 - d)),
+                        (second, (a + 1 - d, c - a + d)),
+                    ):
+                        distribution[view] = distribution.get(view, 0) + mass * chance
+        views = first.keys() | second.keys()
+        there = sum(max(first.get(v, 0) - ratio * second.get(v, 0), 0) for v in views)
+        back = sum(max(second.get(v, 0) - ratio * first.get(v, 0), 0) for v in views)
+        return max(there, back)
+
+
+@settings(max_examples=40)
+@given(st.floats(0.05, 6), st.integers(2, 12), st.floats(1e-9, 0.2))
+def test_numeric_epsilon_is_just_above_the_enumerated_pair(local_epsilon, users, delta):
+    epsilon = clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)
+    probability = 2 / (1 + mpmath.exp(local_epsilon))
+    assert exact_delta(epsilon, local_epsilon, users, probability) <= delta
+    if epsilon > 0:
+        below = epsilon * (1 - 1e-5) - 1e-9
+        assert exact_delta(below, local_epsilon, users, probability) > delta
+
+
+def shuffled_delta(epsilon, reports):
+    """Returns δ(ε) of shuffled reports; user 1 has row 0 or row 1, the others the rows after."""
+    first, second = {}, {}
+    for values in itertools.product(range(reports.shape[1]), repeat=len(reports) - 1):
+        others = math.prod(reports[range(2, len(reports)), values[1:]])
+        view = tuple(sorted(values))
+        first[view] = first.get(view, 0) + reports[0, values[0]] * others
+        second[view] = second.get(view, 0) + reports[1, values[0]] * others
+    return sum(max(first[view] - math.exp(epsilon) * second[view], 0) for view in first)
+
+
+@pytest.mark.parametrize("users", [1, 2, 3])
+def test_no_small_reports_show_more_than_their_clones_and_two_answers_all_of_it(users):
+    generator = np.random.default_rng(users)
+    answers = np.array([[0.8, 0.2], [0.2, 0.8]])[[0, 1, 0, 1][: users + 1]]
+    some = [
+        generator.exponential(size=values) * generator.choice([1, 2, 7], (users + 1, values))
+        for values in (3, 4)
+        for _ in range(20)
+    ]
+    for reports in (answers, *(rows / rows.sum(axis=1, keepdims=True) for rows in some)):
+        local_epsilon = math.log((reports.max(axis=0) / reports.min(axis=0)).max())
+        for part in (0.0, 0.1, 0.3, 0.6, 0.9):
+            epsilon = part * local_epsilon
+            probability = 2 / (1 + math.exp(local_epsilon))
+            most = float(exact_delta(epsilon, local_epsilon, users, probability))
+            shown = shuffled_delta(epsilon, reports)
+            assert shown <= most + 1e-14
+            if reports is answers and users < 3:
+                assert shown == pytest.approx(most, rel=1e-12)
+
+
+@pytest.mark.parametrize("trials", [1000, 10**6, pytest.param(10**9, marks=pytest.mark.zoo)])
+def test_binomial_tails_are_as_accurate_as_the_margin_assumes(trials):
+    for deviations in (1, 6, 15):
+        k = int(trials / 2 + deviations * math.sqrt(trials) / 2)
+        with mpmath.workdps(40):
+            edge = mpmath.binomial(trials, k - 1) * mpmath.mpf(2) ** -trials
+            term, tail, a = edge * (trials - k + 1) / k, mpmath.mpf(0), k
+            while term > tail * mpmath.mpf(10) ** -16:
+                tail, term, a = tail + term, term * (trials - a) / (a + 1), a + 1
+            assert abs(binom.pmf(k - 1, trials, 0.5) / edge - 1) < clones.MARGIN / 2
+            assert abs(binom.sf(k - 1, trials, 0.5) / tail - 1) < clones.MARGIN / 2
+
+
 def test_the_public_figures_come_out():
     assert round(clones.compute_epsilon(**PUBLIC), 4) == 0.1182
+    assert clones.compute_epsilon(**{**PUBLIC, "num_users": 1}) == 4.0  # nobody to hide among
     # What is mended, however little, has the clones of Theorem 3.2.
     assert 0.16754 <= clones.compute_epsilon(**PUBLIC, local_delta=1e-300) <= 0.17279
 
