@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 
 from opacus_shuffle.core.validation import (
     integer,
@@ -76,7 +75,7 @@ def compute_epsilon(
     steps: Sequence[tuple[Callable[[float], float], float, int]],
     *,
     delta: float,
-    delta_split: float | None = 0.5,
+    delta_split: float = 0.5,
 ) -> float:
     """Returns ε of a whole run from what one step's ε is at a given δ.
 
@@ -84,8 +83,7 @@ def compute_epsilon(
         steps: Per kind of step: its ε ≥ 0 as a non-increasing function of its δ (before sampling),
             the sampling rate, and the number of repetitions.
         delta: δ in (0, 1) of the run.
-        delta_split: The share of δ that goes to Σ δ_j, in (0, 1); None for the share that gives the
-            smallest ε.
+        delta_split: The share of δ that goes to Σ δ_j, in (0, 1).
 
     Returns:
         ε, rounded up; 0 if the steps together see a record with probability at most their share of
@@ -104,22 +102,16 @@ def compute_epsilon(
         sampling_rate("sample_rate", rate) * integer("steps", count) for _, rate, count in steps
     )
 
-    def epsilon(split: float) -> float:
-        share, slack = split * delta / seen, (1 - split) * delta
-        if share >= 1:
-            return 0.0
-        if not share or not slack:  # shares of a delta near the smallest number
-            return math.inf
-        return compose(
-            [(subsample(step(share), sample_rate=rate), n) for step, rate, n in steps], slack=slack
-        )
-
-    if delta_split is not None:
-        return epsilon(open_unit_interval("delta_split", delta_split))
-    best = minimize_scalar(
-        lambda x: epsilon(1 / (1 + math.exp(-x))), bounds=(-12.0, 12.0), method="bounded"
+    split = open_unit_interval("delta_split", delta_split)
+    share, slack = split * delta / seen, (1 - split) * delta
+    if share >= 1:
+        return 0.0
+    if not share or not slack:  # shares of a delta near the smallest number
+        return math.inf
+    return compose(
+        [(subsample(step(share), sample_rate=rate), count) for step, rate, count in steps],
+        slack=slack,
     )
-    return min(float(best.fun), epsilon(0.5))
 
 
 def step_budget(

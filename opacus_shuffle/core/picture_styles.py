@@ -16,7 +16,6 @@ BOUND_STYLES: dict[str, dict[str, Any]] = {
     "local": {"color": "#D55E00", "linestyle": (0, (1, 1))},
     "certified": {"color": "#0072B2", "linestyle": "-", "marker": "s"},
     "published": {"color": "#CC79A7", "linestyle": "-.", "marker": "^"},
-    "published_optimised": {"color": "#CC79A7", "linestyle": (0, (2, 2)), "marker": "v"},
     "pair": {"color": "#000000", "linestyle": "-", "marker": "o"},
     "shuffled_batches": {"color": "#E69F00", "linestyle": (0, (1, 2))},
     # Bands, which show on both sides of a curve that lies on them, as the pair's often does: each

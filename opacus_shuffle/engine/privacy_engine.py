@@ -369,10 +369,9 @@ class PrivacyEngine(CheckpointMixin):
         With ``shuffled_fw`` this is Algorithm 1 of Yang, Ji and Xiang's weight shuffling: σ by the
         bound for the shuffled parameters, σ₀ by the same bound without shuffling for the others,
         and plain DP-SGD with σ₀, neither shuffled nor clipped as a batch, if σ ≥ σ₀ (with a
-        warning). With ``shuffled_sums`` the protocol of each step is built: by
-        ``bound="certified"`` the one with the least noise, by ``"published"`` that of Cheu, Joseph,
-        Mao and Peng's Algorithm 5. An ``aggregator`` of your own is refused if it does not stay
-        within the budget.
+        warning). With ``shuffled_sums`` the protocol of each step is built with the
+        least noise that keeps the budget. An ``aggregator`` of your own is refused if it does not
+        stay within the budget.
 
         Args:
             target_epsilon: ε to stay within, above 0.

@@ -15,7 +15,6 @@ from opacus_shuffle.commands.main import main
 PROTOCOLS = {
     "tight": ShuffleVectorSum(50, 20, 1.0, epsilon=1.0, delta=1e-6),
     "drop-outs": ShuffleVectorSum(50, 20, 1.0, epsilon=1.0, delta=1e-6, honest_fraction=0.5),
-    "published": ShuffleVectorSum(50, 20, 1.0, epsilon=2.0, delta=1e-5, calibration="published"),
 }
 SUMS = ShuffledSums.of_protocol(PROTOCOLS["tight"], sample_rate=0.5)
 

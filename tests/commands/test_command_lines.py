@@ -24,7 +24,7 @@ WRONG = [
     (f"epsilon {RUN} --noise-multiplier 1e-170 --delta 1e-5", "--noise-multiplier must"),
     (f"epsilon {RUN} --noise-multiplier 1 --delta 2", ": --delta must lie"),
     (f"{EPSILON} --bound pair --adjacency replace", "certified"),
-    (f"{EPSILON} --bound published_optimised", "bound"),
+    (f"{EPSILON} --bound optimised", "bound"),
     (f"{EPSILON} --steps 0", "--steps must be"),
     (f"{EPSILON} --num-users {'9' * 400}", "--num-users must be"),
     (f"{EPSILON} --dimension 10", "subsampled_shuffle has no --dimension"),

@@ -73,7 +73,6 @@ ORDER = (
     "composition",
     "certified",
     "published",
-    "published_optimised",
     "pair",
     "secure_aggregation",
     "central",

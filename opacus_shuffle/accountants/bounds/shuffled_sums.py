@@ -9,11 +9,6 @@ All of them are proved for every data set and both adjacencies.
     pair's lower value stands beside it where it is known. Random allocation costs what it costs a
     trusted server (:mod:`opacus_shuffle.accountants.bounds.random_allocation`) with the covering
     Gaussian's noise.
-``published``
-    The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the composition
-    get 1/(T + 1). A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the
-    protocol has the paper's constants, else the Gaussian mechanism that covers it. Nothing is
-    gained from sampling.
 
 A record that becomes zero moves the sum half as far as one that becomes any other. With coins that
 is so in secret, too, and a round is DP-SGD's, for both adjacencies. A sample of fixed size has
@@ -45,7 +40,7 @@ from collections.abc import Iterable, Sequence
 from opacus_shuffle.accountants.bounds.random_allocation import epochs_of
 from opacus_shuffle.accountants.bounds.registry import Answer, compute_bound, register_bound
 from opacus_shuffle.accountants.mechanisms import RandomAllocation, ShuffledSums
-from opacus_shuffle.analysis import advanced_composition, binomial_sums, gaussian, sampled_sums
+from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, unshuffled_epsilon
@@ -54,71 +49,10 @@ from opacus_shuffle.core.rounding import round_up
 
 MESSAGES = "sees every shuffled message of every round (bits with their coordinate)"
 Rounds = Sequence[tuple[ShuffledSums, int]]
-_LARGEST_PUBLISHED_EPSILON = 15.0
 _COINS, _SAMPLES = "secret coins", "secret samples of fixed size, under replacement"
 _BATCHES = "one secret batch of each epoch"
 _SEEN = "samples that are seen"
 _EVERYONE = "everyone in every round"
-
-
-def round_epsilon(mechanism: ShuffledSums, delta: float) -> float:
-    """Returns ε of one round at δ, everyone in it.
-
-    Theorem A.6's noise for (ε, δ) in d coordinates is proportional to ln(2(d+1)/δ)·ln((d+1)/δ)/ε²,
-    so the noise that there is has an ε at every δ below ½, as far as the theorem goes: up to 15,
-    with drop-outs up to one over the honest share.
-    """
-    if mechanism.round_epsilon is not None and mechanism.round_delta is not None and delta < 0.5:
-        if delta == mechanism.round_delta:
-            return mechanism.round_epsilon
-        asked, made = (
-            delta / (mechanism.dimension + 1),
-            mechanism.round_delta / (mechanism.dimension + 1),
-        )
-        ratio = math.log(2 / asked) * math.log(asked) / (math.log(2 / made) * math.log(made))
-        epsilon = mechanism.round_epsilon * math.sqrt(ratio) * (1 + 1e-12)
-        largest = (
-            _LARGEST_PUBLISHED_EPSILON
-            if mechanism.honest_fraction == 1
-            else 1 / mechanism.honest_fraction
-        )
-        if epsilon <= largest * (1 + 1e-9):
-            return epsilon
-    if delta <= mechanism.lost:
-        raise NotCovered(
-            "bound='published' shares delta among the rounds, and each round's share "
-            f"({delta:.3g}) is below what its binomial tails take ({mechanism.lost:.3g}): use "
-            "bound='certified', or a larger delta"
-        )
-    return gaussian.compute_epsilon(mu=mechanism.mu, delta=delta - mechanism.lost)
-
-
-@register_bound(
-    ShuffledSums,
-    "published",
-    meaning="every round's own epsilon, composed by advanced composition",
-    legend="every round's epsilon, advanced composition",
-    adversary=MESSAGES,
-    guarantee=Guarantee.PROVED,
-)
-def _published(
-    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
-) -> Answer:
-    total = sum(count for _, count in rounds)
-    if total == 1:
-        epsilon = round_epsilon(rounds[0][0], delta)
-    else:
-        share = delta / (total + 1)
-        epsilon = advanced_composition.compose(
-            [(round_epsilon(mechanism, share), count) for mechanism, count in rounds], slack=share
-        )
-    printed = all(mechanism.round_epsilon is not None for mechanism, _ in rounds)
-    by = "SCO Theorem A.6" if printed else "the covering Gaussian mechanism"
-    meaning = (
-        f"every round's own epsilon by {by}, composed by advanced composition as in SCO Algorithm "
-        "5, replacement (so zeroing too); takes nothing off for sampling"
-    )
-    return Answer(epsilon, meaning=meaning)
 
 
 @register_bound(
@@ -232,8 +166,7 @@ def _allocated(rounds: Rounds) -> bool:
     if len(allocated) > 1:
         raise NotCovered(
             "rounds with sampling='random_allocation' make epochs, which rounds of other samples "
-            "would interrupt: account for the two apart (epsilons and deltas add up), or use "
-            "bound='published'"
+            "would interrupt: account for the two apart (epsilons and deltas add up)"
         )
     return allocated.pop()
 

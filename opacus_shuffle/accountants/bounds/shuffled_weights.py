@@ -21,7 +21,6 @@ certified 107.9
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -55,10 +54,7 @@ _PAIR = (
     "one pair of data sets: the other gradients sum to zero, one record's gradient is a single "
     "coordinate as large as both clippings let it"
 )
-_HALF, _BEST = (
-    "half of delta for the steps",
-    "delta split between steps and composition in the best way",
-)
+_HALF = "half of delta for the steps"
 
 
 def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
@@ -83,48 +79,33 @@ def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
     )
 
 
-def _estimate(delta_split: float | None, rounds: Rounds, delta: float) -> Answer:
+_of_single_steps = functools.partial(
+    register_bound, ShuffledWeights, trusted=SERVER, adversary=ALONE, zero_out_only=True
+)
+
+
+@_of_single_steps(
+    "published",
+    meaning=f"{_ESTIMATE}; {_HALF}",
+    legend="an estimate, as printed",
+    guarantee=Guarantee.ESTIMATE,
+    covers="no data set for certain: it approximates a lower bound on delta (WS Theorem 6)",
+)
+def _published(
+    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
+) -> Answer:
     """Composes WS Theorem 6 over the steps by WS Theorems 2 and 1."""
     steps = [
         (functools.partial(step_epsilon, mechanism), mechanism.sample_rate, count)
         for mechanism, count in rounds
     ]
-    epsilon = advanced_composition.compute_epsilon(steps, delta=delta, delta_split=delta_split)
+    epsilon = advanced_composition.compute_epsilon(steps, delta=delta)
     if any(mechanism.layers != (1,) for mechanism, _ in rounds):
         return Answer(epsilon)
-    split = _BEST if delta_split is None else _HALF
-    plain = f"nothing is permuted (dimension 1): DP-SGD by WS Theorems 1 and 2, {split}"
+    plain = f"nothing is permuted (dimension 1): DP-SGD by WS Theorems 1 and 2, {_HALF}"
     return Answer(
         epsilon, guarantee=Guarantee.PROVED, covers=EVERY_DATA_SET, adversary=ALL, meaning=plain
     )
-
-
-_of_single_steps = functools.partial(
-    register_bound, ShuffledWeights, trusted=SERVER, adversary=ALONE, zero_out_only=True
-)
-_as_estimate = functools.partial(
-    _of_single_steps,
-    guarantee=Guarantee.ESTIMATE,
-    covers="no data set for certain: it approximates a lower bound on delta (WS Theorem 6)",
-)
-
-
-@_as_estimate("published", meaning=f"{_ESTIMATE}; {_HALF}", legend="an estimate, as printed")
-def _published(
-    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
-) -> Answer:
-    return _estimate(0.5, rounds, delta)
-
-
-@_as_estimate(
-    "published_optimised",
-    meaning=f"as published; {_BEST}",
-    legend="an estimate, delta split in the best way",
-)
-def _optimised(
-    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
-) -> Answer:
-    return _estimate(None, rounds, delta)
 
 
 @_of_single_steps(
@@ -180,30 +161,6 @@ def _certified(
         return Answer(sampled_gaussian_epsilon(sampled, delta=delta))
     return Answer(
         min(_chained(sampled, delta), unshuffled_epsilon(sampled, delta=delta, distance=2.0))
-    )
-
-
-@register_bound(
-    ShuffledWeights,
-    "composition",
-    meaning="DP-SGD at the same noise, composed by WS Theorems 1 and 2 as 'published' is: proved, "
-    "and looser than 'certified'",
-    legend="every data set, by advanced composition",
-    baseline=True,
-    trusted=SERVER,
-    adversary=ALL,
-    zero_out_only=True,
-    guarantee=Guarantee.PROVED,
-)
-def _composition(
-    rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
-) -> Answer:
-    return Answer(
-        _estimate(
-            0.5,
-            [(dataclasses.replace(mechanism, dimension=1), count) for mechanism, count in rounds],
-            delta,
-        ).epsilon
     )
 
 

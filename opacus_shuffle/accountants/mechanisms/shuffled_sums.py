@@ -19,7 +19,6 @@ from opacus_shuffle.core.validation import (
     integer,
     one_of,
     open_unit_interval,
-    positive,
     sampling_rate,
 )
 from opacus_shuffle.protocols.calibration import (
@@ -27,7 +26,6 @@ from opacus_shuffle.protocols.calibration import (
     Promise,
     honest_users,
     plan_with_noise_multiplier,
-    published_vector_plan,
 )
 
 if TYPE_CHECKING:  # it needs PyTorch
@@ -43,7 +41,7 @@ ROUND_DELTA = 1e-9
 multiplier.
 """
 SAMPLINGS = ("poisson", "fixed_size", "random_allocation")
-_BITS = ("granularity", "noise_trials", "bit_probability", "tail", "round_epsilon", "round_delta")
+_BITS = ("granularity", "noise_trials", "bit_probability", "tail")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +74,6 @@ class ShuffledSums(Mechanism):
         tail: What one round's binomial tails may take of δ; μ covers all but :attr:`lost`, which is
             no more.
         honest_fraction: The share of a round's reports that carry their noise for certain.
-        round_epsilon: ε of one round by SCO Theorem A.6, where the bits have the paper's constants;
-            else None.
-        round_delta: Its δ.
 
     Raises:
         ValueError: If a number is out of range, or one of them does not follow from the bits.
@@ -114,12 +109,6 @@ class ShuffledSums(Mechanism):
     )
     honest_fraction: float = described(
         "share of the reports that carry their noise for certain", "SHARE", default=1.0
-    )
-    round_epsilon: float | None = described(
-        "one round's epsilon by the published theorem", "EPSILON", default=None, varies=True
-    )
-    round_delta: float | None = described(
-        "one round's delta by the published theorem", "DELTA", default=None
     )
 
     def __post_init__(self) -> None:
@@ -158,31 +147,6 @@ class ShuffledSums(Mechanism):
                 f"granularity, noise_trials, bit_probability, tail), which give {follows!r}, got "
                 f"{self.noise_multiplier!r}: let ShuffledSums.build or ShuffledSums.of_protocol "
                 "compute it; a protocol's noise is fixed, another noise takes another protocol"
-            )
-        if (self.round_epsilon is None) != (self.round_delta is None):
-            raise ValueError("round_epsilon and round_delta go together: pass both, or neither")
-        if self.round_epsilon is not None:
-            self._check_published()
-
-    def _check_published(self) -> None:
-        """Refuses a published (ε, δ) that these bits were not made for."""
-        plan = published_vector_plan(
-            num_users=self.reports,
-            dimension=self.dimension,
-            # in any unit in which this is the printed grid
-            max_norm=(self.granularity - 0.5) / (2 * math.sqrt(self.reports)),
-            epsilon=positive("round_epsilon", self.round_epsilon),
-            delta=open_unit_interval("round_delta", self.round_delta),
-            honest_fraction=self.honest_fraction,
-        )
-        same = (plan.granularity, plan.noise.trials) == (self.granularity, self.noise_trials)
-        if not same or not math.isclose(
-            plan.bit_probability, self.bit_probability, rel_tol=TOLERANCE
-        ):
-            raise ValueError(
-                f"round_epsilon={self.round_epsilon!r} and round_delta={self.round_delta!r} are "
-                "not what SCO Theorem A.6 made these bits for: leave them out, or read them off "
-                "the protocol with ShuffledSums.of_protocol"
             )
 
     @classmethod
@@ -272,7 +236,6 @@ class ShuffledSums(Mechanism):
         rate = protocol.num_users / users if sample_rate is None else sample_rate
         if num_batches is not None:
             sampling, rate = "random_allocation", 1 / integer("num_batches", num_batches)
-        published = protocol.calibration == "published"
         return cls(
             noise_multiplier=protocol.noise_multiplier,
             num_users=users,
@@ -284,8 +247,6 @@ class ShuffledSums(Mechanism):
             bit_probability=protocol.bit_probability,
             tail=protocol.tail,
             honest_fraction=protocol.honest_fraction,
-            round_epsilon=protocol.round_epsilon if published else None,
-            round_delta=protocol.round_delta if published else None,
         )
 
     @property

@@ -205,15 +205,11 @@ def _protocol_for(
 ) -> ShuffleVectorSum:
     """Returns the protocol of each of ``steps`` rounds that together stay within a budget.
 
-    ``bound="published"`` is about SCO Algorithm 5, every round's share by Theorem A.6, and gains
-    nothing from sampling. By ``"certified"`` it is the least noise by the cheaper of the rows that
-    hold for the adjacency.
+    The noise is the least by the cheaper of the bounds that hold for the adjacency.
     """
     norm = positive("max_grad_norm", request.max_grad_norm)
     sizes = (_reports(sampling), _entries(request), norm)
     epsilon, delta, rate = budget.target_epsilon, budget.target_delta, sampling.sample_rate
-    if budget.bound == "published":
-        return ShuffleVectorSum(*sizes, epsilon, delta, "published", rounds=steps)
     if budget.adjacency == "replace" and sampling.kind == "fixed_size":
         return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=rate)
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps

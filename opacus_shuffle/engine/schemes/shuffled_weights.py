@@ -72,7 +72,7 @@ class ShuffledDPSGD(Scheme):
         run = Run(request, self.plan_sampling(request), 1.0, spec, clipping)
         step, steps = self.mechanism(run, 1.0), budget.epochs * run.sampling.steps_per_epoch
         sigma, plain = calibrated_noise(step, steps, budget)
-        published = budget.bound.startswith("published")
+        published = budget.bound == "published"
         if spec is not None and published and sigma >= plain * (1 - 1e-6):
             warnings.warn(
                 f"shuffling asks for noise_multiplier {sigma:.4g}, plain DP-SGD for {plain:.4g}: "
@@ -89,8 +89,7 @@ class ShuffledDPSGD(Scheme):
             more = None if ratio is None else noise_ratio(sigma, sigma * ratio)
             return [(_with_noise(step, sigma, more), steps)]
 
-        # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it
-        # is rounding.
+        # The ratio was found apart from sigma, so rounding may exceed the budget.
         if ratio is not None and budget.spent(rounds(sigma)).epsilon > budget.target_epsilon:
             sigma = budget.smallest_noise(rounds)
         self.warn_of_assumption(rounds(sigma), budget)
