@@ -27,7 +27,7 @@ collect_ignore = [
 @pytest.fixture(autouse=True)
 def registries_are_left_as_they_were():
     """Restores the tables of mechanisms, bounds and schemes."""
-    ours = (MECHANISMS, registry._TABLE, Scheme._by_mechanism)
+    ours = (MECHANISMS, registry._REGISTERED, Scheme._by_mechanism)
     tables = (*ours, opacus_registry._ACCOUNTANTS)
     saved = [dict(table) for table in tables]
     yield

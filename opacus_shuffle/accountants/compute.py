@@ -1,4 +1,4 @@
-"""ε and noise from plain numbers, without a model.
+"""Computes ε, and noise for a budget, from plain numbers without a model.
 
 >>> from opacus_shuffle import ShuffledCheckIn, compute_epsilon, compute_noise_multiplier
 >>> run = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
@@ -17,13 +17,18 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from scipy.optimize import minimize_scalar
+
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound
-from opacus_shuffle.accountants.calibrate import least_noisy_rate, noise_within
+from opacus_shuffle.accountants.calibrate import estimated_noise, noise_within
 from opacus_shuffle.accountants.flag_warnings import drowned
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport, large_delta
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
+
+_RATES = (1e-3, 0.999)
+"""The range of rates that :func:`best_sample_rate` searches."""
 
 
 def privacy_bound(
@@ -36,7 +41,7 @@ def privacy_bound(
     orders: Iterable[float] | None = None,
     **fields: Any,
 ) -> PrivacyBound:
-    """Returns the ε of :func:`compute_epsilon` with its meaning, and no warning.
+    """Returns the ε of :func:`compute_epsilon` with its meaning, without a warning.
 
     Args:
         mechanism: One round, or its name, as for :func:`compute_epsilon`.
@@ -64,16 +69,15 @@ def privacy_report(
     orders: Iterable[float] | None = None,
     **fields: Any,
 ) -> PrivacyReport:
-    """Returns every bound on at least one step.
+    """Returns a report with every bound, and with ε of the same noise under other trust models.
 
-    It also has what the same noise would give under other trust models.
+    Print the report, or ``.plot()`` it.
 
     Args:
-        mechanism: As for :func:`compute_epsilon`, like every argument. Print the report, or
-            ``.plot()`` it.
-        steps: T, at least 1.
-        delta: δ.
-        adjacency: Some bounds have no value for ``"replace"`` and are left out.
+        mechanism: One round, or its name, as for :func:`compute_epsilon`.
+        steps: T, rounds, at least 1.
+        delta: δ in (0, 1).
+        adjacency: ``"zero_out"`` or ``"replace"``, which leaves out bounds without a value for it.
         orders: Rényi orders in place of the adaptive grid, for ``"published"`` of the first three
             mechanisms.
         **fields: The mechanism's fields.
@@ -120,18 +124,17 @@ def compute_epsilon(
         PrivacyAssumptionWarning: If the bound does not cover every data set, or δ is above 1/n.
 
     Formal Guarantees:
-        ``"certified"`` covers every data set. ``"published"`` and ``"pair"`` are about one pair of
-        data sets; for ``"shuffled_fw"``, ``"published"`` is an estimate, below the exact ``"pair"``
-        of a pair that it should cover.
+        ``"certified"`` covers every data set. ``"published"`` and ``"pair"`` cover one pair of
+        data sets. For ``"shuffled_fw"``, ``"published"`` is an estimate, which can be below the
+        exact ``"pair"`` of a pair that it should cover.
     """
-    # A round of no effect on the answer lets the validators see every argument even when nothing
-    # ran.
-    counted = max(1, integer("steps", steps, minimum=0))
-    one = _mechanism(mechanism, fields)
+    # With steps = 0, one round is computed, so that every argument is still validated.
+    rounds = max(1, integer("steps", steps, minimum=0))
+    round_ = _mechanism(mechanism, fields)
     answer = privacy_bound(
-        one, steps=counted, delta=delta, bound=bound, adjacency=adjacency, orders=orders
+        round_, steps=rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders
     )
-    _warn(answer, "compute_epsilon", one)
+    _warn(answer, "compute_epsilon", round_)
     return answer.epsilon if steps else 0.0
 
 
@@ -147,14 +150,14 @@ def compute_noise_multiplier(
 ) -> float:
     """Returns the smallest noise multiplier whose ε stays within a budget, rounded up.
 
-    It is at least 1e-3.
+    The multiplier is at least 1e-3.
 
     Args:
-        mechanism: Its name, as for :func:`compute_epsilon`.
+        mechanism: The mechanism's name, as for :func:`compute_epsilon`.
         target_epsilon: ε to stay within, above 0.
         target_delta: δ in (0, 1).
         steps: T, rounds, at least 1.
-        bound: Which ε is meant.
+        bound: The bound that ε is computed by.
         adjacency: Between which data sets.
         **fields: The mechanism's other fields.
 
@@ -166,23 +169,24 @@ def compute_noise_multiplier(
             the noise is so large that nothing can be learned.
     """
     open_unit_interval("target_delta", target_delta)
-    kind, count = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)], integer("steps", steps)
+    mechanism_class = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)]
+    count = integer("steps", steps)
     if "noise_multiplier" in fields:
         raise ValueError(
-            "noise_multiplier is what compute_noise_multiplier finds: leave it out, or call "
-            "compute_epsilon"
+            f"noise_multiplier={fields['noise_multiplier']!r} is the result of "
+            "compute_noise_multiplier: leave it out, or call compute_epsilon"
         )
 
     def rounds(noise_multiplier: float) -> Rounds:
-        return [(kind.build(noise_multiplier=noise_multiplier, **fields), count)]
+        return [(mechanism_class.build(noise_multiplier=noise_multiplier, **fields), count)]
 
     sigma = noise_within(
-        find_bound(kind, bound),
+        find_bound(mechanism_class, bound),
         rounds,
         target_epsilon=target_epsilon,
         delta=target_delta,
         adjacency=adjacency,
-        lowest=kind.least_noise,
+        lowest=mechanism_class.least_noise,
     )
     answer = compute_bound(rounds(sigma), delta=target_delta, bound=bound, adjacency=adjacency)
     _warn(answer, "compute_noise_multiplier", rounds(sigma)[0][0], count)
@@ -199,8 +203,7 @@ def best_sample_rate(
 ) -> float:
     """Returns the rate q of secret check-in at which the mean gradient is least noisy.
 
-    The more users take part, the more of all reports is signal, and the fewer are noise that hides
-    it.
+    A larger rate adds signal to the reports, and removes noise reports that hide it.
 
     Args:
         target_epsilon: ε to stay within, above 0.
@@ -210,28 +213,34 @@ def best_sample_rate(
         **fields: Fields of ``SecretCheckIn``, such as ``num_users``.
 
     Returns:
-        q, to three digits, by an estimate of the certified ε: the noise for a budget follows from
+        q, to three digits, by an estimate of the certified ε. Compute the noise for the budget with
         :func:`compute_noise_multiplier`.
 
     Raises:
         ValueError: If an argument is out of range or unknown.
     """
-    kind = MECHANISMS["secret_checkin"]
+    mechanism_class = MECHANISMS["secret_checkin"]
+    certified = find_bound(mechanism_class, "certified")
     open_unit_interval("target_delta", target_delta)
     count = integer("steps", steps)
 
-    def rounds(noise_multiplier: float, rate: float) -> Rounds:
-        one = kind.build(noise_multiplier=noise_multiplier, sample_rate=rate, **fields)
-        return [(one, count)]
+    def noise_of_mean(rate: float) -> float:
+        def rounds(sigma: float) -> Rounds:
+            round_ = mechanism_class.build(noise_multiplier=sigma, sample_rate=rate, **fields)
+            return [(round_, count)]
 
-    return least_noisy_rate(
-        find_bound(kind, "certified"),
-        rounds,
-        target_epsilon=target_epsilon,
-        delta=target_delta,
-        adjacency=adjacency,
-        lowest=kind.least_noise,
-    )
+        sigma = estimated_noise(
+            certified,
+            rounds,
+            target_epsilon=target_epsilon,
+            delta=target_delta,
+            adjacency=adjacency,
+            lowest=mechanism_class.least_noise,
+        )
+        return rounds(sigma)[0][0].noise_of_mean
+
+    best = minimize_scalar(noise_of_mean, bounds=_RATES, method="bounded", options={"xatol": 1e-3})
+    return round(float(best.x), 3)
 
 
 def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
@@ -240,21 +249,22 @@ def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
         return MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)].build(**fields)
     if fields:
         raise ValueError(
-            f"{', '.join(fields)} goes with a mechanism's name, got {mechanism!r}: leave it out"
+            f"{', '.join(fields)} can only be passed with a mechanism's name, got {mechanism!r}: "
+            "leave it out"
         )
     return mechanism
 
 
-def _warn(answer: PrivacyBound, function: str, one: Mechanism, steps: int | None = None) -> None:
-    """Warns of an ε that is not proved, of a large δ, and of noise that is too large to learn.
+def _warn(answer: PrivacyBound, function: str, round_: Mechanism, steps: int | None = None) -> None:
+    """Warns if ε is not proved, δ is large, or the noise is too large to learn anything.
 
-    The words are the same for every call, so that Python shows them once per place.
+    The text is the same for every call, so Python shows it once per location.
     """
-    assumed = (
+    unproved = (
         f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee "
         "for every data set; bound='certified' is one"
     ) * (answer.guarantee is not Guarantee.PROVED)
-    # If the number of users is unknown, so is the noise of the mean.
-    useless = drowned(one.noise_of_mean, steps) if steps and one.num_users > 1 else ""
-    for sentence in filter(None, [assumed, large_delta(answer.delta, one.num_users), useless]):
+    # Without the number of users the noise of the mean is unknown.
+    useless = drowned(round_.noise_of_mean, steps) if steps and round_.num_users > 1 else ""
+    for sentence in filter(None, [unproved, large_delta(answer.delta, round_.num_users), useless]):
         warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=3)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opacus_shuffle.accountants.bounds.random_allocation import epochs_of
-from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, kind_of
+from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, mechanism_type
 from opacus_shuffle.accountants.mechanisms import RandomAllocation
 from opacus_shuffle.analysis.random_allocation import zero_out_losses
 from opacus_shuffle.core import extras
@@ -80,7 +80,7 @@ def to_dp_accounting(
     interval = positive("value_discretization_interval", value_discretization_interval)
     for _, count in rounds:
         integer("number of rounds", count)
-    if kind_of(rounds) is RandomAllocation and Adjacency(adjacency) is Adjacency.ZERO_OUT:
+    if mechanism_type(rounds) is RandomAllocation and Adjacency(adjacency) is Adjacency.ZERO_OUT:
         return _of_losses(rounds, interval)
     return _of_epsilons(rounds, adjacency, interval)
 

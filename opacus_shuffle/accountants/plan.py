@@ -1,4 +1,4 @@
-"""Plans a run: what noise a privacy budget costs under each kind of trust.
+"""Plans a run: computes the noise that a privacy budget costs under each trust model.
 
 >>> costs = plan(num_users=400, steps=3, sample_rate=0.25, target_epsilon=10.0, target_delta=1e-5)
 >>> for row in costs.rows:
@@ -19,16 +19,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import (
-    Bound,
-    Rounds,
-    ask,
-    entries_of,
-)
-from opacus_shuffle.accountants.calibrate import least_within, noise_within
+from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, entries_of, evaluate_bound
+from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.compute import best_sample_rate
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
@@ -44,52 +39,51 @@ from opacus_shuffle.core.validation import (
 )
 
 TOLERANCE = 1e-3
-"""Relative, of noise multipliers: three digits are enough to plan with, and they are rounded up."""
+"""Relative tolerance of noise multipliers. Three digits are enough for planning; they are rounded
+up.
+"""
 
-COARSE = 0.01
-"""Relative, of how many users it takes."""
-
-MOST_USERS = 10**12
+CLOSE = 0.01
+"""A mechanism replaces another one in a row if its noise is smaller by more than this share."""
 
 ASSUMED_DIMENSION = 1_000_000
-"""Trained parameters where nobody says how many.
+"""The number of trained parameters if no dimension is given.
 
-The noise of sums of bits is the same to a percent for 1 and for 10⁸; their bits grow slowly.
+The noise of sums of bits is the same to a percent for 1 and for 10⁸ parameters, and the number of
+bits grows slowly.
 """
 
 HOPELESS = 10.0
-"""A row whose gradients stand out from all rounds' noise by less learns next to nothing.
+"""Below this signal-to-noise ratio next to nothing can be learned.
 
-In ``opacus-shuffle compare`` the last row stands out by 17, and classifies a few percent better
+In ``opacus-shuffle compare`` the last row has a ratio of 17, and is a few percent more accurate
 than guessing.
 """
 
 SERVER = "the server"
 
-HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "bits")
+HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "bits")
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """What a budget costs under one kind of trust.
+    """The cost of a budget under one trust model.
 
     Attributes:
         trusted: Who must not be the adversary.
         round: One round, with the noise that it needs.
         bound: The proved ε of all rounds, within the budget.
-        server_noise_multiplier: Of DP-SGD on a trusted server, at the rate asked for, whose mean
-            gradient is as noisy: what such a run reaches with Opacus alone, this one reaches.
-        users_needed: n from which on the mean gradient is no noisier than that of the server at the
-            n asked for, to one percent; None if no population up to 10¹² is enough.
-        sent: What one user sends over all rounds; None where it sends its record, once, or the
-            dimension is not known.
+        server_noise_multiplier: The multiplier of DP-SGD on a trusted server, at the requested
+            rate, with the same noise on the mean gradient. The run can be expected to reach the
+            accuracy that Opacus reaches with this multiplier.
+        sent: What one user sends over all rounds; None if it sends its record to the server, or if
+            no dimension was given.
     """
 
     trusted: str
     round: Mechanism
     bound: PrivacyBound
     server_noise_multiplier: float
-    users_needed: int | None
     sent: Communication | None
 
     @property
@@ -99,27 +93,26 @@ class PlannedRun:
 
     @property
     def noise_of_mean(self) -> float:
-        """Standard deviation of one coordinate's noise on the mean, over the clipping norm."""
+        """Standard deviation of the noise on one coordinate of the mean, in clipping norms."""
         return self.round.noise_of_mean
 
     @property
     def signal_to_noise(self) -> float:
-        """By how much the run's gradients stand out from its noise, at the very most.
+        """An upper bound on the signal-to-noise ratio of all gradients together.
 
-        All rounds' mean gradients, were each of them as long as the clipping norm and in one
-        direction, over the standard deviation of all rounds' noise in that direction.
+        It takes the mean gradient of each round to be as long as the clipping norm, and all of them
+        to have one direction.
         """
         return math.sqrt(self.bound.rounds) / self.noise_of_mean
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: the bound's own, and what it costs."""
+        """Returns plain values for JSON: those of the bound, and the noise."""
         return {
             **self.bound.to_dict(),
             "reports": self.round.expected_reports,
             "noise_of_sum": self.round.noise_of_sum,
             "noise_of_mean": self.noise_of_mean,
             "server_noise_multiplier": self.server_noise_multiplier,
-            "users_needed": self.users_needed,
             **(self.sent.to_dict() if self.sent else {}),
             "noise_multiplier": self.round.noise_multiplier,
             "signal_to_noise": self.signal_to_noise,
@@ -128,16 +121,16 @@ class PlannedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a budget costs under every kind of trust; print it.
+    """The costs of a budget under all trust models; print it.
 
     Attributes:
         rows: From the least trust to the most; the last one is DP-SGD on a trusted server.
-        num_users: n that was asked for.
+        num_users: n.
         steps: T.
         sample_rate: γ.
         target_epsilon: ε.
         target_delta: δ.
-        dimension: d, or None where sums of bits are planned for ``ASSUMED_DIMENSION``.
+        dimension: d; None if sums of bits are planned for ``ASSUMED_DIMENSION``.
     """
 
     rows: tuple[PlannedRun, ...]
@@ -149,33 +142,25 @@ class Plan:
     dimension: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        asked = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "rows"
-        }
+        """Returns plain values for JSON."""
         return {
-            **asked,
+            **{name: value for name, value in vars(self).items() if name != "rows"},
             "assumed_dimension": ASSUMED_DIMENSION if self.dimension is None else None,
             "rows": [row.to_dict() for row in self.rows],
         }
 
     def __str__(self) -> str:
+        server = self.rows[-1]
         cells = [
             (
                 row.trusted.removeprefix("the "),
-                *(
-                    (row.mechanism, round_up(row.round.noise_multiplier))
-                    if row is not self.rows[-1]
-                    else ("DP-SGD", round_up(row.server_noise_multiplier))
+                "DP-SGD" if row is server else row.mechanism,
+                round_up(
+                    row.server_noise_multiplier if row is server else row.round.noise_multiplier
                 ),
                 round_up(row.noise_of_mean, 3),
                 round_up(row.server_noise_multiplier, 3),
-                "too many" if row.users_needed is None else f"{row.users_needed:,}",
-                ""
-                if row is self.rows[-1] or (bits := row.round.bits_per_coordinate) is None
-                else f"{bits:,}",
+                "" if row.trusted == SERVER else f"{row.round.bits_per_coordinate:,}",
             )
             for row in self.rows
         ]
@@ -189,32 +174,30 @@ class Plan:
         return "\n".join([*lines, *(line for note in self._notes() for line in paragraph(note))])
 
     def _notes(self) -> list[str]:
-        """Returns sentences about single rows: what fails, how to train, what is sent."""
+        """Returns sentences about single rows: large noise, sampling, and what a user sends."""
         notes = []
-        drowned = [
+        hopeless = ", ".join(
             f"{round_up(row.noise_of_mean, 3)} clipping norms ({row.trusted}, {row.mechanism})"
             for row in self.rows
             if row.signal_to_noise < HOPELESS
-        ]
-        if drowned:
-            noise = ", ".join(drowned)
-            notes.append(f"Noise on the mean gradient is {noise}: nothing can be learned.")
+        )
+        if hopeless:
+            notes.append(f"Noise on the mean gradient is {hopeless}: nothing can be learned.")
         if self.dimension is None:
             notes.append(
                 f"Sums of bits are planned for {ASSUMED_DIMENSION:,} trained parameters, as no "
                 "dimension (--dimension) is given: their noise hardly depends on it."
             )
         for row in self.rows:
-            # What an epsilon counts on besides whom it trusts is said with it.
+            # Some values of epsilon rely on more than on who is trusted.
             parts = row.bound.meaning.split("; ")
-            counted = [part for part in parts if part.startswith("counts on")]
-            notes += [f"{row.mechanism} {part}." for part in counted]
+            notes += [f"{row.mechanism} {part}." for part in parts if part.startswith("counts on")]
             if isinstance(row.round, RandomAllocation):
-                batches = f"{row.round.num_batches:,} batches to an epoch"
+                batches = f"{row.round.num_batches:,} batches per epoch"
                 notes.append(f"{row.mechanism}: {batches}, and begun epochs count in full.")
             if isinstance(row.round, SecretCheckIn):
                 coins = f"secret coins of rate {row.round.sample_rate:g} (sample_rate)"
-                notes.append(f"{row.mechanism}: {coins} say who takes part.")
+                notes.append(f"{row.mechanism}: {coins} decide who participates.")
         everyone = [row.mechanism for row in self.rows[:-1] if row.round.reporting_rate == 1]
         notes.append(f"{', '.join(dict.fromkeys(everyone))}: all users report in every round.")
         sending = [row for row in self.rows if row.trusted == SHUFFLER and row.sent]
@@ -226,11 +209,11 @@ class Plan:
 
 LEGEND = (
     "noise: multiplier to pass, of a report or the sum. on mean: noise per coordinate of the mean "
-    "gradient, in clipping norms. server's: DP-SGD's multiplier for as much. users: how many reach "
-    "the last row's. bits: per coordinate and report. Seen are named reports (trusting nobody), "
-    f"shuffled ones, or sums (aggregation). zero_out: {Adjacency.ZERO_OUT.meaning}."
+    "gradient, in clipping norms. server's: DP-SGD's multiplier for as much. bits: per coordinate "
+    "and report. The adversary sees named reports (trusting nobody), shuffled ones, or sums "
+    f"(aggregation). zero_out: {Adjacency.ZERO_OUT.meaning}."
 )
-"""What the words of the table mean; each row's own meaning is in its values for JSON."""
+"""The legend of the table; the meaning of each row is in its values for JSON."""
 
 
 def plan(
@@ -242,16 +225,13 @@ def plan(
     sample_rate: float = 1.0,
     dimension: int | None = None,
 ) -> Plan:
-    """Returns the noise that a proved ε costs with each kind of trust.
+    """Returns the noise that a proved ε costs under each trust model.
 
-    It also has how many users would make up for it.
-
-    Users take part by coins at the sampling rate (samples of fixed size cost much the same), and
-    everyone in every round where a mechanism samples nobody. Where γ is 1 secret check-in, in which
-    all report anyhow, has the rate at which the mean is least noisy. Random allocation has the
-    whole number of batches nearest to 1/γ; an epoch that the rounds begin counts in full, as it
-    does where they are trained. It has a row where these are at least 2 batches and at most one for
-    each user.
+    Users participate by coins at the sampling rate (samples of fixed size cost about the same), or
+    in every round if a mechanism samples nobody. At γ = 1 secret check-in uses the rate at which
+    the mean is least noisy. Random allocation has the whole number of batches nearest to 1/γ, and a
+    begun epoch counts in full, as in training. It has a row if there are at least 2 batches and at
+    most as many as users.
 
     Args:
         num_users: n, the whole population.
@@ -259,123 +239,103 @@ def plan(
         target_epsilon: ε to stay within, above 0, zero-out adjacency.
         target_delta: δ in (0, 1).
         sample_rate: γ, the expected share of the users in a round.
-        dimension: d, how many parameters are trained. Without it sums of bits, whose noise hardly
-            depends on it, are planned for ``ASSUMED_DIMENSION``, and what they send is not said.
+        dimension: d, the number of trained parameters. If it is None, sums of bits, whose noise
+            hardly depends on it, are planned for ``ASSUMED_DIMENSION``, and the plan does not say
+            how much a user sends.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Every row's ε is proved for every data set and was computed at the noise that the row
-        states.
+        The ε of every row is proved for every data set. It was computed at the noise of the row.
     """
-    asked = {
+    setting: dict[str, Any] = {
         "num_users": integer("num_users", num_users),
         "sample_rate": sampling_rate("sample_rate", sample_rate),
     }
-    asked["num_batches"] = round(1 / asked["sample_rate"])
-    asked["dimension"] = ASSUMED_DIMENSION if dimension is None else integer("dimension", dimension)
+    setting["num_batches"] = round(1 / setting["sample_rate"])
+    entries = ASSUMED_DIMENSION if dimension is None else integer("dimension", dimension)
+    setting["dimension"] = entries
     steps = integer("steps", steps)
-    budget: dict[str, Any] = {
-        "target_epsilon": positive("target_epsilon", target_epsilon),
-        "delta": open_unit_interval("target_delta", target_delta),
-    }
-    best: dict[tuple[str, str], tuple[Bound, Callable[..., Rounds], Mechanism, int]] = {}
-    for kind, entry, fields in _ways(asked):
-        if kind is SecretCheckIn and sample_rate == 1:  # not all of those who are there
-            everyone = {name: value for name, value in fields.items() if name != "sample_rate"}
+    target_epsilon = positive("target_epsilon", target_epsilon)
+    delta = open_unit_interval("target_delta", target_delta)
+    best: dict[tuple[str, str], tuple[Bound, Mechanism]] = {}
+    for mechanism_class, entry, fields in _candidates(setting):
+        if mechanism_class is SecretCheckIn and sample_rate == 1:
+            # Secret check-in needs users who send noise alone, so it has a rate below 1.
+            del fields["sample_rate"]
             fields["sample_rate"] = best_sample_rate(
-                steps=steps,
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                **everyone,
+                steps=steps, target_epsilon=target_epsilon, target_delta=delta, **fields
             )
-        rounds = functools.partial(_rounds, kind, steps, fields)
-        key = entry.trusted, "" if entry.baseline else kind.name
-        held = best.get(key)
-        if held and entry.baseline and held[2].noise_multiplier > held[2].least_noise:
-            continue  # the same server by another mechanism
-        sigma = noise_within(entry, rounds, lowest=kind.least_noise, tolerance=TOLERANCE, **budget)
-        ((one, count),) = rounds(sigma)
-        if not held or one.noise_of_mean < (1 - COARSE) * held[2].noise_of_mean:
-            best[key] = entry, rounds, one, count
-    ways = sorted(best.values(), key=lambda way: (way[0].trusted == SERVER, way[0].place))
-    server = ways[-1][2]
-    rows = [
+        key = entry.trusted, "" if entry.baseline else mechanism_class.name
+        previous = best[key][1] if key in best else None
+        if entry.baseline and previous and previous.noise_multiplier > previous.least_noise:
+            continue  # a baseline depends on the noise alone, so one mechanism is enough
+        rounds = functools.partial(_rounds, mechanism_class, steps, fields)
+        sigma = noise_within(
+            entry,
+            rounds,
+            target_epsilon=target_epsilon,
+            delta=delta,
+            lowest=mechanism_class.least_noise,
+            tolerance=TOLERANCE,
+        )
+        ((round_, _),) = rounds(sigma)
+        if not previous or round_.noise_of_mean < (1 - CLOSE) * previous.noise_of_mean:
+            best[key] = entry, round_
+    rows = tuple(
         PlannedRun(
             trusted=entry.trusted,
-            round=one,
-            bound=ask(entry, [(one, count)], delta=target_delta),
-            server_noise_multiplier=one.noise_of_mean * num_users * sample_rate,
-            users_needed=_users_needed(entry, rounds, one, server.noise_of_mean, budget),
+            round=round_,
+            bound=evaluate_bound(entry, [(round_, steps)], delta=delta),
+            server_noise_multiplier=round_.noise_of_mean * num_users * sample_rate,
             sent=None
             if entry.trusted == SERVER or dimension is None
-            else sent_per_user([(one, count)], dimension=dimension),
+            else sent_per_user([(round_, steps)], dimension=dimension),
         )
-        for entry, rounds, one, count in ways
-    ]
-    return Plan(tuple(rows), num_users, steps, sample_rate, target_epsilon, target_delta, dimension)
+        for entry, round_ in sorted(
+            best.values(), key=lambda row: (row[0].trusted == SERVER, row[0].rank)
+        )
+    )
+    return Plan(rows, num_users, steps, sample_rate, target_epsilon, delta, dimension)
 
 
-def _ways(asked: dict[str, Any]) -> Iterator[tuple[type[Mechanism], Bound, dict[str, Any]]]:
-    """Yields random allocation and each shuffled mechanism with its default bound and baselines.
+def _candidates(
+    setting: dict[str, Any],
+) -> Iterator[tuple[type[Mechanism], Bound, dict[str, Any]]]:
+    """Yields mechanisms, each with a proved bound and its fields from the setting.
 
-    The fields that it takes of those that are asked for come with it.
+    The mechanisms are random allocation and those with a shuffler; the bounds are the certified
+    ones and baselines.
     """
-    everyone = asked["sample_rate"] == 1
-    for kind in MECHANISMS.values():
-        fields = {name: value for name, value in asked.items() if name in kind.field_names()}
-        allocated = kind is RandomAllocation
-        if kind.sampling is None or allocated:  # whose rate follows from its batches
+    everyone = setting["sample_rate"] == 1
+    for mechanism_class in MECHANISMS.values():
+        names = mechanism_class.field_names()
+        fields = {name: value for name, value in setting.items() if name in names}
+        allocated, secret = mechanism_class is RandomAllocation, mechanism_class is SecretCheckIn
+        if mechanism_class.sampling is None or allocated:  # its rate follows from its batches
             fields.pop("sample_rate")
-        # Samples of fixed size are hardly different from coins, and coins that always fall on the
-        # same side are the mechanism that samples nobody.
-        secret = kind is SecretCheckIn
-        needless = kind.sampling == "fixed_size" or (
-            everyone and kind.sampling and kind.noise_is_local and not secret
+        # Samples of fixed size cost about the same as coins, and coins of rate 1 are the mechanism
+        # that samples nobody.
+        redundant = mechanism_class.sampling == "fixed_size" or (
+            everyone and mechanism_class.sampling and mechanism_class.noise_is_local and not secret
         )
-        fits = 1 < asked["num_batches"] <= asked["num_users"] if allocated else kind.shuffled
-        known = {*kind.required_fields()} <= {*fields, "noise_multiplier"}
-        if needless or not known or not fits:
+        fits = mechanism_class.shuffled
+        if allocated:
+            fits = 1 < setting["num_batches"] <= setting["num_users"]
+        complete = {*mechanism_class.required_fields()} <= {*fields, "noise_multiplier"}
+        if redundant or not complete or not fits:
             continue
-        for entry in entries_of(kind):
-            # Those baselines are the same server, and the same users seen by name, at other rates.
-            baseline = entry.baseline and (everyone or kind.sampling) and not (allocated or secret)
-            if entry.guarantee is Guarantee.PROVED and (entry.name == "certified" or baseline):
-                yield kind, entry, fields
+        for entry in entries_of(mechanism_class):
+            # The baselines of these mechanisms are those of others at another rate.
+            other_rate = allocated or secret or not (everyone or mechanism_class.sampling)
+            wanted = entry.name == "certified" or (entry.baseline and not other_rate)
+            if entry.guarantee is Guarantee.PROVED and wanted:
+                yield mechanism_class, entry, fields
 
 
 def _rounds(
-    kind: type[Mechanism], steps: int, fields: dict[str, Any], sigma: float, **changed: Any
+    mechanism_class: type[Mechanism], steps: int, fields: dict[str, Any], sigma: float
 ) -> Rounds:
     """Returns all rounds at a noise multiplier."""
-    return [(kind.build(**{**fields, "noise_multiplier": sigma, **changed}), steps)]
-
-
-def _users_needed(
-    entry: Bound,
-    rounds: Callable[..., Rounds],
-    one: Mechanism,
-    noise: float,
-    budget: dict[str, Any],
-) -> int | None:
-    """Returns how many users make the mean gradient no noisier than ``noise`` within the budget."""
-    if one.noise_of_mean <= noise:
-        return one.num_users
-
-    def as_noisy(users: float) -> Rounds:
-        """Returns the rounds of so many users whose mean gradient is as noisy as this."""
-        ((same, _),) = rounds(one.noise_multiplier, num_users=math.ceil(users))
-        sigma = max(one.noise_multiplier * noise / same.noise_of_mean, one.least_noise)
-        return rounds(sigma, num_users=math.ceil(users))
-
-    users = least_within(
-        entry,
-        as_noisy,
-        lowest=one.num_users,
-        highest=MOST_USERS,
-        # Of ε, which falls with the root of the number of users or faster.
-        tolerance=COARSE / 4,
-        **budget,
-    )
-    return None if users is None else math.ceil(users)
+    return [(mechanism_class.build(**fields, noise_multiplier=sigma), steps)]

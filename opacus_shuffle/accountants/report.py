@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, entries_of, kind_of, ladder
+from opacus_shuffle.accountants.bounds.registry import (
+    Bound,
+    Rounds,
+    entries_of,
+    ladder,
+    mechanism_type,
+)
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.deployment_registry import registry_statement
 from opacus_shuffle.accountants.lineage import first_rounds, rewound_sentence
@@ -146,7 +152,7 @@ class PrivacyReport:
         ran: int | None = None,
         entries: Sequence[Bound] | None = None,
     ) -> None:
-        self.entries = entries_of(kind_of(rounds)) if entries is None else list(entries)
+        self.entries = entries_of(mechanism_type(rounds)) if entries is None else list(entries)
         self.rounds = tuple(rounds)
         self.kind: type[Mechanism] = type(self.rounds[0][0])
         self.delta = open_unit_interval("delta", delta)

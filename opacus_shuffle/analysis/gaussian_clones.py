@@ -121,7 +121,7 @@ def smallest_epsilon(
     if all(_clones(kind, _SMALLEST_MARGIN) < _FEWEST_CLONES for kind, _ in rounds):
         return unshuffled, None
     promised = {
-        clones: rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
+        clones: estimate_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
         for clones in KINDS
     }
     first, second = sorted(KINDS, key=promised.__getitem__)
@@ -134,7 +134,7 @@ def smallest_epsilon(
     return best, proof if best < unshuffled else None
 
 
-def rough_epsilon(
+def estimate_epsilon(
     rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended"
 ) -> float:
     """Returns an estimate of what :func:`compute_epsilon` returns, in milliseconds.

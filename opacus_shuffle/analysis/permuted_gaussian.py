@@ -23,7 +23,7 @@ from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side, 
 from opacus_shuffle.analysis.shuffled_rounds import (
     Rounds,
     ShuffledRound,
-    enclosed,
+    epsilon_bracket,
     sampled_gaussian_epsilon,
 )
 from opacus_shuffle.core.validation import open_unit_interval
@@ -54,7 +54,7 @@ def pair_epsilon(steps: Rounds, *, delta: float) -> tuple[float, float]:
         permuted noised gradients alone. No guarantee for every data set: a gradient with equal
         entries keeps DP-SGD's ε.
     """
-    return enclosed(
+    return epsilon_bracket(
         merge(steps), open_unit_interval("delta", delta), _distribution, sampled_gaussian_epsilon
     )
 

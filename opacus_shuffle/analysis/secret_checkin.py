@@ -107,7 +107,7 @@ def unshuffled(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
     return _epsilon(merge(rounds), open_unit_interval("delta", delta), distance, alone=True)
 
 
-def rough_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
+def estimate_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
     """Returns an estimate of ε, as if log R were Gaussian; it is no bound: searches begin there."""
     variance = 0.0
     for kind, count in rounds:

@@ -108,12 +108,12 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
         For one pair of data sets, both directions (SG ICLR Theorems 1–3 without slack). No
         guarantee for every data set.
     """
-    return enclosed(
+    return epsilon_bracket(
         merge(rounds), open_unit_interval("delta", delta), _distribution, unshuffled_epsilon
     )
 
 
-def rough_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
+def estimate_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
     """Returns an estimate of what :func:`pair_epsilon` returns, as if log R were Gaussian.
 
     It is no bound: searches begin there.
@@ -131,7 +131,7 @@ def rough_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
 
 
 @functools.lru_cache(maxsize=512)
-def enclosed(
+def epsilon_bracket(
     rounds: Merged,
     delta: float,
     distribution: Callable[[ShuffledRound, Side, float], RatioDistribution],

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound, kind_of
+from opacus_shuffle.accountants.bounds.registry import (
+    Rounds,
+    compute_bound,
+    find_bound,
+    mechanism_type,
+)
 from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.randomness import SecretGenerator
@@ -205,7 +210,7 @@ class Budget:
 
     def smallest_noise(self, rounds: Callable[[float], Rounds]) -> float:
         """Returns the smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
-        kind = kind_of(rounds(1.0))
+        kind = mechanism_type(rounds(1.0))
         return noise_within(
             find_bound(kind, self.bound),
             rounds,

@@ -30,7 +30,7 @@ ROUNDS = {"steps": 4, "delta": 1e-5}
 @pytest.fixture(scope="module")
 def laplace():
     """The three pieces, found; and taken away again, for the sake of other tests."""
-    tables = (MECHANISMS, _ACCOUNTANTS, registry._TABLE, Scheme._by_mechanism)
+    tables = (MECHANISMS, _ACCOUNTANTS, registry._REGISTERED, Scheme._by_mechanism)
     before = [dict(table) for table in tables]
     from helpers import laplace_reports
 

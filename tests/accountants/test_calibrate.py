@@ -32,7 +32,7 @@ def test_calibration_ends_on_the_safe_side_and_close(target, delta):
     ("mechanism", "bound", "target"),
     [
         ("shuffle_gauss", "certified", 0.3),
-        # The rough values are far from the answer.
+        # The estimates are far from the answer.
         pytest.param("shuffled_checkin", "certified", 8.0, marks=pytest.mark.zoo),
         *(
             pytest.param(mechanism, bound, target, marks=pytest.mark.zoo)
@@ -70,7 +70,7 @@ def test_what_cannot_be_met_is_refused_by_name(epsilon, target, named):
 
 
 def test_a_target_of_next_to_nothing_is_met():
-    """Below 1e-320 rough values have nothing."""
+    """Estimates have no value below 1e-320."""
     run = {"num_users": 2, "steps": 1}
     sigma = compute_noise_multiplier(
         "shuffle_gauss", target_epsilon=1e-320, target_delta=1e-5, **run
@@ -94,8 +94,8 @@ def test_calibration_finds_the_least_noise_where_epsilon_jumps(epsilon, least):
 
 
 @pytest.mark.parametrize("mechanism", SHUFFLED)
-def test_a_costly_bound_is_asked_a_few_times_alone(mechanism):
-    """Its rough values, here wrong by a factor of 2 at most, say where to begin."""
+def test_a_slow_bound_is_evaluated_a_few_times_only(mechanism):
+    """Its estimates, wrong by a factor of 2 at most here, say where to begin."""
     kind = MECHANISMS[mechanism]
     sample = {"sample_rate": 0.1} if mechanism != "shuffle_gauss" else {}
     certified, asked = find_bound(kind, "certified"), []

@@ -207,7 +207,7 @@ def test_a_table_of_rounds_is_reported_as_the_rounds_that_it_lists(capsys, tmp_p
         ("server_noise,,1,10", "", "line 3: steps must be a number"),
         ("server_noise,5,1", "", "line 3: 3 cells for the columns mechanism, steps, noise"),
         ("gaussian,5,1,10", "", "line 3: mechanism must be one of"),
-        ("client_noise,5,1,10", "", "must hold one kind of mechanism"),
+        ("client_noise,5,1,10", "", "must be of one mechanism"),
         ("server_noise,5,1,10", "--steps 3", "unknown keyword(s): --steps=3"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.toy import ONE_NOISE
 from opacus_shuffle.accountants import ShuffleAccountant, bounds_of
-from opacus_shuffle.accountants.bounds.registry import ask, entries_of, kind_of
+from opacus_shuffle.accountants.bounds.registry import entries_of, evaluate_bound, mechanism_type
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 
 DELTA = 1e-5
@@ -58,5 +58,5 @@ def spent(
 
 def compute_baseline(rounds, *, baseline, **asked):
     """What a report says of the same noise under another trust model."""
-    (entry,) = (entry for entry in entries_of(kind_of(rounds)) if entry.name == baseline)
-    return ask(entry, rounds, **asked)
+    (entry,) = (entry for entry in entries_of(mechanism_type(rounds)) if entry.name == baseline)
+    return evaluate_bound(entry, rounds, **asked)

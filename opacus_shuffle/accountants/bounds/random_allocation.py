@@ -60,14 +60,16 @@ def epochs_of(
     return epochs
 
 
-def _rough(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
-    return adjacency.distance * shuffled_rounds.rough_pair_epsilon(epochs_of(rounds), delta=delta)
+def _estimate(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+    return adjacency.distance * shuffled_rounds.estimate_pair_epsilon(
+        epochs_of(rounds), delta=delta
+    )
 
 
 @register_bound(
     RandomAllocation,
     "certified",
-    rough=(_rough,),
+    estimates=(_estimate,),
     meaning="each record falls into one batch of every epoch, by a secret draw of its own, and a "
     "begun epoch counts in full; whatever the others are",
     trusted=SERVER,

@@ -1,13 +1,13 @@
-"""What an ε is made of: rounds that ran, a bound on what they cost, δ, and between which data sets.
+"""Turns rounds, δ and an adjacency into an ε with its meaning, by registered bounds.
 
 The rounds are mechanisms with their numbers of repetitions. A *bound* is a function that turns
-rounds, δ and an adjacency into a number (:class:`Answer`), registered for a mechanism together with
-what this number is worth (:class:`Bound`). :func:`ask` puts the two together: a
-:class:`~opacus_shuffle.core.guarantees.PrivacyBound`, which is the only form in which an ε leaves
-this package. Nothing here knows what a bound computes: that is in the other files of this folder.
+rounds, δ and an adjacency into a number (:class:`Answer`). It is registered for a mechanism
+together with the meaning of that number (:class:`Bound`). :func:`evaluate_bound` combines the two
+into a :class:`~opacus_shuffle.core.guarantees.PrivacyBound`, the only form in which an ε leaves
+this package. The computations are in the other files of this folder.
 
-A *baseline* is a bound under another trust model with the same noise: what no shuffler would give,
-or a trusted server. It is no ε of the mechanism, so nothing accounts or calibrates by it.
+A *baseline* is a bound under another trust model with the same noise, such as no shuffler or a
+trusted server. It is no ε of the mechanism, so it is never used for accounting or calibration.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> rounds = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
@@ -43,14 +43,14 @@ from opacus_shuffle.core.validation import (
 )
 
 Rounds = Sequence[tuple[Mechanism, int]]
-"""What ran, in order: mechanisms of one kind, each with its number of rounds."""
+"""What ran, in order: mechanisms of one class, each with its number of rounds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """The result of a bound function.
 
-    Fields are those of :class:`PrivacyBound`; None stands for what was registered with the bound.
+    The fields are those of :class:`PrivacyBound`. None means the value registered with the bound.
     """
 
     epsilon: float
@@ -82,21 +82,21 @@ ORDER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """One entry of the tables: a bound function and what its ε is worth.
+    """A registered bound: its function and the meaning of its ε.
 
     ``guarantee``, ``covers``, ``trusted`` and ``adversary`` are :class:`PrivacyBound`'s.
 
     Attributes:
-        name: ``"certified"`` is what every mechanism should have, proved for every data set.
-        function: What answers.
-        meaning: What the bound computes, one sentence of the report's glossary.
+        name: Every mechanism should have ``"certified"``, proved for every data set.
+        function: Computes the :class:`Answer`.
+        meaning: What the bound computes, as one sentence of the report's glossary.
         legend: A few words for the picture; by default the data sets covered.
-        baseline: It is about another trust model with the same noise.
-        zero_out_only: It has no value for replacement.
-        uses_orders: It takes Rényi orders.
-        cites: Where its proof is written down, for statements.
-        rough: About its ε in little time, no bound, only where calibration starts to look for one:
-            functions called as ``function`` without ``orders``, the quickest first.
+        baseline: Whether the bound is about another trust model with the same noise.
+        zero_out_only: Whether the bound has no value for replacement.
+        uses_orders: Whether the bound takes Rényi orders.
+        cites: Where the proof is written down, for statements.
+        estimates: Functions that approximate ε quickly, the fastest first, called as ``function``
+            without ``orders``. They bound nothing: calibration starts its search there.
     """
 
     name: str
@@ -111,49 +111,50 @@ class Bound:
     zero_out_only: bool = False
     uses_orders: bool = False
     cites: str = ""
-    rough: tuple[Callable[..., float], ...] = ()
+    estimates: tuple[Callable[..., float], ...] = ()
 
     @property
-    def place(self) -> int:
-        """Its place in a report, from the least trust to the most."""
+    def rank(self) -> int:
+        """The position in a report, from the least trust to the most."""
         return ORDER.index(self.name) if self.name in ORDER else len(ORDER)
 
 
-_TABLE: dict[type[Mechanism], dict[str, Bound]] = {}
+_REGISTERED: dict[type[Mechanism], dict[str, Bound]] = {}
 
 
 def register_bound(
     mechanisms: type[Mechanism] | Iterable[type[Mechanism]], name: str, **entry: Any
 ) -> Callable[[BoundFunction], BoundFunction]:
-    """Returns a decorator that lets a function answer for a bound of one or several mechanisms.
+    """Returns a decorator that registers a function as a bound of one or several mechanisms.
 
     Args:
-        mechanisms: One or several.
-        name: Of the bound.
-        **entry: The other fields of :class:`Bound`; for ``meaning`` and ``guarantee`` there is no
-            default.
+        mechanisms: One mechanism class or several.
+        name: The bound's name.
+        **entry: The other fields of :class:`Bound`; ``meaning`` and ``guarantee`` are required.
     """
-    kinds = [mechanisms] if isinstance(mechanisms, type) else list(mechanisms)
+    classes = [mechanisms] if isinstance(mechanisms, type) else list(mechanisms)
 
     def register(function: BoundFunction) -> BoundFunction:
         bound = Bound(name=name, function=function, **entry)
-        for mechanism in kinds:
-            held = _TABLE.get(mechanism, {}).get(name)
-            check_free(f"bound {name!r} of {mechanism.name}", held and held.function, function)
-        for mechanism in kinds:
-            _TABLE.setdefault(mechanism, {})[name] = bound
+        for mechanism in classes:
+            existing = _REGISTERED.get(mechanism, {}).get(name)
+            check_free(
+                f"bound {name!r} of {mechanism.name}", existing and existing.function, function
+            )
+        for mechanism in classes:
+            _REGISTERED.setdefault(mechanism, {})[name] = bound
         return function
 
     return register
 
 
 def find_bound(mechanism: type[Mechanism], name: str) -> Bound:
-    """Returns the entry of a bound.
+    """Returns a mechanism's bound by its name.
 
     Raises:
-        ValueError: If the mechanism has none of that name.
+        ValueError: If the mechanism has no bound of that name.
     """
-    return _TABLE[mechanism][one_of("bound", name, bounds_of(mechanism))]
+    return _REGISTERED[mechanism][one_of("bound", name, bounds_of(mechanism))]
 
 
 def bounds_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
@@ -169,22 +170,26 @@ def compute_bound(
     adjacency: str = "zero_out",
     orders: Iterable[float] | None = None,
 ) -> PrivacyBound:
-    """Returns ε of some rounds at δ, with its meaning.
+    """Returns ε of rounds at δ, with its meaning.
 
     Args:
-        rounds: Mechanisms of one kind with their numbers of rounds, each at least 1; at least one.
+        rounds: Mechanisms of one class with their numbers of rounds, each at least 1; at least one.
         delta: δ in (0, 1).
         bound: A name in :func:`bounds_of`.
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"``.
-        orders: Rényi orders to use in place of the adaptive grid, for bounds that use any.
+        orders: Rényi orders in place of the adaptive grid, for bounds that use any.
 
     Raises:
         ValueError: If an argument is out of range;
             :class:`~opacus_shuffle.core.guarantees.NotCovered` if the bound has no value for the
             adjacency.
     """
-    return ask(
-        find_bound(kind_of(rounds), bound), rounds, delta=delta, adjacency=adjacency, orders=orders
+    return evaluate_bound(
+        find_bound(mechanism_type(rounds), bound),
+        rounds,
+        delta=delta,
+        adjacency=adjacency,
+        orders=orders,
     )
 
 
@@ -198,22 +203,22 @@ def ladder(
 ) -> list[PrivacyBound]:
     """Returns every bound and baseline that has a value for this adjacency.
 
-    They are sorted from the least trust to the most.
+    They are sorted from the least trust to the most, and compared with each other.
 
     Args:
         rounds: As :func:`compute_bound`.
         delta: δ in (0, 1).
         adjacency: Between which data sets.
         orders: Rényi orders for the bounds that use any.
-        entries: The bounds to ask; by default all of the rounds' mechanism.
+        entries: The bounds to evaluate; by default all of the rounds' mechanism.
 
     Raises:
-        ValueError: If Rényi orders are given, and none of them uses any.
-        InconsistentBound: If a proved ε of the mechanism's own bounds is below a lower value of
-            them (for replacement also below one of zero-out), or ``certified`` above ``local``:
-            then one of the two is false.
+        ValueError: If Rényi orders are given and no bound uses them.
+        InconsistentBound: If a proved ε of the mechanism is below a lower value of one of its
+            bounds (for replacement also below one of zero-out), or if ``certified`` is above
+            ``local``. One of the two values is false then.
     """
-    entries = entries_of(kind_of(rounds)) if entries is None else entries
+    entries = entries_of(mechanism_type(rounds)) if entries is None else entries
     if orders is not None and not any(entry.uses_orders for entry in entries):
         raise ValueError(
             f"no bound of {rounds[0][0].name} uses Rényi orders, got "
@@ -223,22 +228,24 @@ def ladder(
     for entry in entries:
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
-            rows.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
-    own = {entry.name for entry in entries if not entry.baseline}
-    # Replacement covers zero-out, because a record may also become one of zeros.
+            rows.append(
+                evaluate_bound(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen)
+            )
+    of_mechanism = {entry.name for entry in entries if not entry.baseline}
+    # Replacement covers zero-out, because a record may also be replaced by a zero record.
     zeroed = (
         [entry for entry in entries if entry.name in ("certified", "pair")]
         if Adjacency(adjacency) is Adjacency.REPLACE
         else []
     )
-    # What holds for every data set holds for a pair (10.16); the adversary of "local" sees the same
-    # reports unshuffled.
+    # A bound for every data set holds for every pair (10.16). The adversary of "local" sees the
+    # same reports unshuffled, so its epsilon cannot be the smaller one.
     for row, other in itertools.product(
         rows, rows + (ladder(rounds, delta=delta, entries=zeroed) if zeroed else [])
     ):
         if (row.bound, other.bound) == ("certified", "local") and row.epsilon > other.epsilon:
             raise row.contradicted(f"'local' {other.epsilon!r}")
-        proved = row.guarantee is Guarantee.PROVED and {row.bound, other.bound} <= own
+        proved = row.guarantee is Guarantee.PROVED and {row.bound, other.bound} <= of_mechanism
         if proved and other.lower is not None and row.epsilon < other.lower:
             raise row.contradicted(
                 f"{other.bound!r} at least {other.lower!r} for {other.adjacency}"
@@ -246,8 +253,8 @@ def ladder(
     return rows
 
 
-def kind_of(rounds: Rounds) -> type[Mechanism]:
-    """Returns the one kind of mechanism that ran."""
+def mechanism_type(rounds: Rounds) -> type[Mechanism]:
+    """Returns the one class of mechanism that ran."""
     pairs = isinstance(rounds, Sequence) and all(
         isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], Mechanism)
         for entry in rounds
@@ -258,18 +265,17 @@ def kind_of(rounds: Rounds) -> type[Mechanism]:
         )
     if not rounds:
         raise ValueError("rounds must not be empty: there is nothing to report")
-    kinds = {type(mechanism) for mechanism, _ in rounds}
-    if len(kinds) != 1:
+    classes = {type(mechanism) for mechanism, _ in rounds}
+    if len(classes) != 1:
+        names = sorted(mechanism.name for mechanism in classes)
+        raise ValueError(f"rounds must be of one mechanism, got {names}")
+    (mechanism_class,) = classes
+    if mechanism_class not in _REGISTERED:
         raise ValueError(
-            f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}"
+            f"{mechanism_class.__name__} has no bounds, so no epsilon can be computed: register "
+            f"one with register_bound({mechanism_class.__name__}, ...)"
         )
-    kind = kinds.pop()
-    if kind not in _TABLE:
-        raise ValueError(
-            f"{kind.__name__} has no bounds, so no epsilon is known: register some with "
-            f"register_bound({kind.__name__}, ...)"
-        )
-    return kind
+    return mechanism_class
 
 
 def entries_of(mechanism: type[Mechanism]) -> list[Bound]:
@@ -279,10 +285,10 @@ def entries_of(mechanism: type[Mechanism]) -> list[Bound]:
             f"mechanism must be a class such as ShuffleGauss, got {mechanism!r}: pass the class, "
             "not its name"
         )
-    return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.place)
+    return sorted(_REGISTERED.get(mechanism, {}).values(), key=lambda entry: entry.rank)
 
 
-def ask(
+def evaluate_bound(
     entry: Bound,
     rounds: Rounds,
     *,
@@ -290,15 +296,15 @@ def ask(
     adjacency: str = "zero_out",
     orders: Iterable[float] | None = None,
 ) -> PrivacyBound:
-    """Computes a bound or baseline, and returns it with its meaning.
+    """Evaluates a bound or baseline on rounds, and returns ε with its meaning.
 
-    Arguments are those of :func:`compute_bound`.
+    The arguments are those of :func:`compute_bound`.
     """
     delta, adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
     if adjacency is not Adjacency.ZERO_OUT and entry.zero_out_only:
         raise NotCovered(
-            f"bound={entry.name!r} is about adjacency='zero_out', got {adjacency.value!r}: use "
-            "bound='certified', which covers both"
+            f"bound={entry.name!r} supports adjacency='zero_out' only, got {adjacency.value!r}: "
+            "use bound='certified', which covers both"
         )
     if orders is not None and not entry.uses_orders:
         raise ValueError(

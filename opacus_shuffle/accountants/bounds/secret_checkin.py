@@ -43,8 +43,8 @@ def secret_rounds(rounds: Rounds) -> list[tuple[SecretRound, int]]:
     ]
 
 
-def _rough(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
-    return secret_checkin.rough_epsilon(
+def _estimate(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+    return secret_checkin.estimate_epsilon(
         secret_rounds(rounds), delta=delta, distance=adjacency.distance
     )
 
@@ -52,7 +52,7 @@ def _rough(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
 @register_bound(
     SecretCheckIn,
     "certified",
-    rough=(_rough,),
+    estimates=(_estimate,),
     meaning="the reports of all users are seen in random order; whatever the other records are, "
     "those of who does not take part hide the others",
     cites="docs/proofs, page 12",

@@ -82,29 +82,29 @@ def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
     ]
 
 
-def _rough_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+def _estimate_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     return min(
-        gaussian_clones.rough_epsilon(
+        gaussian_clones.estimate_epsilon(
             shuffled(rounds), delta=delta, adjacency=adjacency.value, clones=clones
         )
         for clones in gaussian_clones.KINDS
     )
 
 
-def _coarse_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+def _estimate_certified_closely(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     return gaussian_clones.smallest_epsilon(
         shuffled(rounds), delta=delta, adjacency=adjacency.value, coarse=True
     )[0]
 
 
-def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
-    return shuffled_rounds.rough_pair_epsilon(shuffled(rounds), delta=delta)
+def _estimate_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+    return shuffled_rounds.estimate_pair_epsilon(shuffled(rounds), delta=delta)
 
 
 @register_bound(
     FAMILY,
     "certified",
-    rough=(_rough_certified, _coarse_certified),
+    estimates=(_estimate_certified, _estimate_certified_closely),
     meaning="the reports are seen in random order; whatever the other records are (by Gaussian "
     "clones)",
     cites="docs/proofs, pages 1, 6, 9 and 10",
@@ -160,7 +160,7 @@ def _published(
     guarantee=Guarantee.PAIR,
     covers=f"{PAIR}; both directions",
     zero_out_only=True,
-    rough=(_rough_pair,),
+    estimates=(_estimate_pair,),
 )
 def _pair(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None

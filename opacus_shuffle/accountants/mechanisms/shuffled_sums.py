@@ -118,7 +118,9 @@ class ShuffledSums(Mechanism):
             self._round_the_sample()
         if self.sampling == "random_allocation":
             self._set(sample_rate=1 / _batches(self.sample_rate))
-        if not self.granularity or not self.noise_trials:
+        granularity = integer("granularity", self.granularity, minimum=0)
+        noise_trials = integer("noise_trials", self.noise_trials, minimum=0, maximum=MOST_TRIALS)
+        if not granularity or not noise_trials:
             raise ValueError(
                 "shuffled_sums is described by its bits (granularity, noise_trials, ...), not by a "
                 "noise multiplier alone: let ShuffledSums.build choose them, or read them off a "
@@ -126,8 +128,8 @@ class ShuffledSums(Mechanism):
             )
         self._set(
             dimension=integer("dimension", self.dimension),
-            granularity=integer("granularity", self.granularity),
-            noise_trials=integer("noise_trials", self.noise_trials, maximum=MOST_TRIALS),
+            granularity=granularity,
+            noise_trials=noise_trials,
             bit_probability=open_unit_interval("bit_probability", self.bit_probability),
             tail=open_unit_interval("tail", self.tail),
         )
