@@ -28,12 +28,11 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
 from opacus_shuffle.accountants.flag_warnings import little_noise, unread_flags
-from opacus_shuffle.accountants.lineage import (
-    Lineage,
+from opacus_shuffle.accountants.history import (
     append_rounds,
+    check_load,
     number_of_rounds,
     rewound_sentence,
-    warn_of_kept_rounds,
 )
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
@@ -78,6 +77,8 @@ class ShuffleAccountant(IAccountant):
         planned: What every round of a run is, but for its noise; None until :meth:`plan` says it.
         emulated: Whether the noise of the reports is added once to their sum: ε describes the
             protocol that is emulated.
+        rewound: How many accounted rounds were replaced, by a load with ``allow_rewind=True`` or by
+            a history that was set by hand.
         predictable: What a user has passed that lets others draw the run's randomness again: then
             it is not private.
         unchecked: What every ε takes on trust: files whose word for the rounds that they brought is
@@ -106,7 +107,7 @@ class ShuffleAccountant(IAccountant):
         self.emulated = kind.noise_is_local and not local_noise
         # Opacus's calibration sets steps as the history, before it tells how many users there are.
         self._entries: list[tuple[Mechanism | Step, int]] = []
-        self._lineage = Lineage()
+        self.rewound = 0
         self.predictable: tuple[str, ...] = ()
         self.unchecked: tuple[str, ...] = ()
         self._warned = False
@@ -154,7 +155,6 @@ class ShuffleAccountant(IAccountant):
         """Records rounds; equal neighbours are merged."""
         self._check_kind(mechanism)
         append_rounds(self._entries, mechanism, integer("steps", steps))
-        self._lineage.name_rounds(len(self))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Records one round as Opacus tells of it; this package's engine calls :meth:`record`.
@@ -188,22 +188,9 @@ class ShuffleAccountant(IAccountant):
         return number_of_rounds(self._entries)
 
     @property
-    def lineage(self) -> Lineage:
-        """Which run the rounds are of; those without a name get one first."""
-        # Rounds that were set as a history have no name yet, nor has one whose step an interrupt
-        # has ended too early.
-        self._lineage.name_rounds(len(self))
-        return self._lineage
-
-    @property
     def _recorded(self) -> list[Mechanism]:
         """What ran as a round, and was not set as Opacus's history."""
         return [entry for entry, _ in self._entries if isinstance(entry, Mechanism)]
-
-    @property
-    def rewound(self) -> int:
-        """Rounds that ran and are no longer accounted, by a load or a history set by hand."""
-        return self._lineage.rewound
 
     @property
     def rounds(self) -> list[tuple[Mechanism, int]]:
@@ -226,8 +213,8 @@ class ShuffleAccountant(IAccountant):
     def history(self) -> list[tuple[float, float, int]]:
         """Opacus's triples (noise multiplier, sample rate, steps), σ as its optimizer has it.
 
-        Opacus's calibration sets it, in the place of all rounds so far; those that ran are said to
-        be left out then.
+        Opacus's calibration sets it, in place of all rounds so far. Rounds that ran are counted in
+        :attr:`rewound` then.
         """
         merged: list[tuple[Step, int]] = []
         for entry, steps in self._entries:
@@ -250,7 +237,8 @@ class ShuffleAccountant(IAccountant):
             )
             for sigma, rate, steps in read
         ]
-        self._lineage = self._lineage.rewound_to(Lineage())
+        # Steps that were set as a history, as Opacus's calibration does, did not run.
+        self.rewound += sum(steps for entry, steps in self._entries if isinstance(entry, Mechanism))
         self._entries = entries
 
     def _round(self, noise_multiplier: float, sample_rate: float, **told: Any) -> Mechanism:
@@ -406,12 +394,7 @@ class ShuffleAccountant(IAccountant):
     # ---- what checkpoints keep
 
     def state_dict(self, destination: Any = None) -> Any:
-        """Returns plain values: every round by its mechanism's fields, and what else is known.
-
-        Its attribute ``_metadata``, as that of a module's state, says which releases these rounds
-        are, and holds a digest of all of the state; it travels with it through ``copy``, ``pickle``
-        and ``torch.save``. Without it, as in ``dict(state)``, a state cannot be loaded.
-        """
+        """Returns plain values: every round by its mechanism's fields, and the other attributes."""
         destination = OrderedDict() if destination is None else destination
         destination.update(
             mechanism=self.mechanism(),
@@ -420,32 +403,29 @@ class ShuffleAccountant(IAccountant):
             emulated=self.emulated,
             num_users=self.num_users,
             batch_size=self.batch_size,
+            rewound=self.rewound,
             predictable=list(self.predictable),
             unchecked=list(self.unchecked),
         )
-        if isinstance(destination, OrderedDict):
-            destination._metadata = self.lineage.as_state(destination)  # type: ignore[attr-defined]
         return destination
 
     def load_state_dict(self, state_dict: Any, *, allow_rewind: bool = False) -> None:
-        """Loads a :meth:`state_dict` of the same run.
+        """Loads a :meth:`state_dict` into an accountant that has accounted no rounds.
 
-        It is refused whole if it was changed or is of another run.
-
-        What ran here was released, whatever is loaded. So an earlier state of the same run leaves
-        its later rounds in the history, a later one adds those that are missing here, and one that
-        has parted from what ran here is refused.
+        What ran was released, and a load cannot undo that. So an accountant that holds rounds
+        refuses every state.
 
         Args:
             state_dict: From :meth:`state_dict` of this mechanism's accountant.
-            allow_rewind: Hold the state's rounds alone, which is right only if nothing of the
-                others was ever seen by anyone. Reports say how many rounds were left out.
+            allow_rewind: Replace accounted rounds by those of the state. This is right only if
+                nobody ever saw a result of the replaced rounds. Reports mention how many were
+                replaced.
 
         Raises:
-            ValueError: If the state is none of this mechanism's accountant, is not as it was
-                saved, or this accountant accounts for another run. Nothing is changed then.
+            ValueError: If rounds are accounted and ``allow_rewind`` is False, or the state is
+                malformed or belongs to another mechanism, data set or plan. Nothing is changed
+                then.
         """
-        boolean("allow_rewind", allow_rewind)
         saved = self._parsed(state_dict)
         if self._contradicts(saved):
             raise ValueError(
@@ -454,48 +434,43 @@ class ShuffleAccountant(IAccountant):
                     *_contrast(saved._facts, self._facts)
                 )
             )
+        check_load(len(self), allow_rewind=boolean("allow_rewind", allow_rewind))
         saved.planned = self.planned or saved.planned
         saved.batch_size = saved.batch_size or self.batch_size
         saved._warned = self._warned
+        saved.rewound += self.rewound + len(self)
         saved.predictable = tuple(dict.fromkeys((*self.predictable, *saved.predictable)))
         saved.unchecked = tuple(dict.fromkeys((*self.unchecked, *saved.unchecked)))
-        if allow_rewind or not len(self):
-            saved._lineage = self.lineage.rewound_to(saved._lineage)
-        else:
-            rounds = len(saved)
-            saved._lineage, entries = self.lineage.reconcile(
-                self.rounds, saved._lineage, saved.rounds
-            )
-            saved._entries = [*entries]
-            warn_of_kept_rounds(len(saved) - rounds, rounds)
         self.__dict__.update(saved.__dict__)
 
     def _parsed(self, state_dict: Any) -> ShuffleAccountant:
-        """Builds an accountant from a state, which its digest says to be as it was saved."""
+        """Builds an accountant from a state, and refuses a malformed one."""
         mechanism = state_dict.get("mechanism") if isinstance(state_dict, dict) else state_dict
         if mechanism != self.mechanism():
             raise ValueError(
                 f"mechanism in state_dict must be {self.mechanism()!r}, got {mechanism!r}: load it "
                 "into a PrivacyEngine(accountant=...) with the accountant that wrote it"
             )
-        metadata = getattr(state_dict, "_metadata", None)
-        if metadata is None:
-            raise ValueError(
-                f"state_dict of {self.mechanism()} has lost its _metadata, which says which "
-                "releases its rounds are, and whether it was changed: load what state_dict() "
-                "returned, or a copy by copy.deepcopy"
+        build = self.mechanism_class.build
+        try:
+            saved = type(self)(
+                self.mechanism_class,
+                num_users=state_dict["num_users"],
+                batch_size=state_dict["batch_size"],
             )
-        saved, planned = type(self)(self.mechanism_class), state_dict["planned"]
-        # The digest vouches for what follows: it is as an accountant has written it.
-        saved._lineage = Lineage.from_state(metadata, state_dict)
-        saved.num_users, saved.batch_size = state_dict["num_users"], state_dict["batch_size"]
-        saved.emulated = state_dict["emulated"]
-        saved.predictable = tuple(state_dict["predictable"])
-        saved.unchecked = tuple(state_dict["unchecked"])
-        saved.planned = None if planned is None else self.mechanism_class.build(**planned)
-        saved._entries = [
-            (self.mechanism_class.build(**fields), steps) for fields, steps in state_dict["rounds"]
-        ]
+            if (planned := state_dict["planned"]) is not None:
+                saved.planned = build(**planned)
+            for fields, steps in state_dict["rounds"]:
+                saved.record(build(**fields), steps)
+            saved.emulated = boolean("emulated", state_dict["emulated"])
+            saved.rewound = integer("rewound", state_dict["rewound"], minimum=0)
+            saved.predictable = names_in("predictable", state_dict["predictable"])
+            saved.unchecked = names_in("unchecked", state_dict["unchecked"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"state_dict of {self.mechanism()} is malformed ({type(error).__name__}: {error}): "
+                "load what state_dict() of an accountant of this version returned"
+            ) from error
         return saved
 
     @property
@@ -637,3 +612,14 @@ def _contrast(*runs: Mapping[str, Any]) -> list[str]:
     """Returns the fields in which two runs differ, as a text for each run."""
     names = [name for name in runs[0] if runs[0][name] != runs[1].get(name)] or runs[0]
     return [", ".join(f"{name}={run.get(name)!r}" for name in names) for run in runs]
+
+
+def names_in(name: str, value: Any) -> tuple[str, ...]:
+    """Reads a list of strings of a checkpoint.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
+        raise ValueError(f"{name} must be a list of strings, got {value!r}")
+    return tuple(value)

@@ -204,7 +204,7 @@ def why_no_guarantee(report: Any) -> str:
     if report.predictable:
         return f"whoever knows {' or '.join(report.predictable)} can draw the noise again"
     if report.rewound:
-        return f"its epsilon leaves out {report.rewound:,} rounds that ran"
+        return f"{report.rewound:,} accounted rounds were replaced, and its epsilon leaves them out"
     worth = report.best.guarantee
     return "" if worth is Guarantee.PROVED else f"its epsilon is {worth.value}"
 

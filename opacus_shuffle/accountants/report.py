@@ -29,7 +29,7 @@ from opacus_shuffle.accountants.bounds.registry import (
 )
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.deployment_registry import registry_statement
-from opacus_shuffle.accountants.lineage import first_rounds, rewound_sentence
+from opacus_shuffle.accountants.history import first_rounds, rewound_sentence
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
@@ -111,8 +111,8 @@ class PrivacyReport:
         predictable: Seeds and generators that a user has passed, with which others can draw the
             noise again.
         sent: What one user has sent; by default what the mechanism says.
-        rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with
-            ``allow_rewind=True``.
+        rewound: How many accounted rounds were replaced by a load with ``allow_rewind=True``, or by
+            a history that was set by hand.
         max_grad_norms: What one record's gradient was clipped to, least first, for the statement;
             none if it is not known.
         num_users: n, of the whole data set; by default the users of a round.

@@ -14,7 +14,6 @@ others, so they become Python's.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -61,34 +60,3 @@ def plain(value: Any, foreign: set[str]) -> Any:
     if not read or (kind is bytes and not value):  # which the reader does not know
         foreign.add(f"{kind.__module__}.{kind.__qualname__}")
     return value
-
-
-def fingerprint(*values: Any) -> str:
-    """Returns a digest of plain values and tensors, the same on every device and after a load."""
-    digest = hashlib.sha256()
-    for value in values:
-        _feed(digest, value)
-    return digest.hexdigest()
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Adds a value to a digest, by its type, its size and what is in it."""
-    kind = type(value).__name__
-    if isinstance(value, torch.Tensor):
-        part = (
-            value.to_local() if hasattr(value, "to_local") else value
-        )  # what this process has of a sharded one
-        part = part if part.layout is torch.strided else part.to_dense()
-        part = part.dequantize() if part.is_quantized else part
-        digest.update(f"tensor {part.dtype} {tuple(part.shape)};".encode())
-        if not part.is_meta:
-            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    elif isinstance(value, dict | list | tuple):
-        digest.update(f"{kind} {len(value)};".encode())
-        metadata = getattr(value, "__dict__", None)  # of a state dict
-        for entry in (*value.items(), metadata) if isinstance(value, dict) else value:
-            _feed(digest, entry)
-    else:  # another object's words may be about where it is in memory
-        digest.update(
-            f"{kind} {value!r};".encode() if isinstance(value, _PLAIN) else f"{kind};".encode()
-        )

@@ -1,9 +1,13 @@
-"""Saves and loads private runs: whole or not at all, and never forgetting what was released.
+"""Saves and loads private runs: a checkpoint holds weights together with their account.
 
-Weights and the account of what they cost stay together. So weights that are loaded into a private
-network without their account are told of: what ``state_dict`` of a private network returns says in
-its metadata which rounds had run by then, under the random names by which accounts tell them apart.
-A run's own weights go back without a word, and all others are asked for their account.
+A checkpoint is written whole or not at all, and loading runs no code of the file. A checkpoint is
+loaded into an engine that has accounted nothing yet; an engine that holds rounds refuses it, unless
+``allow_rewind=True`` says that nobody saw a result of these rounds.
+
+Weights that are loaded into a private network without their account raise a warning. The state
+dicts of a private network contain a mark for this purpose: a random name of the network's run and
+how many rounds were accounted. Weights whose marks this engine accounts for raise no warning: those
+of its own run, and those of the run whose checkpoint it has loaded.
 """
 
 from __future__ import annotations
@@ -12,47 +16,45 @@ import contextlib
 import copy
 import errno
 import os
+import secrets
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import opacus
 import torch
-from opacus.accountants import IAccountant
 from torch import nn
 
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, ShuffleAccountant
-from opacus_shuffle.accountants.lineage import (
-    Lineage,
+from opacus_shuffle.accountants.accountant import names_in
+from opacus_shuffle.accountants.history import (
     append_rounds,
+    check_load,
     first_rounds,
     number_of_rounds,
-    rewound_sentence,
-    warn_of_kept_rounds,
 )
 from opacus_shuffle.core.atomic_file import replacing
-from opacus_shuffle.core.plain_values import fingerprint, plain
+from opacus_shuffle.core.plain_values import plain
 from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer
 from opacus_shuffle.engine.raw_gradients import private_optimizers
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
-from opacus_shuffle.networks.running import rolled_back_if_refused
+from opacus_shuffle.networks.running import rolled_back_if_refused, unwrap
 
-Entries = list[tuple[tuple[float, float], int]]
+Entries = tuple[tuple[tuple[float, float], int], ...]
+"""(noise multiplier, sample rate) pairs of an Opacus accountant with their numbers of steps."""
 
 _MARK = "opacus_shuffle"
 _SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
 _WEIGHTS, _ROUNDS = "module_state_dict", "privacy_accountant_state_dict"
 _STATES = ("optimizer_state_dict", "noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
-_TOLD = ("lineage", "predictable", "unchecked")
 STOCK = (
     "a checkpoint of Opacus's own engine, which says neither how its batches were drawn nor "
     "whether it was changed"
 )
+WITHOUT_ACCOUNT = "weights were loaded into a private network without their account"
 PICKLED = "a file read with allow_pickle=True, which could run code, and so change anything"
-
-_ACCOUNTS: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
-"""The account of each private network. Copies take the hooks along, and are not in it."""
 
 
 class CheckpointMixin(opacus.PrivacyEngine):
@@ -61,20 +63,23 @@ class CheckpointMixin(opacus.PrivacyEngine):
     Attributes:
         shuffler: Permutes the weights of the latest ``make_private``; None without
             ``shuffle_weights``.
-        predictable: What was passed to such runs that lets others draw their randomness again.
-        unchecked: What an account by one of them takes on trust, as
+        predictable: What a user has passed to runs of Opacus's own accountants that lets others
+            draw their randomness again, as ``ShuffleAccountant.predictable``.
+        unchecked: What an account of Opacus's own accountants takes on trust, as
             ``ShuffleAccountant.unchecked``.
         tickets: Weak references to the tickets of runs whose batches have secret sizes.
-        opacus_lineage: Follows the history of one of Opacus's own accountants.
     """
 
     shuffler: WeightShuffler | None = None
-    predictable: tuple[str, ...] = ()  # our own accountants have these two
+    predictable: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
-    tickets: tuple[Callable[[], Any], ...] = ()
+    tickets: tuple[Any, ...] = ()
     accountant: Any  # Opacus's, untyped
-    opacus_lineage: OpacusLineage
-    _loading: bool = False
+    loaded_runs: Mapping[str, int] = types.MappingProxyType({})
+    """How many rounds of earlier runs a loaded checkpoint accounts for, by the runs' names."""
+    # Of Opacus's own accountants: the history when it was last checked, and the replaced rounds.
+    _checked_history: Entries = ()
+    _replaced_rounds: int = 0
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -131,13 +136,14 @@ class CheckpointMixin(opacus.PrivacyEngine):
             if part is not None:
                 state = part.state_dict().items()
                 saved[key] = {name: value for name, value in state if not callable(value)}
-        told = {
-            "lineage": None if self._is_ours else self.opacus_lineage.state(self.accountant),
-            "predictable": list(self.predictable),
-            "unchecked": list(self.unchecked),
+        owner = self.report_owner
+        saved[_ACCOUNT] = {
+            "runs": _accounted(unwrap(module)) or {},
+            "rewound": owner.rewound,
+            "predictable": list(owner.predictable),
+            "unchecked": list(owner.unchecked),
         }
         saved = plain(saved, foreign)
-        saved[_ACCOUNT] = {**told, "digest": _digest(saved, told)}
         with replacing(path) as file:
             torch.save(saved, file, **(torch_save_kwargs or {}))
             if self.accountant.history != accounted:
@@ -169,20 +175,12 @@ class CheckpointMixin(opacus.PrivacyEngine):
     ) -> dict[str, Any]:
         """Loads a run as :meth:`opacus.PrivacyEngine.load_checkpoint`, or refuses it whole.
 
-        What this engine has released is not forgotten by it.
+        No code of the file runs: PyTorch's reader of tensors and plain values reads it, whatever
+        ``torch_load_kwargs`` says, and a file that needs more is refused.
 
-        No code of the file runs: it is read by PyTorch's reader of tensors and plain values,
-        whatever ``torch_load_kwargs`` says, and what needs more is refused. So is what was changed
-        after :meth:`save_checkpoint` has written it, if the change does not write a new digest.
-
-        An engine that has run nothing holds the checkpoint's accounting afterwards, as Opacus's
-        does. One that has run holds the longer one of its account and the checkpoint's, if one is
-        the beginning of the other: going back to an earlier checkpoint of this run leaves the
-        rounds since in the account, because they were released, and a warning names them. The
-        checkpoint of another run is refused, and so are one that has parted from this run and one
-        of Opacus's own engine, which does not say which rounds it holds: load those into a new
-        engine. Permutations of weights go on from where the saved run was. Gradients that wait for
-        a step are forgotten: they belong to the weights of before.
+        The engine must not have accounted any rounds, because a load would replace them.
+        Permutations of weights go on from where the saved run was. Gradients that wait for a step
+        are dropped, because they belong to the earlier weights.
 
         Args:
             path: As Opacus's.
@@ -192,20 +190,21 @@ class CheckpointMixin(opacus.PrivacyEngine):
             grad_clip_scheduler: As Opacus's.
             module_load_dict_kwargs: As Opacus's.
             torch_load_kwargs: As Opacus's, but for ``weights_only`` and ``pickle_module``, which
-                ``allow_pickle`` is about.
-            allow_rewind: Account for the checkpoint's rounds alone. That is right only if nobody
-                ever saw anything of the others, be it weights, losses or predictions. Reports and
-                :meth:`get_epsilon` say how many were left out.
-            allow_pickle: Let the file run any code, as Opacus does: for one that holds other
-                objects, from someone you trust. Reports say so from then on.
+                ``allow_pickle`` decides.
+            allow_rewind: Replace accounted rounds by those of the checkpoint. This is right only if
+                nobody ever saw a result of the replaced rounds: no weights, losses or predictions.
+                Reports and :meth:`get_epsilon` mention how many were replaced.
+            allow_pickle: Let the file run any code, as Opacus does. Use it for files with other
+                objects, from an author you trust. Reports mention it from then on.
 
         Returns:
             As Opacus's.
 
         Raises:
-            ValueError: If the file cannot be read, needs more than ``allow_pickle=False`` lets it
-                do, misses a part, was changed, or is of another run than this engine accounts for;
-                what PyTorch raises besides. Whatever it is: modules, optimizers, schedulers,
+            ValueError: If the engine has accounted rounds and ``allow_rewind`` is False; if the
+                file cannot be read, needs more than ``allow_pickle=False`` allows, lacks a part, is
+                malformed, or belongs to a run with another accountant, data set or plan. PyTorch's
+                own errors are raised as well. In every case modules, optimizers, schedulers,
                 accounting and shuffling are as before.
             FileNotFoundError: If there is no such file.
         """
@@ -213,43 +212,43 @@ class CheckpointMixin(opacus.PrivacyEngine):
         boolean("allow_pickle", allow_pickle)
         self._check_parts(path, module, optimizer)
         saved = _read(path, torch_load_kwargs or {}, allow_pickle)
-        told, name = _told(saved)
+        runs, rewound, predictable, unchecked = _account_facts(saved)
         parts = dict(zip(_STATES, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True))
-        self._loading = True
-        try:
-            with rolled_back_if_refused(module, *parts.values(), self.shuffler, self.accountant):
-                rounds, followed = saved[_ROUNDS], self.opacus_lineage
-                if self._is_ours:
-                    accountant = copy.deepcopy(self.accountant)
-                    accountant.load_state_dict(rounds, allow_rewind=allow_rewind)
-                else:
-                    accountant, followed = followed.loaded(
-                        self.accountant, rounds, told["lineage"], name, allow_rewind
-                    )
-                if self.shuffler is not None and _SHUFFLER in saved:
-                    self.shuffler.load_state_dict(saved[_SHUFFLER])
-                # Before the weights, should this be interrupted.
-                vars(self.accountant).update(vars(accountant))
+        with rolled_back_if_refused(module, *parts.values(), self.shuffler, self.accountant):
+            accountant = copy.deepcopy(self.accountant)
+            entries: Entries = ()
+            if isinstance(accountant, ShuffleAccountant):
+                accountant.load_state_dict(saved[_ROUNDS], allow_rewind=allow_rewind)
+            else:
+                rewound += (accounted := number_of_rounds(self._check_history()))
+                check_load(accounted, allow_rewind=allow_rewind)
+                accountant.load_state_dict(copy.deepcopy(saved[_ROUNDS]))
+                entries = _entries_of(accountant.history)
+            if self.shuffler is not None and _SHUFFLER in saved:
+                self.shuffler.load_state_dict(saved[_SHUFFLER])
+            # The account comes before the weights, in case of an interrupt.
+            vars(self.accountant).update(vars(accountant))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", WITHOUT_ACCOUNT)
                 module.load_state_dict(saved[_WEIGHTS], **(module_load_dict_kwargs or {}))
-                for key, part in parts.items():
-                    state = saved.pop(key, {})
-                    if part is not None and len(state):
-                        part.load_state_dict(state)
-                    elif key == _STATES[0] and (part is not None or len(state)):
-                        given = "not" if part is None else ""
-                        warnings.warn(
-                            f"{key} has {len(state)} items but optimizer is {given} provided.",
-                            stacklevel=2,
-                        )
-                for private in private_optimizers(module):
-                    private.forget_batch()
-        finally:
-            self._loading = False
-        self.opacus_lineage = followed
-        self.predictable = tuple(dict.fromkeys((*self.predictable, *told["predictable"])))
-        knows = self.accountant if self._is_ours else self
-        unchecked = (*knows.unchecked, *told["unchecked"], *([PICKLED] if allow_pickle else []))
-        knows.unchecked = tuple(dict.fromkeys(unchecked))
+            for key, part in parts.items():
+                state = saved.pop(key, {})
+                if part is not None and len(state):
+                    part.load_state_dict(state)
+                elif key == _STATES[0] and (part is not None or len(state)):
+                    given = "not" if part is None else ""
+                    warnings.warn(
+                        f"{key} has {len(state)} items but optimizer is {given} provided.",
+                        stacklevel=2,
+                    )
+            for private in private_optimizers(module):
+                private.forget_batch()
+        self._replaced_rounds, self._checked_history = self._replaced_rounds + rewound, entries
+        self.loaded_runs = {**self.loaded_runs, **runs}
+        owner = self.report_owner
+        owner.predictable = tuple(dict.fromkeys((*owner.predictable, *predictable)))
+        unchecked = (*owner.unchecked, *unchecked, *([PICKLED] if allow_pickle else []))
+        owner.unchecked = tuple(dict.fromkeys(unchecked))
         return saved
 
     def _check_parts(self, path: Any, module: Any, optimizer: Any) -> None:
@@ -269,140 +268,64 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 "load its checkpoints by that one, or make another module private by this engine"
             )
 
-    @property
-    def rewound(self) -> int:
-        """How many rounds ran that the accountant, one of Opacus's own, no longer holds."""
-        return self.opacus_lineage.rewound(self.accountant)
-
-    def warn_if_rewound(self) -> None:
-        """Warns if an accountant of Opacus's own no longer holds rounds that ran."""
-        if left_out := self.rewound:
-            warnings.warn(rewound_sentence(left_out), PrivacyAssumptionWarning, stacklevel=3)
-
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the data set, the shuffler and the tickets out of copies and pickles."""
         return {**self.__dict__, "dataset": None, "shuffler": None, "tickets": ()}
 
-    def known_lineage(self) -> Lineage | None:
-        """Returns which rounds are accounted; None while a checkpoint is loaded."""
-        if self._loading:
-            return None
-        return self.accountant.lineage if self._is_ours else self.opacus_lineage.lineage  # type: ignore[no-any-return]
+    @property
+    def report_owner(self) -> Any:
+        """The object with the facts for reports.
+
+        It is the accountant. Opacus's own accountants have no attributes for these facts, and the
+        engine has them instead.
+        """
+        return self.accountant if isinstance(self.accountant, ShuffleAccountant) else self
 
     @property
-    def _is_ours(self) -> bool:
-        """Whether the accountant belongs to this package, not to Opacus."""
-        return isinstance(self.accountant, ShuffleAccountant)
-
-
-class OpacusLineage:
-    """Follows the history of one of Opacus's accountants, for comparison with checkpoints.
-
-    Attributes:
-        lineage: Of which run the history is, as far as is known.
-    """
-
-    def __init__(self) -> None:
-        self.lineage = Lineage()
-        self._seen: Entries = []
+    def rewound(self) -> int:
+        """How many rounds of an Opacus accountant were replaced by a load or by hand."""
+        self._check_history()
+        return self._replaced_rounds
 
     @contextlib.contextmanager
-    def another_round(self, accountant: IAccountant) -> Iterator[None]:
-        """Counts the round that is recorded in this block; an error restores the history.
+    def recording(self) -> Iterator[None]:
+        """Records a round with an Opacus accountant in this block; an error restores the history.
 
-        Opacus's accountants take the last entry out before they look whether they can put a longer
-        one in.
+        Opacus's accountants remove the last entry before they check whether they can extend it.
         """
-        if not _keeps_triples(accountant):
-            yield
-            return
-        # Before it grows: a history that was shortened would be as long again after some rounds.
-        self.follow(accountant)
-        before = list(accountant.history)
+        # Before it grows: a shortened history would be as long again after some rounds.
+        self._check_history()
+        before = list(self.accountant.history)
         try:
             yield
         except BaseException:
-            accountant.history = before
+            self.accountant.history = before
             raise
-        self.follow(accountant)
+        self._check_history()
 
-    def follow(self, accountant: IAccountant) -> Entries:
-        """Names the rounds that ran since the last call, and returns all that ran.
+    def _check_history(self) -> Entries:
+        """Counts the rounds of an Opacus accountant as replaced if its history was replaced.
 
-        What was set by hand, or loaded by the accountant itself, is another run's.
+        Opacus's accountants can be loaded and their histories set without the engine's notice.
 
-        Raises:
-            ValueError: If what was set by hand is no history.
+        Returns:
+            The history.
         """
-        entries = _entries_of(accountant.history)
-        if first_rounds(entries, number_of_rounds(self._seen)) != self._seen:
-            self.lineage = self.lineage.rewound_to(Lineage())
-        self.lineage.name_rounds(number_of_rounds(entries))
-        self._seen = entries
+        entries = _entries_of(self.accountant.history)
+        checked = self._checked_history
+        if tuple(first_rounds(entries, number_of_rounds(checked))) != checked:
+            self._replaced_rounds += number_of_rounds(checked)
+        self._checked_history = entries
         return entries
-
-    def loaded(
-        self, accountant: IAccountant, state: Any, told: Any, name: str, allow_rewind: bool
-    ) -> tuple[IAccountant, OpacusLineage]:
-        """Returns a copy of the accountant with a checkpoint loaded, and the lineage to go with it.
-
-        Args:
-            accountant: What is loaded into.
-            state: The accountant's state in the checkpoint.
-            told: What :meth:`state` wrote beside it; None in a checkpoint of Opacus's own engine.
-            name: A name for such a checkpoint's content.
-            allow_rewind: Whether the state's rounds take the place of those that ran.
-
-        Raises:
-            ValueError: If the state is none of this accountant, of another run, malformed, or not
-                as it was saved.
-        """
-        trial, after = copy.deepcopy(accountant), copy.deepcopy(self)
-        trial.load_state_dict(copy.deepcopy(state))
-        if not _keeps_triples(accountant):  # whose rounds nobody here can read
-            if len(accountant) and not allow_rewind:
-                raise ValueError(
-                    f"accountant {accountant.mechanism()!r} has run {len(accountant)} rounds that "
-                    "a load would drop: load the checkpoint into a new engine, or pass "
-                    "allow_rewind=True"
-                )
-            return trial, after
-        saved = _entries_of(trial.history)
-        rounds = number_of_rounds(saved)
-        lineage = Lineage({name: rounds}, {name: rounds}) if rounds else Lineage()
-        if told is not None:
-            lineage = Lineage.from_state(told, saved)
-        ran = after.follow(accountant)
-        if allow_rewind or not ran:
-            after.lineage, after._seen = after.lineage.rewound_to(lineage), saved
-        else:
-            after.lineage, after._seen = after.lineage.reconcile(ran, lineage, saved)
-            trial.history = [(*entry, steps) for entry, steps in after._seen]
-            warn_of_kept_rounds(number_of_rounds(after._seen) - rounds, rounds)
-        return trial, after
-
-    def rewound(self, accountant: IAccountant) -> int:
-        """Returns how many rounds ran that the accountant no longer holds."""
-        if _keeps_triples(accountant):
-            self.follow(accountant)
-        return self.lineage.rewound
-
-    def state(self, accountant: IAccountant) -> dict[str, Any] | None:
-        """Returns the lineage as plain values, for a checkpoint; None for other accountants."""
-        if not _keeps_triples(accountant):
-            return None
-        entries = self.follow(accountant)
-        return self.lineage.as_state(entries)
-
-
-def _keeps_triples(accountant: IAccountant) -> bool:
-    """Tells whether an accountant keeps its history as Opacus's own do."""
-    return type(accountant).load_state_dict is IAccountant.load_state_dict
 
 
 def _entries_of(history: Any) -> Entries:
-    """Reads Opacus's (noise, rate, steps) triples as entries with their numbers of steps."""
-    entries: Entries = []
+    """Reads Opacus's (noise, rate, steps) triples as entries with their numbers of steps.
+
+    Raises:
+        ValueError: If they are no such triples.
+    """
+    entries: list[tuple[tuple[float, float], int]] = []
     for triple in history if isinstance(history, list | tuple) else [history]:
         if not isinstance(triple, list | tuple) or len(triple) != 3:
             raise ValueError(
@@ -410,7 +333,7 @@ def _entries_of(history: Any) -> Entries:
             )
         noise, rate = (finite_number(f"{value!r} in history", value) for value in triple[:2])
         append_rounds(entries, (noise, rate), integer("steps in history", triple[2]))
-    return entries
+    return tuple(entries)
 
 
 def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
@@ -449,64 +372,68 @@ def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, A
     return parts
 
 
-def _digest(saved: dict[str, Any], told: dict[str, Any]) -> str:
-    """Returns a digest of a checkpoint's parts, by which a change of the file is seen."""
-    keys = [key for key in (_WEIGHTS, _ROUNDS, _SHUFFLER, *_STATES) if key in saved]
-    return fingerprint([(key, saved[key]) for key in keys], told)
-
-
-def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns what a checkpoint says of its account, and a name for its content.
+def _account_facts(
+    saved: dict[str, Any],
+) -> tuple[dict[str, int], int, tuple[str, ...], tuple[str, ...]]:
+    """Returns a checkpoint's runs, for marks, and its ``rewound``, ``predictable``, ``unchecked``.
 
     Raises:
-        ValueError: If it is not as it was saved.
+        ValueError: If these are malformed.
     """
-    told = saved.get(_ACCOUNT)
-    if told is None and _SHUFFLER not in saved:  # nothing of ours
-        name = fingerprint(saved[_WEIGHTS], saved[_ROUNDS])
-        return {"lineage": None, "predictable": [], "unchecked": [STOCK]}, name
-    told = dict(told) if isinstance(told, dict) else {}
-    digest = told.pop("digest", None)
-    if told.keys() != set(_TOLD) or digest != _digest(saved, told):
-        raise ValueError(
-            "the checkpoint's weights, optimizer, privacy_accountant_state_dict and "
-            "opacus_shuffle_account do not belong together: it was changed after it was saved; "
-            "load it as it was (weights alone go by module.load_state_dict)"
-        )
-    return told, digest
+    if _ACCOUNT not in saved:
+        return {}, 0, (), (STOCK,)
+    facts = instance_of(_ACCOUNT, saved[_ACCOUNT], (dict,))
+    return (
+        instance_of("runs", facts.get("runs"), (dict,)),
+        integer("rewound", facts.get("rewound"), minimum=0),
+        names_in("predictable", facts.get("predictable")),
+        names_in("unchecked", facts.get("unchecked")),
+    )
 
 
-def tell_of_weights_alone(network: nn.Module, account: Callable[[], Lineage | None]) -> None:
-    """Has a network mark its state dicts, and warn of loaded weights that are not accounted.
+_RUNS: weakref.WeakKeyDictionary[nn.Module, tuple[Callable[[], Any], str]]
+_RUNS = weakref.WeakKeyDictionary()
+"""The engine and the random name of each private network's run. Copies of networks are not in it.
+"""
+
+
+def warn_on_unaccounted_weights(network: nn.Module, engine: CheckpointMixin) -> None:
+    """Marks the state dicts of a network, and warns of loaded weights without their account.
 
     Args:
-        network: The network itself, not a wrapper. A later account takes the place of an earlier
-            one.
-        account: A method that returns which rounds are accounted, or None where nothing is to be
-            said.
+        network: The network itself, not a wrapper.
+        engine: The engine that accounts for it. A later engine replaces an earlier one.
     """
     if _mark not in network._state_dict_hooks.values():
         network.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
         network.register_load_state_dict_pre_hook(_warn_before_load)  # type: ignore[no-untyped-call]
-    _ACCOUNTS[network] = weakref.WeakMethod(account)  # type: ignore[arg-type]
+    earlier, name = _RUNS.get(network, (lambda: None, ""))
+    if earlier() is not engine:
+        name = secrets.token_hex(16)
+    _RUNS[network] = weakref.ref(engine), name
 
 
-def _lineage_of(network: nn.Module) -> Lineage | None:
-    """Returns which rounds of a network are accounted; None if nobody accounts for it."""
-    account = _ACCOUNTS[network]() if network in _ACCOUNTS else None
-    return None if account is None else account()
+def _accounted(network: nn.Module) -> dict[str, int] | None:
+    """Returns how many rounds the network's engine has accounted, by run; None without one."""
+    reference, name = _RUNS.get(network, (lambda: None, ""))
+    engine = reference()
+    if engine is None:
+        return None
+    rounds = sum(steps for *_, steps in engine.accountant.history)
+    # After a fork both processes go on from the same rounds, and release different ones.
+    return {**engine.loaded_runs, f"{name}-{os.getpid()}": rounds}
 
 
 def _mark(network: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
     """Writes the accounted rounds into the metadata of a state dict."""
-    if (lineage := _lineage_of(network)) is not None:
-        metadata[_MARK] = dict(lineage.held)
+    if (accounted := _accounted(network)) is not None:
+        metadata[_MARK] = accounted
 
 
 def _warn_before_load(
     network: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Warns of a state dict without a mark, or with one of rounds that are not accounted.
+    """Warns of a state dict without a mark, or with the mark of rounds that are not accounted.
 
     Raises:
         ValueError: If it has no parameter of the network, which PyTorch ignores with strict=False.
@@ -519,18 +446,17 @@ def _warn_before_load(
             "network itself does not; load a plain network's state_dict by "
             "model._module.load_state_dict(...)"
         )
-    lineage, mark = _lineage_of(network), metadata.get(_MARK)
-    if lineage is None:
+    accounted, mark = _accounted(network), metadata.get(_MARK)
+    if accounted is None:
         return
-    known = isinstance(mark, dict) and all(
-        lineage.seen.get(name, 0) >= rounds for name, rounds in mark.items()
-    )
-    if not known:
+    if not isinstance(mark, dict) or any(
+        rounds > accounted.get(name, -1) for name, rounds in mark.items()
+    ):
         warnings.warn(
-            "weights were loaded into a private network without their account: if they come from a "
-            "private run, or have seen private records otherwise, they have their own privacy "
-            "loss, and no epsilon of this engine covers it. engine.load_checkpoint(...) loads "
-            "weights and account together; load weights of public data before make_private",
+            f"{WITHOUT_ACCOUNT}: if they come from a private run, or have seen private records "
+            "otherwise, they have their own privacy loss, and no epsilon of this engine covers it. "
+            "engine.load_checkpoint(...) loads weights and account together; load weights of "
+            "public data before make_private",
             PrivacyAssumptionWarning,
             stacklevel=2,
         )

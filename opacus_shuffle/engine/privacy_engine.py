@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.flag_warnings import drowned, little_local_noise, little_noise
+from opacus_shuffle.accountants.history import rewound_sentence
 from opacus_shuffle.accountants.mechanism import MECHANISMS
 from opacus_shuffle.accountants.opacus_report import report_of_opacus
 from opacus_shuffle.accountants.report import PrivacyReport, large_delta, not_private
@@ -49,8 +50,7 @@ from opacus_shuffle.core.validation import (
 )
 from opacus_shuffle.engine.checkpoints import (
     CheckpointMixin,
-    OpacusLineage,
-    tell_of_weights_alone,
+    warn_on_unaccounted_weights,
 )
 from opacus_shuffle.engine.ghost_loss import GhostCriterion, watch_passes
 from opacus_shuffle.engine.network_checks import (
@@ -125,7 +125,7 @@ class PrivacyEngine(CheckpointMixin):
                 warnings.filterwarnings("ignore", "Secure RNG turned off")
             # True would look for torchcsprng.
             super().__init__(accountant=accountant, secure_mode=False, **keywords)
-        self.secure_mode, self.runs, self.opacus_lineage = secure_mode, 0, OpacusLineage()
+        self.secure_mode, self.runs = secure_mode, 0
         self.max_grad_norms: set[float] = set()  # that rounds were clipped to
         if secure_mode:
             self.secure_rng = SecretGenerator(secure=True)
@@ -269,7 +269,7 @@ class PrivacyEngine(CheckpointMixin):
         made = self._build(scheme, run)
         self.runs += 1
         self.num_users = run.sampling.num_users
-        tell_of_weights_alone(unwrap(module), self.known_lineage)
+        warn_on_unaccounted_weights(unwrap(module), self)
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
         sentence = ""
         if planned is not None and self.accountant.emulated:
@@ -427,7 +427,8 @@ class PrivacyEngine(CheckpointMixin):
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=2)
         if not isinstance(self.accountant, ShuffleAccountant):
             reject_unknown(f"get_epsilon of accountant {self.accountant.mechanism()!r}", options)
-            self.warn_if_rewound()
+            if sentence := rewound_sentence(self.rewound):
+                warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=2)
             if not len(self.accountant):
                 return 0.0  # where one of Opacus's fails
         return self.accountant.get_epsilon(delta, **options)

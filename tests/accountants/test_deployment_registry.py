@@ -172,7 +172,11 @@ LOCAL, PAIR = (row for row in entries_of(ShuffledCheckIn) if row.name in ("local
         ),
         ({"entries": [PAIR]}, "Shuffle", "none: its epsilon is about one pair"),
         ({"predictable": ["seed=0"]}, "Shuffle", "none: whoever knows seed=0"),
-        ({"rewound": 7}, "Shuffle", "none: its epsilon leaves out 7 rounds that ran"),
+        (
+            {"rewound": 7},
+            "Shuffle",
+            "none: 7 accounted rounds were replaced",
+        ),
     ],
 )
 def test_an_entry_says_whom_its_epsilon_trusts_and_files_none_that_is_no_guarantee(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.core.plain_values import fingerprint, plain
+from opacus_shuffle.core.plain_values import plain
 
 NUMPY = [np.float64, np.float32, np.int64, np.int8, np.uint64, np.bool_, np.float16]
 plain_ones = st.one_of(
@@ -59,23 +59,19 @@ def same(one: object, other: object) -> bool:
 
 @settings(max_examples=60)
 @given(values)
-def test_plain_values_come_back_as_they_were_with_the_same_fingerprint(value):
+def test_plain_values_come_back_as_they_were(value):
     foreign: set[str] = set()
     made = plain(value, foreign)
     assert same(made, value)
     if foreign:
         assert foreign == {"builtins.bytes"}  # the empty ones, which PyTorch's reader does not know
         return
-    restored = again(made)
-    assert same(restored, made)
-    assert fingerprint(restored) == fingerprint(made)
+    assert same(again(made), made)
 
 
-def test_metadata_of_a_state_dict_stays_and_counts():
+def test_metadata_of_a_state_dict_stays():
     state = torch.nn.Linear(2, 1).state_dict()
-    made = plain(state, set())
-    assert made._metadata == state._metadata
-    assert fingerprint(again(made)) == fingerprint(state) != fingerprint(OrderedDict(state))
+    assert plain(state, set())._metadata == state._metadata
 
 
 @pytest.mark.parametrize(
@@ -87,19 +83,3 @@ def test_what_is_not_read_back_is_named(value):
     foreign: set[str] = set()
     plain({"mine": [value]}, foreign)
     assert foreign == {f"{type(value).__module__}.{type(value).__qualname__}"}
-
-
-@pytest.mark.parametrize(
-    "kind", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
-)
-def test_a_fingerprint_tells_every_entry_and_shape_apart(kind):
-    one = torch.zeros(3, 2, dtype=kind)
-    other = one.clone()
-    other[2, 1] = 1
-    restored = {
-        fingerprint(tensor)
-        for tensor in (one, other, one.reshape(2, 3), one.reshape(6), one.to(torch.int8))
-    }
-    assert len(restored) == 5
-    assert fingerprint(one.t().clone().t()) == fingerprint(one)
-    assert fingerprint([one], other) != fingerprint([one, other])

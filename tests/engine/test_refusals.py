@@ -51,7 +51,7 @@ def traces(engine, toy):
         "_optimizer_load_state_dict_pre_hooks",
     )
     layers = list(network.modules()) if isinstance(network, nn.Module) else []
-    account = {key: value for key, value in vars(engine.accountant).items() if key != "_lineage"}
+    account = dict(vars(engine.accountant))
     return (
         [
             (type(layer), layer.training, *(list(getattr(layer, kind)) for kind in kinds))

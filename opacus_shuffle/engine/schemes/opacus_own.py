@@ -10,6 +10,7 @@ participation are secret instead.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -24,7 +25,6 @@ from opacus_shuffle.accountants.opacus_report import NORMS_UNSEEN, OWN_BATCHES, 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import renew_after_fork
 from opacus_shuffle.core.validation import not_negative
-from opacus_shuffle.engine.checkpoints import OpacusLineage
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.sampling.samplers import (
     ExactPoissonSampler,
@@ -212,12 +212,16 @@ class OpacusOwn(Scheme):
     def record(self, run: Run, optimizer: PrivateOptimizer) -> None:
         """Records the step with Opacus's accountant, at the rate of Opacus's own hook."""
         rate = run.sampling.sample_rate * optimizer.accumulated_iterations
+        noise_multiplier = _accounted(optimizer)
+        with self.recording():
+            self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
+
+    def recording(self) -> Any:
+        """Returns the engine's context for recording; an empty one if the engine is gone."""
         try:
-            lineage = self.engine.opacus_lineage
+            return self.engine.recording()
         except ReferenceError:  # a network may outlive its engine
-            lineage = OpacusLineage()
-        with lineage.another_round(self.accountant):
-            self.accountant.step(noise_multiplier=_accounted(optimizer), sample_rate=rate)
+            return contextlib.nullcontext()
 
     def rehearse(self, run: Run, optimizer: PrivateOptimizer, steps: int) -> Any:
         """Returns a copy of Opacus's account that holds so many more steps."""

@@ -31,12 +31,12 @@ class EpochScheme(Scheme):
     Attributes:
         epoch: Stands for the epoch that was accounted last.
         noise: The noise multiplier that it was accounted with.
-        newest: The name of its last round in the account's lineage, and how many have that name.
+        rewound: How many rounds of the account had been replaced then.
     """
 
     epoch: Any = None
     noise: float = 0.0
-    newest: tuple[str, int] = ("", 0)
+    rewound: int = 0
 
     def independent_sampler(self, run: Run, generator: torch.Generator | None) -> TicketedSampler:
         """Returns the sampler that draws each record's batch, or tosses its coins."""
@@ -62,8 +62,7 @@ class EpochScheme(Scheme):
         step = self.round(run, optimizer)
         if not self.accounted_ahead(run, optimizer):
             self.accountant.record(step, run.sampling.steps_per_epoch)
-            *_, self.newest = self.accountant.lineage.held.items()
-            self.noise = step.noise_multiplier
+            self.noise, self.rewound = step.noise_multiplier, self.accountant.rewound
         elif step.noise_multiplier < self.noise:
             raise ValueError(
                 f"noise_multiplier is {step.noise_multiplier}, this epoch was accounted with "
@@ -86,10 +85,10 @@ class EpochScheme(Scheme):
     def accounted_ahead(self, run: Run, optimizer: PrivateOptimizer) -> int:
         """Returns how many future steps of the begun epoch are already accounted."""
         part = getattr(optimizer.tickets, "latest", None)
-        # An account that was taken back in the middle of an epoch may not hold it any more.
-        name, rounds = self.newest
-        held = self.accountant.lineage.held.get(name, 0) >= rounds
-        if part is None or part.ticket.epoch is not self.epoch or not held:
+        if part is None or part.ticket.epoch is not self.epoch:
+            return 0
+        # A state that was loaded in the middle of an epoch may not contain this epoch.
+        if self.accountant.rewound != self.rewound:
             return 0
         ticket = part.ticket
         return int(run.sampling.steps_per_epoch - ticket.epoch.issued + (not ticket.released))
