@@ -114,5 +114,5 @@ __getattr__, __dir__ = lazy_import.names_of(
     },
 )
 lazy_import.after_import(
-    "opacus", lambda: importlib.import_module("opacus_shuffle.accountants.opacus_registry")
+    "opacus", lambda: importlib.import_module("opacus_shuffle.accountants.accountant")
 )

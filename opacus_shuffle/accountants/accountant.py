@@ -17,25 +17,25 @@ It records every round as a mechanism, and answers with any bound on them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from opacus.accountants import IAccountant
+from opacus.accountants import IAccountant, register_accountant
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
-from opacus_shuffle.accountants.flag_warnings import little_noise, unread_flags
 from opacus_shuffle.accountants.history import (
     append_rounds,
     check_load,
     number_of_rounds,
     rewound_sentence,
 )
-from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
+from opacus_shuffle.accountants.report import PrivacyReport, weak_noise
 from opacus_shuffle.core.guarantees import (
     Adjacency,
     Guarantee,
@@ -57,6 +57,9 @@ from opacus_shuffle.core.validation import (
 
 Step = tuple[float, float]
 """What Opacus knows of a step: its noise multiplier and its sample rate."""
+
+OUR_FLAGS = ("local_noise", "shuffle_weights", "aggregator", "report")
+"""Keywords of this package's ``make_private`` that Opacus's ``make_private`` does not have."""
 
 _STOCK_GENERATOR = "the state of the generator of opacus.PrivacyEngine's noise, which is no cipher,"
 
@@ -523,8 +526,15 @@ class ShuffleAccountant(IAccountant):
         if loader is not None:
             users = len(loader.dataset)  # type: ignore[arg-type]
             self._check_sampler(loader.batch_sampler)
-        if sentence := unread_flags(unread):
-            warnings.warn(sentence, stacklevel=3)
+        ignored = [
+            name for name in OUR_FLAGS if unread.get(name) is not None and unread[name] is not False
+        ]
+        if ignored:
+            warnings.warn(
+                f"opacus.PrivacyEngine ignores {', '.join(ignored)}: use "
+                "opacus_shuffle.PrivacyEngine, or leave it out",
+                stacklevel=3,
+            )
 
         def record(optimizer: DPOptimizer) -> None:
             if not optimizer.expected_batch_size:
@@ -540,7 +550,7 @@ class ShuffleAccountant(IAccountant):
             rate = min(1.0, sample_rate * optimizer.accumulated_iterations)
             mechanism = self._round(sigma, rate)
             mechanism.check_optimizer(optimizer)
-            if self.emulated and not len(self) and (sentence := little_noise(mechanism, sigma)):
+            if self.emulated and not len(self) and (sentence := weak_noise(mechanism, sigma)):
                 # The hook is called by the optimizer's step.
                 warnings.warn(sentence, stacklevel=4)
             if not is_secret(optimizer.generator):
@@ -623,3 +633,20 @@ def names_in(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
         raise ValueError(f"{name} must be a list of strings, got {value!r}")
     return tuple(value)
+
+
+def register_accountants() -> None:
+    """Registers an accountant for every mechanism with Opacus, under the mechanism's name.
+
+    It replaces accountants of the same names.
+
+    >>> from opacus.accountants import create_accountant
+    >>> create_accountant("shuffle_gauss").mechanism()
+    'shuffle_gauss'
+    """
+    for name, mechanism_class in MECHANISMS.items():
+        factory: Any = functools.partial(ShuffleAccountant, mechanism_class)
+        register_accountant(name, factory, force=True)
+
+
+register_accountants()

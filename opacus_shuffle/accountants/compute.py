@@ -21,9 +21,8 @@ from scipy.optimize import minimize_scalar
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound
 from opacus_shuffle.accountants.calibrate import estimated_noise, noise_within
-from opacus_shuffle.accountants.flag_warnings import drowned
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
-from opacus_shuffle.accountants.report import PrivacyReport, large_delta
+from opacus_shuffle.accountants.report import PrivacyReport, drowned, large_delta
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 

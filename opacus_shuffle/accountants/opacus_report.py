@@ -19,7 +19,9 @@ from typing import Any, ClassVar
 from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 
 from opacus_shuffle.accountants.bounds.registry import Answer, Bound
+from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.analysis.mean_ratio import Sampling
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Guarantee
 
 _POISSON = "DP-SGD of Poisson samples, by Opacus's accountant of"
@@ -44,29 +46,19 @@ UNPROVED = {
 OWN_BATCHES, NORMS_UNSEEN = UNPROVED
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerRound:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerRound(Mechanism, trains=False):
     """One step of DP-SGD at a trusted server, as Opacus's accountants record it.
 
-    They know no number of users.
+    They do not record the number of users.
     """
 
     name: ClassVar[str] = "DP-SGD"
+    sampling: ClassVar[Sampling] = "poisson"
     released: ClassVar[str] = "the noised sums"
     zeroed: ClassVar[str] = "one record's gradient is left out of the sums"
-    noise_multiplier: float
-    sample_rate: float
-
-    num_users: ClassVar[int] = 0
-    noise_of_mean: ClassVar[None] = None
-    bits_per_coordinate: ClassVar[None] = None
-    count_bits_per_coordinate: ClassVar[None] = None
-    sampling: ClassVar[str] = "poisson"
-
-    @property
-    def noise_of_sum(self) -> float:
-        """Standard deviation of the noise on one coordinate of the sum, over the clipping norm."""
-        return self.noise_multiplier
+    noise_is_local: ClassVar[bool] = False
+    num_users: int = 1
 
 
 def report_of_opacus(accountant: IAccountant, *, delta: float, **facts: Any) -> PrivacyReport:
@@ -90,7 +82,9 @@ def report_of_opacus(accountant: IAccountant, *, delta: float, **facts: Any) -> 
             f"got {name!r}: use get_epsilon(delta)"
         )
     rounds: Any = [
-        (ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps
+        (ServerRound(noise_multiplier=noise, sample_rate=rate), steps)
+        for noise, rate, steps in accountant.history
+        if steps
     ]
     if not rounds:
         raise ValueError(
@@ -107,12 +101,12 @@ def report_of_opacus(accountant: IAccountant, *, delta: float, **facts: Any) -> 
         asked.history = [(step.noise_multiplier, step.sample_rate, count) for step, count in rounds]
         try:
             epsilon = float(asked.get_epsilon(delta))
-        except (ArithmeticError, ValueError):
-            # Of no noise or next to none, each accountant in its own way.
+        except (ArithmeticError, MemoryError, ValueError):
+            # With little noise, each accountant fails in a different way.
             epsilon = math.nan
         if not math.isfinite(epsilon):
             raise ValueError(
-                f"accountant {name!r} knows no finite epsilon here, got {epsilon} for "
+                f"accountant {name!r} has no finite epsilon here, got {epsilon} for "
                 f"history={asked.history!r}: add noise"
             )
         return Answer(max(0.0, epsilon))

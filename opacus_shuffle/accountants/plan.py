@@ -24,9 +24,8 @@ from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, entries_of, evaluate_bound
 from opacus_shuffle.accountants.calibrate import noise_within
-from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.compute import best_sample_rate
-from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
+from opacus_shuffle.accountants.mechanism import MECHANISMS, Communication, Mechanism, sent_per_user
 from opacus_shuffle.accountants.mechanisms import RandomAllocation, SecretCheckIn
 from opacus_shuffle.core.guarantees import SHUFFLER, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up

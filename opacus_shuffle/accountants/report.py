@@ -23,13 +23,15 @@ from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants.bounds.registry import (
     Bound,
     Rounds,
+    compute_bound,
     entries_of,
     ladder,
     mechanism_type,
 )
-from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.deployment_registry import registry_statement
 from opacus_shuffle.accountants.history import first_rounds, rewound_sentence
+from opacus_shuffle.accountants.mechanism import Communication, sent_per_user
+from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
@@ -50,10 +52,10 @@ if TYPE_CHECKING:
     from opacus_shuffle.accountants.mechanism import Mechanism
 
 WEAK = 10.0
-"""From here on an ε is not worth calling protection.
+"""Above this ε there is almost no protection: probabilities may change by a factor of 22,000."""
 
-The probability of any event may change by a factor of 22,000.
-"""
+STEP_DELTA = 1e-5
+"""δ at which a single step is judged, before the user has chosen one."""
 
 NO_GAIN = (
     "No gain from shuffling could be proved here: that takes more noise in each report (a noise "
@@ -248,7 +250,7 @@ class PrivacyReport:
                 f"{best.trusted}."
             )
         notes = [
-            f"An epsilon above {WEAK:g} protects next to nothing." if best.epsilon > WEAK else ""
+            f"An epsilon above {WEAK:g} offers almost no protection." if best.epsilon > WEAK else ""
         ]
         notes += [
             f"{name.replace('_', ' ').capitalize()}: {text}."
@@ -424,7 +426,7 @@ class PrivacyReport:
             return f"{spent}, {best.guarantee.value}: it is about {best.covers}."
         quote = f"To quote: {spent}"
         if best.epsilon > WEAK:
-            weak = f"{quote}, which protects next to nothing (above {WEAK:g})."
+            weak = f"{quote}, which is almost no protection (above {WEAK:g})."
             gained = all(
                 bound.bound != "local" or best.epsilon < bound.epsilon for bound in self.bounds
             )
@@ -513,6 +515,50 @@ def large_delta(delta: float, users: int | None) -> str:
     return (
         f"delta = {delta:.3g} is above 1/n = {1 / users:.3g}: it would allow a run to publish a "
         "random record; ask for an epsilon at a smaller delta."
+    )
+
+
+def drowned(noise_of_mean: float, steps: int) -> str:
+    """Returns a warning if the noise of all rounds exceeds the sum of their gradients; else "".
+
+    Args:
+        noise_of_mean: Noise on one coordinate of a round's mean gradient, in clipping norms.
+        steps: The number of rounds.
+    """
+    return (
+        f"noise on the mean gradient is {noise_of_mean:.3g} clipping norms in each of {steps:,} "
+        "rounds: nothing can be learned; ask for a larger target_epsilon, or train on more records"
+    ) * (steps < noise_of_mean**2)
+
+
+def weak_noise(mechanism: Mechanism, noise_of_sum: float | None = None) -> str:
+    """Returns a warning if a single step offers almost no protection; else "".
+
+    Args:
+        mechanism: One round of reports with noise of their own.
+        noise_of_sum: The noise multiplier that was passed, if it is that of the sum and likely
+            meant for each report; None with ``local_noise=True``.
+    """
+    sigma = mechanism.noise_multiplier
+    # Without a shuffler ε is never smaller, and it takes no time to compute.
+    if gaussian.compute_epsilon(mu=1 / sigma, delta=STEP_DELTA) <= WEAK:
+        return ""
+    epsilon = compute_bound([(mechanism, 1)], delta=STEP_DELTA).epsilon
+    if epsilon <= WEAK:
+        return ""
+    cost = f"a single step costs epsilon = {round_up(epsilon)} (delta = {STEP_DELTA:g})"
+    if noise_of_sum is None:
+        return (
+            f"noise_multiplier={sigma:g} with local_noise=True is the noise of each report, and "
+            f"{cost}, which is almost no protection: shuffling hides a report only if it has noise "
+            "of its own; pass about 1 or more, use accountant='shuffled_sums', whose "
+            "noise_multiplier is that of the sum as in Opacus, or call make_private_with_epsilon"
+        )
+    return (
+        f"noise_multiplier={noise_of_sum:g} is that of the batch's sum, so each report carries "
+        f"only {sigma:.2g}, and {cost}: if it was meant for each record, pass local_noise=True to "
+        "make_private of opacus_shuffle.PrivacyEngine; else pass about "
+        f"{round_up(noise_of_sum / sigma, 2)} or more, or call make_private_with_epsilon"
     )
 
 

@@ -24,8 +24,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.accountants.calibrate import smallest_noise
-from opacus_shuffle.accountants.communication import sent_per_user, size_of
 from opacus_shuffle.accountants.compute import best_sample_rate
+from opacus_shuffle.accountants.mechanism import sent_per_user, size_of
 from opacus_shuffle.accountants.report import not_private, promise
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.commands.flags import CompareSettings, check_file, check_picture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.compute import (
     best_sample_rate,
     compute_noise_multiplier,
     privacy_bound,
     privacy_report,
 )
+from opacus_shuffle.accountants.mechanism import sent_per_user
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.plan import plan
 from opacus_shuffle.accountants.report import PrivacyReport, contradiction

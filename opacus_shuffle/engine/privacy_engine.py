@@ -27,11 +27,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
-from opacus_shuffle.accountants.flag_warnings import drowned, little_local_noise, little_noise
 from opacus_shuffle.accountants.history import rewound_sentence
 from opacus_shuffle.accountants.mechanism import MECHANISMS
 from opacus_shuffle.accountants.opacus_report import report_of_opacus
-from opacus_shuffle.accountants.report import PrivacyReport, large_delta, not_private
+from opacus_shuffle.accountants.report import (
+    PrivacyReport,
+    drowned,
+    large_delta,
+    not_private,
+    weak_noise,
+)
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import (
     ACCOUNTANTS,
@@ -273,9 +278,9 @@ class PrivacyEngine(CheckpointMixin):
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
         sentence = ""
         if planned is not None and self.accountant.emulated:
-            sentence = little_noise(planned, run.noise_multiplier)
+            sentence = weak_noise(planned, run.noise_multiplier)
         elif planned is not None and local_noise:
-            sentence = little_local_noise(planned)
+            sentence = weak_noise(planned)
         if sentence:
             warnings.warn(sentence, stacklevel=2)
         return made

@@ -37,8 +37,7 @@ import numpy.typing as npt
 import torch
 from scipy import stats
 
-from opacus_shuffle.accountants.communication import Communication
-from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.mechanism import Communication, Mechanism
 from opacus_shuffle.accountants.mechanisms import (
     SecretCheckIn,
     ShuffledCheckIn,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opacus_shuffle import ShuffledSums, ShuffledWeights, ShuffleGauss, ShuffleVectorSum
-from opacus_shuffle.accountants.communication import sent_per_user
+from opacus_shuffle.accountants.mechanism import sent_per_user
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.commands.main import main
 

@@ -43,7 +43,8 @@ def test_the_report_holds_the_accountant_s_own_epsilon_with_what_it_is_worth(nam
     assert ("differentially private" in said and "opacus 1." in said) is proved
     assert ("no guarantee: it is about the limit of many steps" in said) is not proved
     plain = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert plain["settings"] == [{"noise_multiplier": 2.0, "sample_rate": 0.25, "rounds": 4}]
+    settings = {"noise_multiplier": 2.0, "num_users": 1, "sample_rate": 0.25, "rounds": 4}
+    assert plain["settings"] == [settings]
     with pytest.raises(ValueError, match="zero_out alone, got adjacency='replace'"):
         engine.privacy_report(1e-5, adjacency="replace")
 
@@ -89,16 +90,20 @@ EVERY = (RDPAccountant, PRVAccountant, GaussianAccountant)
 @pytest.mark.parametrize(
     ("accountant", "history", "remedy"),
     [
-        *((kind, [], "train first") for kind in EVERY),
-        (RDPAccountant, [(1.0, 0.01, 0)], "train first"),
-        *((kind, [(0.0, 0.01, 10)], "add noise") for kind in EVERY),
+        *((kind, [], "has seen no step.*train first") for kind in EVERY),
+        (RDPAccountant, [(1.0, 0.01, 0)], "'rdp' has seen no step"),
+        *(
+            (kind, [(0.0, 0.01, 10)], "noise_multiplier must be positive.*got 0.0")
+            for kind in EVERY
+        ),
+        (PRVAccountant, [(1e-6, 0.01, 10)], "'prv' has no finite epsilon.*add noise"),
         # It counts the last kind of steps only.
-        (GaussianAccountant, [(1.0, 0.01, 100), (2.0, 0.02, 10)], "use 'prv' or 'rdp'"),
+        (GaussianAccountant, [(1.0, 0.01, 100), (2.0, 0.02, 10)], "'gdp'.*use 'prv' or 'rdp'"),
         (Mine, [(1.0, 0.1, 1)], r"use get_epsilon\(delta\)"),
     ],
 )
 def test_what_has_no_epsilon_is_refused_in_words_with_the_remedy(accountant, history, remedy):
     ran = accountant()
     ran.history = history
-    with pytest.raises(ValueError, match=rf"{ran.mechanism()}.*{remedy}$"):
+    with pytest.raises(ValueError, match=remedy):
         report_of_opacus(ran, delta=1e-5)

@@ -11,7 +11,7 @@ from helpers.command_json import checked_answer
 from scipy.special import ndtr
 
 from opacus_shuffle.accountants import compute_bound
-from opacus_shuffle.accountants.communication import sent_per_user
+from opacus_shuffle.accountants.mechanism import sent_per_user
 from opacus_shuffle.accountants.plan import TOLERANCE, plan
 from opacus_shuffle.commands.main import main
 
