@@ -13,10 +13,6 @@ Which axes move is decided in four steps, of which this file has the first:
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import dis
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -108,70 +104,56 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> Per
         groups: As of :func:`find_permutations`.
     """
     with rolled_back(network):
-        ways = _trace_all_ways(network, calls)
-    spec = build_spec(ways.run, groups, dict(sorted(ways.followed.items())))
+        traces = _trace_all(network, calls)
+    spec = build_spec(traces.run, groups, tuple(traces.reads))
     if not spec.blocks:
-        raise _nothing_found(ways.run, spec, network, groups)
+        raise _nothing_found(traces.run, spec, network, groups)
     check_apart(dict(network.named_parameters()) | dict(network.named_buffers()), spec.blocks)
     if all(parameter.device.type != "meta" for parameter in network.parameters()):
-        check_calls(spec, network, [ways.shortest, *calls[1:]])
+        check_calls(spec, network, [traces.shortest, *calls[1:]])
     return spec
 
 
-def _trace_all_ways(network: nn.Module, calls: Sequence[Call]) -> _Ways:
-    """Traces a network on all ways that it takes, from the start when that shows something new."""
+def _trace_all(network: nn.Module, calls: Sequence[Call]) -> _Traces:
+    """Traces a network on its samples and on other sizes."""
     learned = Learned()
     while True:
-        ways = _Ways(network, TracedRun(network, learned), calls[0])
-        with contextlib.suppress(_StartAgainError):
-            ways.trace_samples(calls)
-            ways.trace_other_sizes()
-            ways.trace_other_answers(refuses=len(calls) == 1)
-            return ways
+        traces = _Traces(network, learned, calls[0])
+        traces.trace_samples(calls)
+        if not traces.run.outdated:
+            traces.trace_other_sizes()
+        # A run may learn what it should have known from its start, such as that an axis has parts.
+        if not traces.run.outdated:
+            return traces
 
 
 class DoesNotRunError(ValueError):
-    """Raised where a network does not run on what it was given, for the reason that it gave."""
+    """Raised where a network does not run on a sample, with the network's own error."""
 
 
-class _StartAgainError(Exception):
-    """Raised where a run has learnt what it had to know from its start."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """A run: on what, in which mode, and at which lines values are answered otherwise."""
-
-    call: Call
-    training: bool
-    otherwise: frozenset[str] = frozenset()
-    always: bool = False
-
-
-class _Ways:
-    """The ways through a network, traced into one run.
+class _Traces:
+    """The runs of a network, traced into one record of its axes.
 
     Attributes:
-        run: What is known of the network's axes.
-        shortest: The smallest arguments that it ran on in both modes.
-        followed: The lines at which values decide, with the number of ways followed there.
+        run: The record.
+        shortest: The smallest arguments on which the network ran in both modes.
+        reads: The lines at which Python reads a value.
     """
 
-    def __init__(self, network: nn.Module, run: TracedRun, sample: Call) -> None:
-        self.run = run
+    def __init__(self, network: nn.Module, learned: Learned, sample: Call) -> None:
+        self.run = TracedRun(network, learned)
         self.shortest = sample
-        self.followed: dict[str, int] = {}
+        self.reads: dict[str, None] = {}
         self._network, self._sample = network, sample
         self._shapes: list[torch.Size] = []  # of the results on the sample
-        self._last: dict[str, _Way] = {}  # per line at which values decide, a run that has met it
-        self._yes_or_no: dict[str, bool] = {}  # per line, whether it only asks for that
 
     def trace_samples(self, calls: Sequence[Call]) -> None:
         """Traces the network on arguments that must run in both modes."""
         for number, call in enumerate(calls):
             for training in (True, False):
-                error = self._try(_Way(call, training))
-                if error is not None:
+                try:
+                    self._trace(call, training=training)
+                except Exception as error:
                     name = f"more_samples[{number - 1}]" if number else "sample_input"
                     mode = "training" if training else "evaluation"
                     raise DoesNotRunError(
@@ -186,41 +168,15 @@ class _Ways:
         for alternatives in (longer, shorter):
             call = next((call for call in alternatives if self._runs(call, training=False)), None)
             if call is not None:
-                self._trace(_Way(call, training=False))
+                self._trace(call, training=False)
                 short = alternatives is shorter and _entries(call) < _entries(self._sample)
                 if short and self._runs(call, training=True):
                     self.shortest = call
-        # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
+        # An axis that is split at these sizes alone is split elsewhere at others.
         fix_all(
             (atom for atom in whole if atom.kind != "atom"),
-            cause="cut at a place that depends on the input's size",
+            cause="split at a position that depends on the input's size",
         )
-
-    def trace_other_answers(self, *, refuses: bool) -> None:
-        """Traces runs in which values decide otherwise, and may refuse where that breaks."""
-        tried: set[str] = set()
-        # Other answers may lead to other lines.
-        while waiting := [line for line in self._last if line not in tried]:
-            for line in waiting:
-                met = self._last[line]
-                way = dataclasses.replace(met, otherwise=met.otherwise | {line})
-                error = self._try(way)
-                # What a mask chose may be empty against the answer, as in ``if mask.any():
-                # x[mask].max()``.
-                if error is None or self._try(dataclasses.replace(way, always=True)) is None:
-                    self.followed[line] += 1
-                elif self._yes_or_no[line] and refuses and not _was_raised(error):
-                    raise ValueError(
-                        f"module {type(self._network).__name__} decides by values at {line}, and "
-                        f"breaks where they decide otherwise than on the sample "
-                        f"({type(error).__name__}: {error}), so nobody knows what it does on other "
-                        "inputs: pass more_samples to find_permutations, such that every way is "
-                        "taken"
-                    )
-            tried |= set(waiting)
-        # A loop over experts may have gone past some every time.
-        if self.run.unreached() and self._last:
-            self._try(_Way(self._sample, training=False, always=True))
 
     def _runs(self, call: Call, *, training: bool) -> bool:
         """Returns whether the network runs on arguments, with results for each record as before."""
@@ -236,54 +192,19 @@ class _Ways:
             for tensor, shape in zip(outputs, self._shapes, strict=True)
         )
 
-    def _try(self, way: _Way) -> Exception | None:
-        """Traces a run that may be impossible; returns why it broke.
-
-        What it noted before holds anyway, but for what it reached: more may happen to that.
-        """
-        used = set(self.run.used)
-        try:
-            self._trace(way)
-        except _StartAgainError:
-            raise
-        except Exception as error:
-            self.run.used = used
-            # What the broken frames still hold would look like activations that are kept.
-            traceback.clear_frames(error.__traceback__)
-            return error
-        return None
-
-    def _trace(self, way: _Way) -> None:
-        """Traces a run."""
-        args, kwargs = way.call
-        tensors = [leaf for leaf in tree_leaves(way.call) if isinstance(leaf, torch.Tensor)]
+    def _trace(self, call: Call, *, training: bool) -> None:
+        """Traces one run."""
+        args, kwargs = call
 
         def follow() -> Tracer:
-            tracer = Tracer(self._network, self.run, tensors, way.otherwise, always=way.always)
+            tracer = Tracer(self._network, self.run)
             tracer.trace(lambda: self._network(*args, **kwargs))
             return tracer
 
-        self._network.train(way.training)
+        self._network.train(training)
         tracer = without_graph(follow)
         self._shapes = self._shapes or tracer.shapes
-        for line, yes_or_no in tracer.decisions.items():
-            if not way.otherwise:
-                self._last[line] = way
-            self._last.setdefault(line, way)
-            self.followed.setdefault(line, 1)
-            self._yes_or_no[line] = self._yes_or_no.get(line, True) and yes_or_no
-        if self.run.outdated:
-            raise _StartAgainError
-
-
-def _was_raised(error: BaseException) -> bool:
-    """Returns whether the network's own code refused, with ``raise`` or ``assert``."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+        self.reads |= tracer.reads
 
 
 def _records(call: Call) -> torch.Size:

@@ -251,7 +251,7 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map(_widened, args), tree_map(_widened, kwargs)
         if name in ("native_dropout", "_fused_dropout"):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name == "_grouped_mm":
+        if name == "_grouped_mm":  # PyTorch has no kernel in double precision
             return _grouped_product(*args[:3])
         result = func(*args, **kwargs)
         if name in CONSTANT_DRAWS:
@@ -263,7 +263,7 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _grouped_product(
     rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Multiplies the rows up to each offset by their own matrix, in any precision."""
+    """Multiplies the rows up to each offset by the matrix of their group, in any precision."""
     stops = offsets.tolist()
     parts = [
         rows[start:stop] @ matrix

@@ -38,8 +38,8 @@ class PermutationSpec(PermutationGroup):
             used what was made of them.
         causes: Why parameters stay that do, by name: per axis the operation that has fixed it,
             where it is in the network, and the line of code.
-        decisions: Places where values decide what the network does next, with the number of ways
-            that were followed.
+        reads: Lines of code at which Python reads a value of a tensor. The network may take another
+            path there on other inputs, which was not traced.
         level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.
 
     Formal Guarantees:
@@ -53,7 +53,7 @@ class PermutationSpec(PermutationGroup):
     unknown: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unreached: tuple[str, ...] = ()
     causes: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    decisions: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False)
+    reads: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     level: str = "residual"
 
     def shuffle_ratio(self, module: nn.Module) -> float:
@@ -144,12 +144,11 @@ class PermutationSpec(PermutationGroup):
             lines.append(f"Kept in place by operations without a rule: {met}.")
         if self.unreached:
             lines.append(self.describe_unreached())
-        if self.decisions:
-            places = ", ".join(
-                f"{place} ({count} way{'s' * (count != 1)} followed)"
-                for place, count in self.decisions.items()
+        if self.reads:
+            lines.append(
+                f"Python reads values at {', '.join(self.reads)}. Where they decide what the "
+                "network does next, only the paths of the samples were traced."
             )
-            lines.append(f"Values decide what the network does at {places}.")
         if self.buffers:
             names = ", ".join(self.buffers)
             lines.append(

@@ -8,27 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from helpers.model_zoo import collect
+from helpers.model_zoo import Wired, collect
 
 D, H = 8, 12
 Case = tuple[nn.Module, Any, list[Any]]
 CHANGING: dict[str, Callable[[], Case]] = {}
 case = collect(CHANGING)
-
-
-class Net(nn.Module):
-    """Named layers, and a forward that is a function of them and of the input."""
-
-    def __init__(
-        self, forward: Callable[..., torch.Tensor], **layers: nn.Module | nn.Parameter
-    ) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.way = forward
-
-    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        return self.way(self, *inputs, **named)
 
 
 def ends() -> dict[str, nn.Module]:
@@ -65,7 +50,7 @@ def masked_tokens_are_selected() -> Case:
         h[mask] = net.unit(h[mask])
         return net.leave(h)
 
-    return Net(way, **ends(), unit=unit()), negative(), signs()
+    return Wired(way, **ends(), unit=unit()), negative(), signs()
 
 
 @case
@@ -79,7 +64,7 @@ def eager_experts() -> Case:
                 out[rows] = expert(h[rows])
         return net.leave(h + out)
 
-    network = Net(
+    network = Wired(
         way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5))
     )
     return network, inputs((2, 4))[0], [*inputs((40, 4)), *signs()]
@@ -91,25 +76,7 @@ def one_of_two_layers() -> Case:
         h = net.enter(x)
         return net.leave(net.one(h) if x.sum() < 0 else net.two(h))
 
-    return Net(way, **ends(), one=unit(), two=unit()), negative(), signs()
-
-
-@case
-def an_order_in_one_branch() -> Case:
-    def way(net, x):
-        h = torch.relu(net.enter(x))
-        return net.leave(h.cumsum(-1) if x.sum() > 0 else h)
-
-    return Net(way, **ends()), negative(), signs()
-
-
-@case
-def an_index_by_a_number() -> Case:
-    def way(net, x):
-        h = net.enter(x)
-        return net.leave(net.experts[int(x.sum().abs()) % 3](h))
-
-    return Net(way, **ends(), experts=nn.ModuleList(unit() for _ in range(3))), negative(), signs()
+    return Wired(way, **ends(), one=unit(), two=unit()), negative(), signs()
 
 
 @case
@@ -119,7 +86,7 @@ def an_order_for_long_inputs() -> Case:
         return net.leave((h.cumsum(-1) if x.shape[1] > 6 else h).mean(1))
 
     return (
-        Net(way, **ends()),
+        Wired(way, **ends()),
         inputs((2, 5, 4))[0],
         inputs((2, 5, 4), (3, 7, 4), (1, 10, 4), (2, 1, 4)),
     )
@@ -131,7 +98,7 @@ def a_batch_of_one_hides_a_mixing_reshape() -> Case:
         h = torch.relu(net.enter(x))
         return net.leave(h.t().reshape(h.shape))
 
-    return Net(way, **ends()), inputs((1, 4))[0], inputs((1, 4), (3, 4), (5, 4))
+    return Wired(way, **ends()), inputs((1, 4))[0], inputs((1, 4), (3, 4), (5, 4))
 
 
 @case
@@ -142,43 +109,7 @@ def noise_from_a_seed() -> Case:
             h + torch.randn(h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype)
         )
 
-    return Net(way, **ends()), negative(), signs()
-
-
-@case
-def a_layer_only_in_training() -> Case:
-    def way(net, x):
-        h = torch.relu(net.enter(x))
-        return net.leave(net.unit(h) if net.training and x.sum() > 0 else h)
-
-    return Net(way, **ends(), unit=unit()), negative(), signs()
-
-
-def masked_places(token: Callable[[nn.Module], torch.Tensor]) -> Case:
-    """A network that puts a token of its own where a mask says so; the sample has none."""
-
-    def way(net, x, mask=None):
-        h, put = net.enter(x), token(net)
-        if mask is not None:
-            h = torch.where(mask[..., None], put, h)
-        return net.leave(net.unit(h))
-
-    x = negative()[None]
-    return Net(way, **ends(), unit=unit()), x, [x, {"x": x, "mask": x[..., 0] > x[..., 1]}]
-
-
-@case
-def a_token_for_masked_places() -> Case:
-    network, *samples = masked_places(lambda net: net.token)
-    network.token = nn.Parameter(torch.randn(D))
-    return network, *samples
-
-
-@case
-def a_token_that_is_a_buffer() -> Case:
-    network, *samples = masked_places(lambda net: net.token)
-    network.register_buffer("token", torch.randn(D))
-    return network, *samples
+    return Wired(way, **ends()), negative(), signs()
 
 
 @case
@@ -186,16 +117,20 @@ def weights_that_only_another_method_reads() -> Case:
     def way(net, x):
         return net.leave(torch.relu(net.enter(x)))
 
-    network = Net(way, **ends(), probe=nn.Linear(D, 2))
+    network = Wired(way, **ends(), probe=nn.Linear(D, 2))
     return network, negative(), signs()
 
 
 @case
-def as_many_steps_as_a_number() -> Case:
-    def way(net, x):
-        h = net.enter(x)
-        for _ in range(int(x.abs().sum().clamp(max=30))):
-            h = torch.tanh(net.unit(h))
-        return net.leave(h)
+def a_token_for_masked_places() -> Case:
+    """The sample has no mask, so the token is not reached."""
 
-    return Net(way, **ends(), unit=unit()), negative(), signs()
+    def way(net, x, mask=None):
+        h = net.enter(x)
+        if mask is not None:
+            h = torch.where(mask[..., None], net.token, h)
+        return net.leave(net.unit(h))
+
+    x = negative()[None]
+    network = Wired(way, **ends(), unit=unit(), token=torch.randn(D))
+    return network, x, [x, {"x": x, "mask": x[..., 0] > x[..., 1]}]

@@ -1,4 +1,4 @@
-"""Permutation groups worked out by hand: sizes in closed form, and random elements of some.
+"""Sizes of permutation groups in closed form, worked out by hand.
 
 A size is log2 of the number of permutations, at each of three levels: ``paper`` (hidden units;
 query-key dimensions per head; one permutation of value dimensions for all heads), ``heads`` (value
@@ -8,12 +8,7 @@ dimensions per head; the order of heads) and ``residual`` (residual streams too)
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
-
-import torch
-from torch import nn
 
 
 def symmetric(n: int) -> float:
@@ -75,18 +70,15 @@ def attention(
 
 DENSE = {
     "mlp": units(64, 48),
-    "mlp_without_biases": units(10, 8),
     "gated_linear_units": units(9),
     "maxout": everywhere(wreath(3, 5)),
     "autoencoder_with_one_matrix": units(9),
-    "symmetric_matrix": units(9),
     "low_rank_adapter": only_residual(symmetric(4) + symmetric(9)),
     "unused_parameter": units(9),
     "siamese": units(9, 6),
-    "units_paired_with_each_other": everywhere(wreath(2, 2)),
     "ensemble": everywhere(wreath(6, 4)),
     "mixture_of_experts": everywhere(wreath(6, 4)),
-    "sorted_units": units(9, 6),
+    "sorted_units": units(9),
 }
 
 IMAGES = {
@@ -99,7 +91,7 @@ IMAGES = {
     "unet": units(8, 12, 7, 6),
     "dense_net": units(5, 6, 4),
     "squeeze_and_excitation": units(8, 4),
-    "pixel_shuffle": units(6, 5),
+    "pixel_shuffle": units(6),
     "text_cnn": units(8, 6, 5),
     "lstm": only_residual(symmetric(6) + 2 * symmetric(8)),
     "gru": only_residual(symmetric(6) + symmetric(8)),
@@ -163,93 +155,3 @@ SIZES = DENSE | IMAGES | TRANSFORMERS | HUGGING_FACE
 # Real configurations: the size at each level and the share of entries that move at the lowest.
 BASE = (attention(12, 64, 64) + units(3072)) * 12 + stream(768)
 VIT_B, BERT_BASE, GPT2_SMALL = BASE, BASE + units(768), BASE
-
-
-# Elements, entry by entry
-# ------------------------------------------------------------------------------------------
-
-Moves = dict[str, dict[int, torch.Tensor]]
-"""Per parameter and axis, where each index comes from."""
-
-
-class HandMade:
-    """Collects the moves of one random element of a network's full group, layer by layer."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.moves: Moves = defaultdict(dict)
-
-    def order(self, n: int) -> torch.Tensor:
-        return torch.randperm(n, generator=self.generator)
-
-    def blocks(self, inner: int, outer: int) -> torch.Tensor:
-        """A random element of the wreath product: an order of blocks, an order within each."""
-        return torch.cat(
-            [block * inner + self.order(inner) for block in self.order(outer).tolist()]
-        )
-
-    def axis(self, index: torch.Tensor, axis: int, *names: str) -> None:
-        for name in names:
-            self.moves[name][axis] = index
-
-    def layer(
-        self,
-        name: str,
-        *,
-        out: torch.Tensor | None = None,
-        into: torch.Tensor | None = None,
-    ) -> None:
-        """A Linear, convolution or norm."""
-        if out is not None:
-            self.axis(out, 0, f"{name}.weight", f"{name}.bias")
-        if into is not None:
-            self.axis(into, 1, f"{name}.weight")
-
-
-def mlp(module: nn.Sequential, hand: HandMade) -> None:
-    """Hidden units of both layers."""
-    for unit, reader in (("0", "2"), ("2", "4")):
-        order = hand.order(module.get_submodule(unit).out_features)
-        hand.layer(unit, out=order)
-        hand.layer(reader, into=order)
-
-
-def resnet(module: nn.Module, hand: HandMade) -> None:
-    """One wreath product per stage and one inside each block."""
-    groups = module.norm.num_groups
-    stage = hand.blocks(module.stem.out_channels // groups, groups)
-    hand.layer("stem", out=stage)
-    hand.layer("norm", out=stage)
-    for number, block in enumerate(module.blocks):
-        name, before = f"blocks.{number}", stage
-        inside = hand.blocks(block.conv1.out_channels // groups, groups)
-        if not isinstance(block.skip, nn.Identity):
-            stage = hand.blocks(block.conv2.out_channels // groups, groups)
-            hand.layer(f"{name}.skip.0", out=stage, into=before)
-            hand.layer(f"{name}.skip.1", out=stage)
-        hand.layer(f"{name}.conv1", out=inside, into=before)
-        hand.layer(f"{name}.norm1", out=inside)
-        hand.layer(f"{name}.conv2", out=stage, into=inside)
-        hand.layer(f"{name}.norm2", out=stage)
-    hand.layer("fc", into=stage)
-
-
-ELEMENTS: dict[str, Callable[[nn.Module, HandMade], None]] = {
-    "mlp": mlp,
-    "resnet": resnet,
-}
-
-
-def random_element(name: str, module: nn.Module, seed: int) -> Moves:
-    """One element of the full group of a zoo entry."""
-    hand = HandMade(seed)
-    ELEMENTS[name](module, hand)
-    return hand.moves
-
-
-def apply(moves: Moves, module: nn.Module) -> None:
-    """Permutes parameters in place; moves of parameters that a layer lacks are ignored."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            for axis, index in moves.get(name, {}).items():
-                parameter.copy_(parameter.index_select(axis, index))

@@ -129,13 +129,8 @@ class Apply(nn.Module):
         return self.function(*inputs)
 
 
-def plain_hidden_layer() -> nn.Module:
-    """Six hidden units and seven linear ones that move whatever reads them."""
-    return nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 7))
-
-
 class Wired(nn.Module):
-    """Named layers and parameters, and the forward that wires them, a function of both."""
+    """Named layers and parameters, and a function of them and the input as the forward."""
 
     def __init__(self, wiring: Callable[..., Any], **parts: nn.Module | torch.Tensor) -> None:
         super().__init__()
@@ -143,8 +138,8 @@ class Wired(nn.Module):
         for name, part in parts.items():
             setattr(self, name, nn.Parameter(part) if torch.is_tensor(part) else part)
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.wiring(self, *inputs)
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
+        return self.wiring(self, *inputs, **named)
 
 
 # Perceptrons
@@ -155,18 +150,6 @@ class Wired(nn.Module):
 def mlp():
     layers = [nn.Linear(12, 64), nn.GELU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 5)]
     return nn.Sequential(*layers), torch.randn(BATCH, 12)
-
-
-@network
-def mlp_without_biases():
-    layers = [
-        nn.Linear(7, 10, bias=False),
-        nn.Tanh(),
-        nn.Linear(10, 8, bias=False),
-        nn.SiLU(),
-        nn.Linear(8, 4, bias=False),
-    ]
-    return nn.Sequential(*layers), torch.randn(BATCH, 7)
 
 
 @network
@@ -191,16 +174,6 @@ def autoencoder_with_one_matrix():
         return F.linear(torch.relu(F.linear(x, m.weight, m.bias)), m.weight.T)
 
     return Wired(wiring, weight=torch.randn(9, 7), bias=torch.randn(9)), torch.randn(BATCH, 7)
-
-
-@network
-def symmetric_matrix():
-    def wiring(m, x):
-        return m.out(torch.tanh(torch.tanh(m.into(x)) @ (m.weight + m.weight.T)))
-
-    return Wired(
-        wiring, into=nn.Linear(7, 9), weight=torch.randn(9, 9), out=nn.Linear(9, 4)
-    ), torch.randn(BATCH, 7)
 
 
 @network
@@ -239,17 +212,6 @@ def siamese():
         torch.randn(BATCH, 7),
         torch.randn(BATCH, 7),
     )
-
-
-@network
-def units_paired_with_each_other():
-    def wiring(m, x):
-        h = m.norm(m.into(x))
-        return m.out((h.unsqueeze(2) * h.sin().unsqueeze(1)).flatten(1))
-
-    return Wired(
-        wiring, into=nn.Linear(7, 4), norm=nn.GroupNorm(2, 4), out=nn.Linear(16, 4)
-    ), torch.randn(BATCH, 7)
 
 
 # Experts

@@ -155,7 +155,7 @@ def test_names_of_wrappers_are_seen_through():
     assert spec.shuffle_ratio(wrapped) == spec.shuffle_ratio(module)
 
 
-@pytest.mark.parametrize("other", ["mlp_without_biases", "conv_net"])
+@pytest.mark.parametrize("other", ["gated_linear_units", "conv_net"])
 def test_networks_that_do_not_fit_are_refused_by_parameter(other):
     with pytest.raises(ValueError, match=r"0\.weight"):
         spec_of("mlp").apply_(copy.deepcopy(entry(other)[0]), draw(spec_of("mlp"), 0))

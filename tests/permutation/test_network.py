@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 import torch
+from helpers.model_zoo import Wired
 from helpers.perceptron import Heads, Result, X, mlp, moving
 from torch import nn
 
@@ -62,18 +63,9 @@ def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
     assert sizes[0] == sizes[1]
 
 
-class Scaled(nn.Module):
-    def __init__(self, scale):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 2)
-        self.register_buffer("scale", scale)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu() * self.scale)
-
-
 def test_memory_shared_by_tensors_that_move_is_refused_by_name():
-    one, two, three = mlp(), mlp(), Scaled(torch.ones(1).expand(6))
+    one, two, three = mlp(), mlp(), mlp(nn.Tanh(), Wired(lambda net, h: h * net.scale))
+    three[2].register_buffer("scale", torch.ones(1).expand(6))
     one.register_buffer("part", one[0].weight.data[2:])
     two.register_buffer("whole", two[0].weight.data)
     for network, name in ((one, "part"), (two, "whole"), (three, "scale")):

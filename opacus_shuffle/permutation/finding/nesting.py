@@ -41,7 +41,7 @@ Inside = dict[Axis, set[Axis]]
 
 
 def build_spec(
-    run: TracedRun, level: str, decisions: Mapping[str, int] | None = None
+    run: TracedRun, level: str, reads: tuple[str, ...] = ()
 ) -> PermutationSpec:
     """Returns the specification that the axes allow at one of :data:`LEVELS`.
 
@@ -72,7 +72,7 @@ def build_spec(
         _drop_wide_spans(axes, inside)
     kinds = dict.fromkeys(contracted, "query and key dimensions")
     kinds |= dict.fromkeys(heads, "heads") | dict.fromkeys(streams, "residual stream")
-    return _write_down(run, tensors, inside, kinds, level, decisions or {})
+    return _write_down(run, tensors, inside, kinds, level, reads)
 
 
 def _atoms_in(occurrences: Iterable[Iterable[Iterable[Axis]]]) -> set[Axis]:
@@ -213,7 +213,7 @@ def _write_down(
     inside: Inside,
     kinds: Mapping[Axis, str],
     level: str,
-    decisions: Mapping[str, int],
+    reads: tuple[str, ...],
 ) -> PermutationSpec:
     """Numbers the atoms and writes down where they lie; ``kinds`` says what some of them are."""
     numbers: dict[Axis, int] = {}
@@ -266,7 +266,7 @@ def _write_down(
         causes={
             name: "not reached" if name in unreached else _causes(tensors[name]) for name in stay
         },
-        decisions=dict(decisions),
+        reads=reads,
         level=level,
     )
 

@@ -61,7 +61,7 @@ def find_rule(call: Call) -> Rule | None:
 
 
 @rule(
-    "copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform "
+    "copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform normal "
     "exponential cauchy geometric log_normal poisson binomial _standard_gamma "
     "hardswish log_sigmoid_forward _prelu_kernel prelu"
 )
@@ -83,12 +83,6 @@ def elementwise(run: TracedRun, call: Call) -> None:
         origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
         if len(origins) > 1:  # results of different layers: a skip connection
             run.streams += [axis for row in run.axes(call.out) for axis in row]
-
-
-@rule("normal")
-def normal(run: TracedRun, call: Call) -> None:
-    """Draws with means and spreads that are tensors; with numbers alone, entries all alike."""
-    elementwise(run, call) if call.inputs else run.equal_entries(call.out)
 
 
 def broadcast(operands: Iterable[Axes], rank: int) -> Axes:
@@ -124,6 +118,12 @@ def with_fixed(run: TracedRun, call: Call, dims: Iterable[int]) -> Axes:
 def as_list(value: Any) -> list[int]:
     """Returns one dimension or several as a list."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def dims_of(call: Call, argument: str) -> set[int]:
+    """Returns the dimensions of the first input that an argument names, all of them by default."""
+    rank = call.inputs[0].dim()
+    return {dim % rank for dim in as_list(call.arguments.get(argument))} or set(range(rank))
 
 
 # Rearranging, cutting and joining
@@ -382,17 +382,6 @@ def contract(
     return by_letter
 
 
-@rule("_grouped_mm")
-def grouped_product(run: TracedRun, call: Call) -> None:
-    """Multiplies the rows of each group by a matrix of its own (experts)."""
-    rows, matrices = call.inputs[:2]
-    if rows.dim() != 2 or matrices.dim() != 3 or call.arguments.get("bias") is not None:
-        raise IncompatibleError
-    fix_all(run.axes(rows)[0], run.axes(matrices)[0])
-    by_letter = contract(run, call, [rows, matrices], ("tj", "gjk"), "tk")
-    run.occur([by_letter["j"], by_letter["k"]])  # the place of a row is not that of its group
-
-
 @rule("convolution _convolution cudnn_convolution mkldnn_convolution")
 def convolution(run: TracedRun, call: Call) -> None:
     """Links channels in and out, group by group; taps and places are mostly fixed."""
@@ -479,9 +468,10 @@ def group_norm(run: TracedRun, call: Call) -> None:
         unify_all(run.axes(parameter)[0], axes[1])
     run.groups.append((axes[1], int(call["C"]) // int(call["group"])))
     run.set(call.out, axes)
-    for statistic in call.outputs[1:]:  # of each group, which no layer of PyTorch reads
+    # Statistics of groups, which no layer of PyTorch reads. If a network does, the check in double
+    # precision refuses what was found.
+    for statistic in call.outputs[1:]:
         run.set(statistic, fixed_axes(statistic.shape))
-    run.fix_if_read(call.outputs[1:], axes[1])
 
 
 @rule(
@@ -519,21 +509,27 @@ def glu(run: TracedRun, call: Call) -> None:
 
 @rule(
     "linalg_vector_norm norm mean sum nansum prod amax amin any all _is_all_true logsumexp "
-    "aminmax var std var_mean std_mean count_nonzero argmax argmin"
+    "aminmax var std var_mean std_mean count_nonzero"
 )
 def reduction(run: TracedRun, call: Call) -> None:
-    """Treats all that is reduced alike, unless the result says which entry has won."""
+    """Treats all reduced entries alike."""
     if len(call.inputs) > 1:
         raise IncompatibleError
     axes = run.axes(call.inputs[0])
-    rank = len(axes)
-    gone = {dim % rank for dim in as_list(call.arguments.get("dim"))} or set(range(rank))
-    if call.name in ("aten.argmax", "aten.argmin"):
-        fix_all(*(axes[dim] for dim in gone))
+    gone = dims_of(call, "dim")
     kept: Axes = [[] if dim in gone else row for dim, row in enumerate(axes)]
-    left = [row for dim, row in enumerate(axes) if dim not in gone]
+    remaining = [row for dim, row in enumerate(axes) if dim not in gone]
     for tensor in call.outputs:
-        run.set(tensor, kept if tensor.dim() == rank else left)
+        run.set(tensor, kept if tensor.dim() == len(axes) else remaining)
+
+
+@rule("argmax argmin max min median nanmedian mode kthvalue")
+def choice(run: TracedRun, call: Call) -> None:
+    """Reduces to one entry; where a result holds its position, the reduced dimensions stay."""
+    if len(call.outputs) > 1 or call.name in ("aten.argmax", "aten.argmin"):
+        axes = run.axes(call.inputs[0])
+        fix_all(*(axes[dim] for dim in dims_of(call, "dim")))
+    reduction(run, call)
 
 
 def _symmetric(run: TracedRun, call: Call, axes: Axes, over: Iterable[int]) -> None:
@@ -551,31 +547,8 @@ def _symmetric(run: TracedRun, call: Call, axes: Axes, over: Iterable[int]) -> N
 
 @rule("index")
 def indexed(run: TracedRun, call: Call) -> None:
-    """Chooses by positions or by a mask along some dimensions: fixed there, untouched elsewhere."""
-    left, place = _untouched(run, call, run.axes(call["self"]))
-    chosen = fixed_axes(call.out.shape[place : place + call.out.dim() - len(left)])
-    run.set(call.out, [*left[:place], *chosen, *left[place:]])
-
-
-@rule("index_put _index_put_impl")
-def index_put(run: TracedRun, call: Call) -> None:
-    """Writes at positions along some dimensions, which are fixed; the others agree."""
-    target, values = run.axes(call["self"]), call["values"]
-    left, place = _untouched(run, call, target)
-    chosen = max(
-        1 if index.dtype in MASKS else index.dim() for index in call["indices"] if index is not None
-    )
-    meant: list[Factors | None] = [*left[:place], *[None] * chosen, *left[place:]]
-    for dim in range(-values.dim(), 0):
-        if values.shape[dim] > 1:
-            row, own = meant[dim], run.axes(values)[dim]
-            fix_all(own) if row is None else unify_all(own, row)
-    run.set(call.out, target)
-    run.occur(left)
-
-
-def _untouched(run: TracedRun, call: Call, axes: Axes) -> tuple[Axes, int]:
-    """Fixes where ``self[indices]`` chooses; returns the other axes, and where the chosen go."""
+    """Fixes the dimensions along which an index or a mask chooses entries; the others are free."""
+    axes = run.axes(call["self"])
     used: list[int] = []
     dim = 0
     for index in call["indices"]:
@@ -584,23 +557,11 @@ def _untouched(run: TracedRun, call: Call, axes: Axes) -> tuple[Axes, int]:
             used += list(range(dim, dim + width))
             fix_all(*axes[dim : dim + width], *run.axes(index))
         dim += width
-    left = [row for dim, row in enumerate(axes) if dim not in used]
-    return left, used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-
-
-@rule("gather")
-def gathered(run: TracedRun, call: Call) -> None:
-    """Chooses by positions along one dimension, which is fixed; the others agree."""
-    source, index = call["self"], call["index"]
-    axes, chosen = run.axes(source), list(run.axes(index))
-    along = call["dim"] % source.dim()
-    for dim in range(source.dim()):
-        if dim != along and source.shape[dim] == index.shape[dim]:
-            unify_all(axes[dim], chosen[dim])
-        else:
-            fix_all(axes[dim], chosen[dim])
-            chosen[dim] = fixed_factors(index.shape[dim])
-    run.set(call.out, chosen)
+    others = [row for dim, row in enumerate(axes) if dim not in used]
+    # PyTorch puts the chosen dimensions first unless they are neighbours.
+    start = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    chosen = fixed_axes(call.out.shape[start : start + call.out.dim() - len(others)])
+    run.set(call.out, [*others[:start], *chosen, *others[start:]])
 
 
 @rule("embedding")
@@ -613,61 +574,20 @@ def embedded(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
-@rule("pixel_shuffle pixel_unshuffle")
-def pixels(run: TracedRun, call: Call) -> None:
-    """Makes channels of the places inside a block, or the other way round: (channel, place)."""
-    source, out = call.inputs[0], call.out
-    axes = run.axes(source)
-    fewer = min(source.shape[-3], out.shape[-3])
-    channels, places = regroup(axes[-3], [fewer, source.shape[-3] // fewer])
-    fix_all(places, axes[-2], axes[-1])
-    channels = [*channels, *fixed_factors(out.shape[-3] // fewer)]
-    run.set(out, [*axes[:-3], channels, *fixed_axes(out.shape[-2:])])
-
-
-@rule("sort topk kthvalue median nanmedian max min mode")
-def ranked(run: TracedRun, call: Call) -> None:
-    """Chooses entries along one dimension by rank, whatever their order was.
-
-    Where somebody reads which places they came from, the dimension is fixed.
-
-    Equal entries and NaN (the largest) have the same values at the same ranks in any order. Fixed,
-    too, are results without an order (``topk(sorted=False)``) and a choice between equally frequent
-    values, of which PyTorch promises nothing (``mode``).
-    """
-    if call.arguments.get("dim") is None:
-        reduction(run, call)
-        return
-    axes = list(run.axes(call["self"]))
-    values, *places = call.outputs
-    if axes:
-        dim = call["dim"] % len(axes)
-        # What was written to somebody else's tensor may be read without notice.
-        if call.name == "aten.mode" or not call.arguments.get("sorted", True) or call.written:
-            fix_all(axes[dim])
-        run.fix_if_read(places, axes[dim])
-        run.reduced(axes, [dim])
-        kept = values.dim() == len(axes)
-        axes[dim : dim + 1] = [fixed_factors(values.shape[dim])] if kept else []
-    for tensor in call.outputs:
-        run.set(tensor, axes)
-
-
 @rule(
-    "flip roll cumsum cumprod logcumsumexp cummax cummin tril triu "
+    "flip roll sort topk cumsum cumprod logcumsumexp cummax cummin tril triu "
     "index_select constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d"
 )
 def along(run: TracedRun, call: Call) -> None:
     """Depends on the order along some dimensions, which are fixed; the others are untouched."""
     run.fix(call.inputs[1:])
     rank = call.inputs[0].dim()
-    asked = as_list(call.arguments.get("dims", call.arguments.get("dim")))
-    dims = {dim % rank for dim in asked} or set(range(rank))
+    dims = dims_of(call, "dims" if "dims" in call.arguments else "dim")
     if call.name.startswith(("aten.tril", "aten.triu")):
         dims = {rank - 2, rank - 1}
     elif "pad" in call.name:
         amounts = as_list(call.arguments.get("pad", call.arguments.get("padding")))
-        dims = {rank - 1 - place // 2 for place, amount in enumerate(amounts) if amount}
+        dims = {rank - 1 - number // 2 for number, amount in enumerate(amounts) if amount}
     axes = with_fixed(run, call, dims)
     for tensor in call.outputs:
         run.set(tensor, axes)

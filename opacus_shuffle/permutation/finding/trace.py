@@ -1,9 +1,8 @@
-"""Following a network operation by operation, with other answers where values decide.
+"""Follows a network operation by operation, and records where Python reads values.
 
-Permutations have to keep the function on every input, and a run shows one way through the network
-alone. So each line at which a value is read (``if x.sum() < 0``, the number of an expert, a mask
-that chooses) is noted; :mod:`~opacus_shuffle.permutation.find` runs the network once more for each
-of them, with another answer there.
+A run shows one path through the network. A line at which PyTorch gives a value to Python
+(``if x.sum() < 0``, the number of an expert) may lead to another path on other inputs, so these
+lines are recorded.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -23,16 +21,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from opacus_shuffle.networks.running import results
 from opacus_shuffle.permutation.finding.axes import because
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import TracedRun, bind
 from opacus_shuffle.permutation.network import plain_operations, tensors_in
-
-MOST_ANSWERS = 64
-"""How often a line is answered otherwise in one run: a loop until something is small must end."""
 
 DRIVER = "opacus_shuffle.permutation.find"
 """The module that runs networks: its callers are not the network."""
@@ -55,39 +49,24 @@ _PLUMBING = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a traced run every operation of a network, and answers otherwise at some lines.
+    """Reports every operation of a network to a traced run.
 
     Args:
         network: The network.
-        run: What is told.
-        inputs: Tensors whose values vary, as those of parameters and buffers do. What is computed
-            from them varies, and so does noise.
-        otherwise: Lines at which to answer otherwise where a value that varies is read: no for yes,
-            another number, all entries for those that a mask chose.
-        always: Whether to answer yes everywhere else, and have every mask choose all entries.
+        run: The run that records what the operations do to axes.
 
     Attributes:
-        decisions: The lines at which such values decided, each with whether they were yes or no.
+        reads: The lines at which Python reads a value, in order of their first use.
         shapes: Shapes of the network's results.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        run: TracedRun,
-        inputs: Iterable[torch.Tensor] = (),
-        otherwise: Collection[str] = (),
-        *,
-        always: bool = False,
-    ) -> None:
+    def __init__(self, network: nn.Module, run: TracedRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
-        self.decisions: dict[str, bool] = {}
+        self.reads: dict[str, None] = {}
         self.shapes: list[torch.Size] = []
-        self._network, self._otherwise, self._always = network, otherwise, always
-        self._parts = {id(part): name for name, part in network.named_modules() if name}
-        self._answered = Counter[str]()
-        run.vary([*inputs, *network.parameters(), *network.buffers()])
+        self._network = network
+        self._names = {id(module): name for name, module in network.named_modules() if name}
 
     def trace(self, forward: Callable[[], Any]) -> None:
         """Runs the forward, follows it, and fixes its results and whatever else outlives it."""
@@ -116,9 +95,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tensors_in(args, kwargs)
-        varies = torch.Tag.nondeterministic_seeded in func.tags or self.run.vary_any(inputs)
-        if varies and torch.Tag.dynamic_output_shape in func.tags:
-            args = self._choose(func, args)
         restrided = func is torch.ops.aten.as_strided_.default
         before = _layout(args[0]) if restrided else None
         result = func(*args, **kwargs)
@@ -130,47 +106,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.run.apply(call, find_rule(call))
                 if kwargs.get("generator") is not None:  # it may be seeded alike before every pass
                     self.run.stay(outputs)
-        if varies:
-            if torch.Tag.data_dependent_output in func.tags:
-                return self._answer(line_of(func), result)
-            self.run.vary(outputs)
+        if torch.Tag.data_dependent_output in func.tags:
+            self.reads[line_of(func)] = None
         return result
 
     def _cause(self, func: Any) -> str:
-        """Says which operation it is, of which part of the network and at which line of code."""
-        parts = (self._parts.get(id(frame.f_locals.get("self"))) for frame in network_frames())
-        part = next(filter(None, parts), "")
-        return f"{line_of(func)}" + (f" of {part}" if part else "")
-
-    def _answer(self, line: str, value: Any) -> Any:
-        """Returns what reading a value gives: the value, or another where that is asked for."""
-        yes_or_no = isinstance(value, bool)
-        self.decisions[line] = self.decisions.get(line, True) and yes_or_no
-        otherwise = line in self._otherwise
-        if not (otherwise or (self._always and yes_or_no)) or not self._may_answer(line):
-            return value
-        if yes_or_no:
-            return not value if otherwise else True
-        return int(value == 0) if isinstance(value, int) else -value or 1.0
-
-    def _choose(self, func: Any, args: Any) -> Any:
-        """Returns an operation's arguments, with masks that choose all or none where asked for."""
-        asks = func.overloadpacket is torch.ops.aten.nonzero
-        masks = [
-            mask for mask in tensors_in(args) if asks or mask.dtype in (torch.bool, torch.uint8)
-        ]
-        line = line_of(func)
-        if masks:
-            self.decisions.setdefault(line, False)
-        if not masks or not (self._always or line in self._otherwise) or not self._may_answer(line):
-            return args
-        some = self._always or not all(bool(mask.all()) for mask in masks)
-        filled = {id(mask): torch.full_like(mask, some) for mask in masks}
-        return tree_map_only(torch.Tensor, lambda tensor: filled.get(id(tensor), tensor), args)
-
-    def _may_answer(self, line: str) -> bool:
-        self._answered[line] += 1
-        return self._answered[line] <= MOST_ANSWERS
+        """Returns the operation, its line of code and the module that called it."""
+        names = (self._names.get(id(frame.f_locals.get("self"))) for frame in network_frames())
+        name = next(filter(None, names), "")
+        return f"{line_of(func)}" + (f" of {name}" if name else "")
 
 
 class _Leaving(TorchFunctionMode):

@@ -199,8 +199,6 @@ class _Known:
             has no axes to speak of, but new free ones whenever it is used.
         origins: The contractions that it was computed from, entry by entry.
         shows: The parameters and buffers of which it is a view or a copy.
-        order_of: Axes whose order its values tell, as places of sorted entries do, and who says so.
-        varies: Whether its values depend on inputs, weights or noise.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -208,8 +206,6 @@ class _Known:
     made: str = ""
     origins: frozenset[int] = frozenset()
     shows: frozenset[str] = frozenset()
-    order_of: tuple[Factors, str] | None = None
-    varies: bool = False
 
 
 class TracedRun:
@@ -288,7 +284,6 @@ class TracedRun:
                 self._make_equal(tensor, made)
             return
         self._note_used(call, source)
-        self._read(call.inputs)
         contractions = self._contractions
         if rule is not None:
             try:
@@ -363,7 +358,6 @@ class TracedRun:
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets nothing permute these tensors."""
         for tensor in tensors:
-            self._read([tensor])
             fix_all(*self.axes(tensor))
             self.use([tensor])
 
@@ -385,11 +379,6 @@ class TracedRun:
                 known.made, known.axes = "", fixed_axes(tensor.shape)
             self.fix([tensor])
             self.occur(self.axes(tensor))
-
-    def fix_if_read(self, tensors: Iterable[torch.Tensor], axes: Factors) -> None:
-        """Fixes axes as soon as something reads one of these tensors, which tell their order."""
-        for tensor in tensors:
-            self._known(tensor).order_of = (axes, current_cause())
 
     def fix_survivors(self, spared: Iterable[torch.Tensor]) -> None:
         """Fixes every tensor that is still there, but for parameters and those to be ``spared``."""
@@ -415,17 +404,6 @@ class TracedRun:
         self._contractions += 1
         for tensor in results:
             self._known(tensor).origins = frozenset([self._contractions])
-
-    def vary(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes that values may be others in other runs."""
-        for tensor in tensors:
-            self._known(tensor).varies = True
-            if tensor._base is not None:  # it may have been written to through a view
-                self._known(tensor._base).varies = True
-
-    def vary_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Returns whether values of any of these tensors may be others in other runs."""
-        return any(self._known(tensor).varies for tensor in tensors)
 
     def unreached(self) -> list[str]:
         """Returns the parameters, and buffers of numbers, that no run has reached."""
@@ -490,14 +468,6 @@ class TracedRun:
         known = self._known(tensor)
         known.made = made
         self._equal.append(known)
-
-    def _read(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            known = self._known(tensor)
-            if known.order_of is not None:
-                axes, cause = known.order_of
-                known.order_of = None
-                fix_all(axes, cause=cause)
 
     def _known(self, tensor: torch.Tensor) -> _Known:
         known = self._by_id.get(id(tensor))

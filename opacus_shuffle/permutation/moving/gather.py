@@ -40,7 +40,7 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
 
     Sizes and indices are trusted: checking would read indices back from a GPU at every step. An
     index that is no permutation gives wrong entries or an error of PyTorch's; one that leads out of
-    the tensor reads other memory with Triton, and writes it with Numba.
+    the tensor reads other memory with Triton.
 
     Args:
         moves: The tensors, each once; they may differ in dtype and device, and share index tensors.

@@ -5,8 +5,6 @@
   their new order, and back.
 * Columns move within blocks of rows: each is copied into a scratch that fits the second-level
   cache and gathered out of it, so that random reads never miss the cache.
-* Where Numba (the extra ``fast``) is installed, a compiled loop does both at once on a CPU with
-  few threads: row after row is copied to the cache and gathered out of it to its new place.
 
 >>> words = torch.arange(6)
 >>> rows, columns = torch.tensor([1, 0]), torch.tensor([2, 0, 1])
@@ -21,11 +19,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
-
-from opacus_shuffle.core.compiled import jitted, worth_compiling
 
 WAVE_BYTES = 256 * 2**20
 """Copies of tensors, on a GPU or of those that are not contiguous, come in waves of this size."""
@@ -38,12 +32,6 @@ NARROW_BYTES = 2**12
 
 CACHE_BYTES = 2**20
 """Buffer per CPU thread for columns: half of today's second-level caches."""
-
-WIDE_BYTES = 2**10
-"""The compiled loop changes the order of rows from this size on: it waits for each of them."""
-
-_FEW_THREADS = 2
-"""The compiled loop has one thread, and is twice as fast as one of PyTorch's."""
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """The integers that entries of so many bytes are seen as; 16 bytes are two integers of 8."""
@@ -93,9 +81,6 @@ def execute_with_torch(moves: Sequence[Move]) -> None:
     """Moves contiguous tensors by ``index_select`` and ``gather`` on blocks that fit the cache."""
     scratch = _Scratch()
     word_index = functools.cache(_word_index)  # many tensors share an index
-    by_columns = sum(move.tensor.numel() for move in moves if move.column_index is not None)
-    few_threads = torch.get_num_threads() <= _FEW_THREADS
-    kernel = jitted(_move_row_by_row) if few_threads and worth_compiling(by_columns) else None
     for tensor, height, count, inner, rows, columns in moves:
         words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
         inner *= len(words) // tensor.numel()
@@ -104,17 +89,6 @@ def execute_with_torch(moves: Sequence[Move]) -> None:
             height, width, inner, rows, columns = count, inner, 1, columns, None
         matrix = words.view(height, width)
         on_cpu = matrix.device.type == "cpu"
-        wide = rows is None or matrix[0].nbytes >= WIDE_BYTES
-        if kernel is not None and on_cpu and columns is not None and wide:
-            matrix[:0].zero_()  # tells autograd that the memory changes, as NumPy does not
-            kernel(
-                matrix.numpy(),
-                np.arange(height) if rows is None else word_index(rows, 1, words.device).numpy(),
-                word_index(columns, inner, words.device).numpy().view(np.uint64),
-                scratch.like(matrix[:2]).numpy(),
-                np.zeros(height, np.bool_),
-            )
-            continue
         limit = SCRATCH_BYTES if on_cpu else WAVE_BYTES
         narrow = not on_cpu or matrix[0].nbytes <= NARROW_BYTES
         if rows is not None and columns is not None and narrow and matrix.nbytes <= limit:
@@ -142,46 +116,6 @@ def _word_index(index: torch.Tensor, inner: int, device: torch.device) -> torch.
     """Returns the int64 index of every word, where each entry stands for ``inner`` of them."""
     words = index.long()[:, None] * inner + torch.arange(inner, device=index.device)
     return words.view(-1).to(device)
-
-
-def _move_row_by_row(
-    matrix: npt.NDArray[np.integer],
-    rows: npt.NDArray[np.int64],
-    columns: npt.NDArray[np.uint64],
-    held: npt.NDArray[np.integer],
-    read: npt.NDArray[np.bool_],
-) -> None:
-    """Sets entry (i, j) to the old entry (rows[i], columns[j]): compiled, along the rows' cycles.
-
-    A cycle's first row is kept, for its last one; every other row is overwritten when it has been
-    read. Rows that are no permutation end a cycle early.
-
-    Args:
-        matrix: What is moved, in place.
-        rows: Where each row comes from.
-        columns: Where each column comes from.
-        held: Two rows of scratch.
-        read: False, for every row.
-    """
-    height, width = matrix.shape
-    first, row = held[0], held[1]
-    for start in range(height):
-        if read[start]:
-            continue
-        read[start] = True
-        for column in range(width):
-            first[column] = matrix[start, column]
-        target = start
-        while not read[rows[target]]:
-            source = rows[target]
-            read[source] = True
-            for column in range(width):
-                row[column] = matrix[source, column]
-            for column in range(width):
-                matrix[target, column] = row[columns[column]]
-            target = source
-        for column in range(width):
-            matrix[target, column] = first[columns[column]]
 
 
 class _Scratch:

@@ -11,7 +11,6 @@ from helpers.moves import DTYPES, check, draw_move, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.core import compiled as compilation
 from opacus_shuffle.permutation.moving import torch_moves
 from opacus_shuffle.permutation.moving.gather import Move, gather_
 
@@ -32,14 +31,8 @@ moves_drawn = st.lists(
 )
 
 
-@pytest.mark.parametrize(
-    ("cache", "scratch", "compiled"),
-    [(96, 0, False), (96, 512, False), (2**20, 2**24, False), (2**20, 2**24, True)],
-)
-def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, scratch, compiled):
-    if compiled:
-        pytest.importorskip("numba")
-
+@pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 512), (2**20, 2**24)])
+def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, scratch):
     @settings(max_examples=25)
     @given(drawn=moves_drawn, seed=st.integers(0, 2**32))
     def agrees(drawn, seed):
@@ -50,8 +43,6 @@ def test_every_size_of_blocks_agrees_bit_for_bit_with_advanced_indexing(cache, s
         patch.setattr(torch_moves, "CACHE_BYTES", cache)
         patch.setattr(torch_moves, "SCRATCH_BYTES", scratch)
         patch.setattr(torch_moves, "NARROW_BYTES", cache // 8)
-        patch.setattr(torch_moves, "WIDE_BYTES", 0)
-        patch.setattr(compilation, "WORTH_COMPILING", 0 if compiled else 10**9)
         agrees()
 
 
