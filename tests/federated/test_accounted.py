@@ -18,15 +18,12 @@ from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod  # noqa: E402
 from flwr.serverapp import strategy as flower  # noqa: E402
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords  # noqa: E402
+from local_grid import LocalGrid  # noqa: E402
 
 from opacus_shuffle import privacy_bound  # noqa: E402
 from opacus_shuffle.analysis import gaussian  # noqa: E402
 from opacus_shuffle.audit.lower_bounds import audit_scores  # noqa: E402
-from opacus_shuffle.federated.flower import (  # noqa: E402
-    AccountedMod,
-    AccountedStrategy,
-    LocalGrid,
-)
+from opacus_shuffle.federated.flower import AccountedMod, AccountedStrategy  # noqa: E402
 
 SIDES = {  # what the clients of each strategy need
     "ServerSideFixed": [],

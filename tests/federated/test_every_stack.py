@@ -131,8 +131,9 @@ def by_hand(ledger: Ledger, submit) -> None:
 def on_flower(ledger: Ledger, submit) -> None:
     flwr = pytest.importorskip("flwr.app", reason="needs the extra federated")
     from flwr.clientapp import ClientApp
+    from local_grid import LocalGrid
 
-    from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy
+    from opacus_shuffle.federated.flower import ReportMod, ShuffledStrategy
 
     def take(context, report: bytes) -> None:
         submit(context.node_config["partition-id"], report)

@@ -24,6 +24,7 @@ from flwr.app import (  # noqa: E402
     RecordDict,
 )
 from flwr.clientapp import ClientApp  # noqa: E402
+from local_grid import LocalGrid  # noqa: E402
 
 import opacus_shuffle  # noqa: E402
 from opacus_shuffle.federated import (  # noqa: E402
@@ -33,7 +34,7 @@ from opacus_shuffle.federated import (  # noqa: E402
     SecretReports,
     Shuffler,
 )
-from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy  # noqa: E402
+from opacus_shuffle.federated.flower import ReportMod, ShuffledStrategy  # noqa: E402
 from opacus_shuffle.federated.flower.shuffled_training import as_arrays, as_vector  # noqa: E402
 
 CLIENTS, D = 30, 8

@@ -20,10 +20,11 @@ os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from local_grid import LocalGrid
 from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format, trained
 
 from opacus_shuffle.federated import FarShuffler, Ledger, ReportFormat, Shuffler, ShufflerService
-from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy
+from opacus_shuffle.federated.flower import ReportMod, ShuffledStrategy
 
 NOISE = {"bit_sums": 3.0, "secret_reports": 0.4}
 

@@ -1,8 +1,7 @@
 """Federated training on Flower's Message API: ``pip install -e ".[federated]"``.
 
-``ReportMod`` is a client's, ``ShuffledStrategy`` the server's, ``AccountedStrategy`` and
-``AccountedMod`` account for Flower's own differential privacy, and ``LocalGrid`` runs a
-``ClientApp`` for thousands of virtual clients in this process, without Ray.
+Clients use ``ReportMod`` and the server uses ``ShuffledStrategy``. ``AccountedStrategy`` and
+``AccountedMod`` account for Flower's own differential privacy.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ except ImportError as error:
     ) from error
 
 from opacus_shuffle.federated.flower.accounted import AccountedMod, AccountedStrategy
-from opacus_shuffle.federated.flower.local_grid import LocalGrid
 from opacus_shuffle.federated.flower.shuffled_training import ReportMod, ShuffledStrategy
 
-__all__ = ["AccountedMod", "AccountedStrategy", "LocalGrid", "ReportMod", "ShuffledStrategy"]
+__all__ = ["AccountedMod", "AccountedStrategy", "ReportMod", "ShuffledStrategy"]

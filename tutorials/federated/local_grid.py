@@ -1,7 +1,7 @@
 """``LocalGrid``: runs a Flower ``ClientApp`` for many virtual clients in this process, without Ray.
 
-With a thousand clients a round takes what they train and encode; Flower's own simulation takes most
-of a minute besides.
+Copy this file next to an app to try it on one machine. A round with a thousand clients takes as
+long as their training and encoding; Flower's own simulation adds most of a minute.
 """
 
 from __future__ import annotations
@@ -16,26 +16,20 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from opacus_shuffle.core.validation import integer
-
 FIRST_NODE = 2
-"""The number of the first client's node; Flower's own are below."""
+"""The node id of the first client. Flower itself uses the smaller ids."""
 
 
 class LocalGrid(Grid):
-    """A grid of virtual clients, each with a state of its own that lasts as long as the grid.
+    """A grid of virtual clients that answer one after the other.
 
-    They answer one after the other.
+    Each client has a state of its own, which lasts as long as the grid.
 
     Args:
         client_app: What clients run; it is called in this process.
-        num_clients: How many there are. Each finds its number as ``partition-id`` in
+        num_clients: The number of clients. Each finds its number as ``partition-id`` in
             ``context.node_config``.
-        run_config: What the app's ``context.run_config`` holds.
-
-    Attributes:
-        run: What :meth:`set_run` got, else a run of number 0.
-        contexts: By node the context of its client.
+        run_config: The content of the app's ``context.run_config``.
     """
 
     run: Any = types.SimpleNamespace(run_id=0)
@@ -43,21 +37,20 @@ class LocalGrid(Grid):
     def __init__(
         self, client_app: Any, num_clients: int, run_config: dict[str, Any] | None = None
     ) -> None:
-        self.client_app, self.num_clients = client_app, integer("num_clients", num_clients)
+        self.client_app = client_app
         self.contexts = {
             FIRST_NODE + client: Context(
                 run_id=0,
                 node_id=FIRST_NODE + client,
-                node_config={"partition-id": client, "num-partitions": self.num_clients},
+                node_config={"partition-id": client, "num-partitions": num_clients},
                 state=RecordDict(),
                 run_config=dict(run_config or {}),
             )
-            for client in range(self.num_clients)
+            for client in range(num_clients)
         }
-        _be_a_task()
+        _set_task_identity()
 
     def set_run(self, run: Any) -> None:
-        """Keeps the run."""
         self.run = run
 
     def create_message(
@@ -68,30 +61,23 @@ class LocalGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Returns a message to a client."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
-        """Returns the ids of all clients."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Is not available on this grid.
-
-        Raises:
-            NotImplementedError: Always: clients answer at once.
-        """
-        raise NotImplementedError("clients of a LocalGrid answer at once: use send_and_receive")
+        raise NotImplementedError("a LocalGrid answers at once: use send_and_receive")
 
     pull_messages = push_messages
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Returns the clients' answers; a client that fails answers with an error."""
+        """Returns the clients' replies; a client that fails replies with an error."""
         replies = []
         for sent in messages:
-            # A copy, as if it had travelled: no client sees what another one did to it.
+            # As over a network, each client gets a copy: no client sees another one's changes.
             message = copy.deepcopy(sent)
             context = self.contexts[message.metadata.dst_node_id]
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
@@ -102,9 +88,9 @@ class LocalGrid(Grid):
         return replies
 
 
-def _be_a_task() -> None:
-    """Lets messages be made outside of Flower's own processes."""
-    with contextlib.suppress(ImportError):  # an older or a newer Flower, whose messages may not ask
+def _set_task_identity() -> None:
+    """Sets the ids that Flower's messages look up, which only its own processes have."""
+    with contextlib.suppress(ImportError):  # other versions of Flower may not have them
         from flwr.supercore.task_identity import TaskIdentity
 
         for name in ("task_id", "run_id", "node_id"):
