@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,11 @@ from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.compiled import worth_compiling
-from opacus_shuffle.core.exact_binomials import draw_binomials, exact_binomials
+from opacus_shuffle.core.exact_binomials import draw_binomials
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
-from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, round_at_random, sum_of_roundings
 
@@ -180,63 +179,30 @@ class GridSum(ABC):
             sample_rate=self.sample_rate,
         )
 
-    # One user, the shuffler, the analyzer
+    # One user
 
-    def _randomize(self, point: torch.Tensor, generator: torch.Generator | None) -> Messages:
-        """Returns one user's messages for a point of shape (1, d)."""
-        draws = stream_of(generator)
-        rounded = round_at_random(self._place(self._checked(point))[0], draws).numpy()
-        noise = exact_binomials(self.noise_bits, self.bit_probability, self.dimension, draws)
-        return Messages.of(
-            rounded + noise,
-            bits_per_report=self.granularity + self.noise_bits,
-            granularity=self.granularity,
-        )
+    def randomize(self, x: Any, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Returns one user's report: the number of ones that it sends in each coordinate.
 
-    def shuffle(
-        self, messages: Sequence[Messages], generator: torch.Generator | None = None
-    ) -> Messages:
-        """Returns all users' messages in random order, as the analyzer gets them.
+        A user of the paper sends that many ones among g + b bits, for the shuffler to mix. Shuffled
+        bits reveal their number of ones alone, so the shuffler may add up these counts instead.
 
         Args:
-            messages: One :class:`~opacus_shuffle.protocols.messages.Messages` per user.
-            generator: Of the permutation; by default secret.
+            x: The user's vector, shape (d,), or its number.
+            generator: On the CPU; by default secret, from the operating system.
+
+        Returns:
+            int64, shape (d,).
 
         Raises:
-            ValueError: If there are none, too many or too few of them, or some are not this
-                protocol's.
+            ValueError: If ``x`` has another shape or is out of bounds.
         """
-        try:
-            sent = [messages] if isinstance(messages, Messages) else list(messages)
-        except TypeError:
-            raise ValueError(f"messages must be a list of Messages, got {messages!r}") from None
-        if not sent:
-            raise ValueError("messages must hold at least one user's messages, got none")
-        for report in sent:
-            self._check(report)
-        self.check_reports(sum(report.num_reports for report in sent))
-        return shuffled(sent, stream_of(generator))
-
-    def _analyze(self, messages: Messages) -> torch.Tensor:
-        """Returns the estimate of the sum over the senders of these messages."""
-        self._check(messages)
-        return self.decode(torch.from_numpy(messages.ones()), messages.num_reports)
-
-    def _check(self, messages: Any) -> None:
-        """Refuses messages that this protocol did not send."""
-        if isinstance(messages, list | tuple):
-            raise ValueError(
-                "messages must be what shuffle(...) returned, got a list: call shuffle on it first"
-            )
-        instance_of("messages", messages, (Messages,))
-        expected = (self.dimension, self.granularity + self.noise_bits, self.granularity)
-        sizes = (len(messages.bits), messages.bits_per_report, messages.granularity)
-        if sizes != expected:
-            raise ValueError(
-                "messages come from another protocol: (dimension, bits per coordinate, "
-                f"granularity) are {sizes}, here {expected}; build both ends with the same "
-                "arguments"
-            )
+        point = real_numbers("x", x)
+        if point.numel() != self.dimension or point.ndim > 1:
+            raise ValueError(f"x must have shape ({self.dimension},), got {tuple(point.shape)}")
+        stream = stream_of(generator)
+        position = self._grid_position(self._checked(point.reshape(1, -1)))[0]
+        return round_at_random(position, stream) + self.draw_noise(1, stream, part=True)
 
     def check_reports(self, num_reports: Any) -> int:
         """Refuses more or fewer reports than the guarantee covers."""
@@ -251,7 +217,7 @@ class GridSum(ABC):
             )
         return reports
 
-    # All of it at once
+    # All users at once
 
     def encode(self, points: Any, generator: torch.Generator | None = None) -> torch.Tensor:
         """Returns the sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
@@ -298,7 +264,7 @@ class GridSum(ABC):
     def _sum_rounded(self, points: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
         """Returns the sum of points rounded to the grid, in steps."""
         if self.granularity > FINEST:
-            return round_at_random(self._place(points), draws).sum(0)
+            return round_at_random(self._grid_position(points), draws).sum(0)
         middle = self._low + self._span / 2
         centred = points - middle if middle else points
         steps = torch.full((len(points),), self.granularity / self._span, dtype=torch.float64)
@@ -347,15 +313,29 @@ class GridSum(ABC):
         estimate = counts.to(torch.float64, copy=True).sub_(expected)
         return estimate.mul_(self.grid_step).add_(reports * self._low)
 
-    def _simulate(self, points: Any, generator: torch.Generator | None) -> torch.Tensor:
-        """Draws an answer of the analyzer, without messages."""
+    def simulate(self, X: Any, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draws the estimate of the sum of all users' points, at once.
+
+        Its distribution is that of ``decode`` of the sum of all users' ``randomize``.
+
+        Args:
+            X: One row per user, shape (n, d): a tensor or array, or an iterable of blocks of rows
+                for data that does not fit into memory.
+            generator: On the CPU; by default secret.
+
+        Returns:
+            float64, shape (d,).
+
+        Raises:
+            ValueError: If a row is out of bounds, or the number of rows is not covered.
+        """
         draws = stream_of(generator)
-        counts, reports = self._encode(points, draws)
+        counts, reports = self._encode(X, draws)
         if not reports:
             raise ValueError("X must hold one row per user, got none")
         return self.decode(counts + self.draw_noise(reports, draws), reports)
 
-    def _place(self, points: torch.Tensor) -> torch.Tensor:
+    def _grid_position(self, points: torch.Tensor) -> torch.Tensor:
         """Returns where points lie on the grid, in steps."""
         return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
 

@@ -12,7 +12,6 @@ import torch
 from opacus_shuffle.core.validation import integer, moderate
 from opacus_shuffle.protocols.calibration import Promise, published_scalar_plan, tight_scalar_plan
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
-from opacus_shuffle.protocols.messages import Messages
 
 
 class ShuffleScalarSum(GridSum):
@@ -60,50 +59,25 @@ class ShuffleScalarSum(GridSum):
         super().__init__(users, 1, promise, plan, low=0.0, span=top)
         self.max_value = top
 
-    def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
-        """Returns one user's messages.
-
-        Args:
-            x: The user's number, in [0, ``max_value``].
-            generator: On the CPU; by default secret, from the operating system.
-
-        Raises:
-            ValueError: If ``x`` is no number in that range.
-        """
-        point = real_numbers("x", x)
-        if point.numel() != 1:
-            raise ValueError(f"x must be one number, got shape {tuple(point.shape)}")
-        return self._randomize(point.reshape(1, 1), generator)
-
-    def analyze(self, messages: Messages) -> float:
-        """Returns the unbiased estimate of the sum of those whose messages these are.
-
-        Args:
-            messages: What ``shuffle`` answered.
-
-        Raises:
-            ValueError: If they are not that, come from another protocol, or from too few or too
-                many users for its guarantee.
-        """
-        return float(self._analyze(messages))
-
-    def simulate(self, x: Any, generator: torch.Generator | None = None) -> float:
-        """Draws what ``analyze`` answers to shuffled messages of these numbers, without messages.
+    def simulate(  # type: ignore[override]
+        self, x: Any, generator: torch.Generator | None = None
+    ) -> float:
+        """Draws the estimate of the sum of all users' numbers, at once.
 
         Args:
             x: One number per user, shape (n,).
             generator: On the CPU; by default secret.
 
         Raises:
-            ValueError: If ``x`` is nothing of the kind, a number lies outside of [0,
-                ``max_value``], or there are too few or too many of them.
+            ValueError: If ``x`` has another shape, a number lies outside of [0, ``max_value``], or
+                the number of users is not covered.
         """
         numbers = real_numbers("x", x)
         if numbers.ndim != 1:
             raise ValueError(
                 f"x must have shape (n,), one number per user, got {tuple(numbers.shape)}"
             )
-        return float(self._simulate(numbers.unsqueeze(1), generator))
+        return float(super().simulate(numbers.unsqueeze(1), generator))
 
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         slack = TOLERANCE * self.max_value

@@ -27,8 +27,7 @@ from opacus_shuffle.protocols.calibration import (
     published_vector_plan,
     tight_vector_plan,
 )
-from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
-from opacus_shuffle.protocols.messages import Messages
+from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
 from opacus_shuffle.protocols.sums_on_gpu import sum_on_gpu
 
@@ -173,49 +172,6 @@ class ShuffleVectorSum(GridSum):
             [(protocol.sum_round, promise.rounds)], delta=promise.delta
         )
         return protocol
-
-    def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
-        """Returns one user's messages.
-
-        Args:
-            x: The user's vector, shape (d,), ‖x‖₂ ≤ ``max_norm``.
-            generator: On the CPU; by default secret, from the operating system.
-
-        Raises:
-            ValueError: If ``x`` has another shape, or is longer than ``max_norm``.
-        """
-        point = real_numbers("x", x)
-        if point.shape != (self.dimension,):
-            raise ValueError(f"x must have shape ({self.dimension},), got {tuple(point.shape)}")
-        return self._randomize(point.unsqueeze(0), generator)
-
-    def analyze(self, messages: Messages) -> torch.Tensor:
-        """Returns the unbiased estimate of the senders' sum: float64, shape (d,).
-
-        Args:
-            messages: What ``shuffle`` answered.
-
-        Raises:
-            ValueError: If they are not that, come from another protocol, or from too few or too
-                many users for its guarantee.
-        """
-        return self._analyze(messages)
-
-    def simulate(self, X: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws what ``analyze(shuffle([randomize(x) for x in X]))`` answers, without messages.
-
-        Args:
-            X: One row per user, shape (n, d): a tensor or array, or an iterable of blocks of rows,
-                for data that memory does not hold.
-            generator: On the CPU; by default secret.
-
-        Returns:
-            float64, shape (d,).
-
-        Raises:
-            ValueError: If a row is longer than ``max_norm``, or the number of rows is not covered.
-        """
-        return self._simulate(X, generator)
 
     def encode_scaled(
         self,

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from shuffled_bits import randomize
 
 from opacus_shuffle import ShuffledSums, ShuffledWeights, ShuffleGauss, ShuffleVectorSum
 from opacus_shuffle.accountants.mechanism import sent_per_user
@@ -21,7 +22,7 @@ SUMS = ShuffledSums.of_protocol(PROTOCOLS["tight"], sample_rate=0.5)
 
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
 def test_sums_say_as_many_bits_as_one_users_messages_have(protocol):
-    message = protocol.randomize(torch.zeros(20))
+    message = randomize(protocol, torch.zeros(20))
     sent = sent_per_user([(ShuffledSums.of_protocol(protocol, sample_rate=0.3), 7)])
     assert sent.bits_per_coordinate == message.bits_per_report
     # By secret coins, all report in every round.

@@ -154,7 +154,7 @@ def test_a_count_is_that_of_the_bits_a_user_of_the_protocol_sends():
     reports = BitSums(**{**SUMS, "dimension": 2000})
     x = torch.full((2000,), 0.7 * 2.0 / math.sqrt(2000))
     ours = np.frombuffer(reports.open(reports.encode(1, x))[1], reports.count_type).astype(int)
-    theirs = reports.protocol.randomize(x).ones()
+    theirs = reports.protocol.randomize(x).numpy()
     edges = np.unique(np.quantile(np.concatenate([ours, theirs]), np.linspace(0, 1, 12)))
     table = np.array([np.histogram(counts, edges)[0] for counts in (ours, theirs)]) + 1
     assert stats.chi2_contingency(table).pvalue > 1e-9

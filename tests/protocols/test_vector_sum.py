@@ -43,10 +43,7 @@ def test_the_statement_says_what_a_user_sends_and_gets():
 
 
 HELD = ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-2, "tight")
-OTHER = ShuffleVectorSum(60, 3, 1.0, 1.0, 1e-2, "tight")
-NARROW = ShuffleVectorSum(50, 2, 1.0, 1.0, 1e-2, "tight")
 X = torch.zeros(3)
-MINE = [HELD.randomize(X) for _ in range(50)]
 GOOD = {"num_users": 9, "dimension": 2, "max_norm": 1.0, "epsilon": 1.0, "delta": 0.1, "rounds": 2}
 MULTIPLIER = {
     **{name: GOOD[name] for name in ("num_users", "dimension", "max_norm", "delta")},
@@ -125,7 +122,6 @@ class ElsewhereGenerator(torch.Generator):
     [
         lambda generator: HELD.randomize(X, generator),
         lambda generator: HELD.simulate(X.expand(50, 3), generator),
-        lambda generator: HELD.shuffle(MINE, generator),
     ],
 )
 def test_other_generators_are_refused(call, generator):
@@ -150,16 +146,6 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: HELD.shuffle([*MINE[:-1], OTHER.randomize(X)]), "another protocol"),
-        (lambda: HELD.analyze(OTHER.shuffle([OTHER.randomize(X)] * 60)), "another protocol"),
-        (lambda: HELD.shuffle([NARROW.randomize(X[:2])] * 50), "another protocol"),
-        (lambda: HELD.shuffle(MINE[:49]), r"50 users.*got 49"),
-        (lambda: HELD.shuffle([*MINE, MINE[0]]), r"50 users.*got 51"),
-        (lambda: HELD.shuffle([]), "at least one"),
-        (lambda: HELD.shuffle(["bits"] * 50), "Messages, got str"),
-        (lambda: HELD.analyze(np.zeros(3)), "Messages, got ndarray"),
-        (lambda: HELD.analyze(MINE), "call shuffle on it first"),
-        (lambda: HELD.analyze(MINE[0]), r"50 users.*got 1"),
         (lambda: HELD.exact_epsilon(1e-300), "delta=1e-300 is less than"),
         (lambda: ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-250), "delta must be at least 1e-200"),
         (
@@ -176,7 +162,7 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
         ),
     ],
 )
-def test_what_is_of_another_protocol_or_not_covered_is_refused(act, message):
+def test_what_is_not_covered_is_refused(act, message):
     with pytest.raises(ValueError, match=message):
         act()
 
