@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,14 @@ from opacus_shuffle.sco import (
     Problem,
     absolute_loss,
     logistic_loss,
-    pan_private_accelerated_sgd,
     shuffle_accelerated_sgd,
     shuffle_gradient_descent,
     shuffle_sgd,
     shuffle_strongly_convex,
 )
+
+sys.path.append(str(Path(__file__).parent.parent / "reproduction"))
+from pan_private import pan_private_accelerated_sgd
 
 EPSILON, DELTA = 0.1, 1e-6
 RIDGE = 0.1

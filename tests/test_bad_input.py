@@ -191,7 +191,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         sco.shuffle_accelerated_sgd: {"smoothness": 0.25},
         sco.shuffle_gradient_descent: {"rounds": 2, "smoothness": 0.25},
         sco.shuffle_strongly_convex: {"strong_convexity": 0.1, "smoothness": 0.25},
-        sco.pan_private_accelerated_sgd: {"smoothness": 0.25},
     }
     for solver, more in solvers.items():
         valid_calls[solver.__name__] = (

@@ -11,7 +11,6 @@ ADVERSARIES = {
     "one round": "sees every shuffled message of the round (bits with their coordinate)",
     "sequential": "sees every shuffled message of every round (bits with their coordinate)",
     "full": "sees every shuffled message of every round (bits with their coordinate)",
-    "pan": "sees the algorithm's whole inner state once, at a time of its choice, and the output",
 }
 
 
@@ -21,12 +20,11 @@ class PrivacyStatement(PrivacyBound):
 
     Attributes:
         interaction: ``"one round"``, ``"sequential"`` (every user in one round: SCO Definition
-            2.7), ``"full"`` (users in many: Definition 2.8) or ``"pan"`` (no shuffler: SCO
-            Definition C.2); it says who is trusted and what the adversary sees.
+            2.7) or ``"full"`` (users in many: Definition 2.8); it says what the adversary sees.
         rounds: Rounds in all.
         rounds_per_user: In how many of them one user takes part.
         num_users: Users whose data were used.
-        bits_per_user: What one user sends over the whole run; None where nothing is sent.
+        bits_per_user: What one user sends over the whole run.
         calibration: ``"tight"`` or ``"published"``.
         honest_fraction: The share of every round's users that must follow the protocol; the others
             may drop out or send what they like.
@@ -42,16 +40,13 @@ class PrivacyStatement(PrivacyBound):
     interaction: str
     rounds_per_user: int
     num_users: int
-    bits_per_user: int | None
+    bits_per_user: int
     calibration: str
     honest_fraction: float = 1.0
     sample_rate: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adversary", ADVERSARIES[self.interaction])
-        if self.interaction == "pan":
-            object.__setattr__(self, "mechanism", "pan_private_sums")
-            object.__setattr__(self, "trusted", "the algorithm, but for that one intrusion")
         super().__post_init__()
 
     def __str__(self) -> str:
@@ -72,8 +67,7 @@ class PrivacyStatement(PrivacyBound):
         if self.sample_rate < 1:
             often = f"each of a fresh, secret sample of {self.sample_rate:.3g} of all users"
         lines.append(f"  rounds:     {self.rounds:,}, {often}")
-        if self.bits_per_user is not None:
-            lines.append(f"  sends:      {self.bits_per_user:,} bits per user")
+        lines.append(f"  sends:      {self.bits_per_user:,} bits per user")
         lines.append(f"  noise:      calibrated by {self.calibration!r}")
         if self.lower is not None:
             lines.append(f"  at least:   {round_down(self.lower)} (one pair of data sets has that)")

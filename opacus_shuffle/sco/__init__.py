@@ -12,7 +12,6 @@ from opacus_shuffle.sco.losses import absolute_loss, hinge_loss, logistic_loss, 
 from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Estimate
 from opacus_shuffle.sco.strongly_convex import shuffle_strongly_convex
@@ -30,7 +29,6 @@ __all__ = [
     "absolute_loss",
     "hinge_loss",
     "logistic_loss",
-    "pan_private_accelerated_sgd",
     "shuffle_accelerated_sgd",
     "shuffle_gradient_descent",
     "shuffle_sgd",

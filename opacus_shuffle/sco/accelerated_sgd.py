@@ -55,7 +55,7 @@ class AcceleratedSGD(Solver):
     def schedule(self, num_users: int, start: Start) -> tuple[int, int]:
         """Returns the caller's batch size, or the proved bound's best, and the whole batches."""
         best = accelerated_batch_size(
-            self.oracle(self.variance(None)),
+            self.oracle(self.planned_variance()),
             num_users=num_users,
             smoothness=self.problem.smoothness,
             distance=start.distance,
@@ -69,7 +69,7 @@ class AcceleratedSGD(Solver):
             rounds=rounds, lipschitz=problem.lipschitz, distance=distance
         )
         objective = problem.smoothed(smoothness)
-        deviation = self.oracle(self.variance(batch_size)).deviation(batch_size)
+        deviation = self.oracle(self.round_variance(batch_size, rounds)).deviation(batch_size)
         steps = accelerated_step_sizes(
             rounds=rounds, smoothness=smoothness, deviation=deviation, distance=distance
         )
@@ -92,12 +92,6 @@ class AcceleratedSGD(Solver):
             "smoothness": smoothness,
         }
         return Plan(objective, steps, chosen, bound)
-
-    def variance(self, batch_size: int | None) -> float:
-        """Returns the variance per coordinate of a batch's sum; None: of a size not yet known."""
-        if batch_size is None:
-            return self.planned_variance()
-        return self.protocol(batch_size, 1).variance
 
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
         """Makes a round of AC-SA with each group, and returns the aggregate.

@@ -35,7 +35,7 @@ class PrivacyBudget:
         calibration: ``"tight"``: the least noise that is proved to be enough. ``"published"``: the
             paper's formulas.
         honest_fraction: The share of every round's users that must follow the protocol, in [1/3,
-            1]; 1 for pan-private runs.
+            1].
 
     Raises:
         ValueError: If a value is out of range.

@@ -199,22 +199,10 @@ class Solver(ABC):
         # sequential run promises.
         full = self.interaction == "full"
         groups = [users] * rounds if full else list(torch.split(users[: size * rounds], size))
-        self.history, often = [], rounds if full else 1
-        theta = self.iterate(plan, groups, start)
-        bits = None
-        if self.interaction != "pan":
-            bits = often * self.protocol(size, rounds).bits_per_user
-        privacy = PrivacyStatement(
-            **dataclasses.asdict(self.budget),
-            interaction=self.interaction,
-            rounds=rounds,
-            rounds_per_user=often,
-            num_users=size if full else size * rounds,
-            bits_per_user=bits,
-        )
+        self.history = []
         return Estimate(
-            theta=theta,
-            privacy=privacy,
+            theta=self.iterate(plan, groups, start),
+            privacy=self.statement(size, rounds),
             history=self.history,
             choices={
                 "algorithm": self.algorithm,
@@ -223,6 +211,18 @@ class Solver(ABC):
                 "distance": start.distance,
             },
             excess_loss_bound=self._proved(plan),
+        )
+
+    def statement(self, batch_size: int, rounds: int) -> Any:
+        """Returns the guarantee of a phase of so many rounds of this size."""
+        rounds_per_user = rounds if self.interaction == "full" else 1
+        return PrivacyStatement(
+            **dataclasses.asdict(self.budget),
+            interaction=self.interaction,
+            rounds=rounds,
+            rounds_per_user=rounds_per_user,
+            num_users=batch_size * rounds // rounds_per_user,
+            bits_per_user=rounds_per_user * self.protocol(batch_size, rounds).bits_per_user,
         )
 
     def bound(self, num_users: int, start: Start) -> float:
@@ -268,6 +268,10 @@ class Solver(ABC):
             dimension=problem.dimension, max_norm=problem.lipschitz, **promised
         )
         return variance / honest_fraction
+
+    def round_variance(self, batch_size: int, rounds: int) -> float:
+        """Returns the variance per coordinate of the sum of a round of this size."""
+        return self.protocol(batch_size, rounds).variance
 
     def mean_gradient(self, plan: Plan, theta: Tensor, users: Tensor, rounds: int) -> Tensor:
         """Runs one round: these users report, and the protocol estimates their mean gradient (d,).

@@ -18,14 +18,12 @@ from opacus_shuffle.core.validation import integer, one_of, positive
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.gradient_descent import GradientDescent
 from opacus_shuffle.sco.objective import LinearObjective
-from opacus_shuffle.sco.pan_private import PanPrivate
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Estimate, Solver, Start
 
 METHODS: dict[str, type[Solver]] = {
     "accelerated": AcceleratedSGD,
     "gradient_descent": GradientDescent,
-    "pan_private": PanPrivate,
 }
 
 
@@ -46,12 +44,11 @@ def shuffle_strongly_convex(
             anew.
         budget: What the whole run may reveal.
         strong_convexity: λ: the mean loss less λ‖θ‖²/2 is convex on the set.
-        method: ``"accelerated"`` (Theorem 4.8), ``"gradient_descent"`` (Theorem 4.9; every user in
-            every round of its phase) or ``"pan_private"`` (Theorem C.3, 3 and 4; no shuffler,
-            records in the order given).
+        method: ``"accelerated"`` (Theorem 4.8) or ``"gradient_descent"`` (Theorem 4.9; every user
+            in every round of its phase).
         phases: k; by default the one with the least proved bound (:func:`best_number_of_phases`).
         rounds: T of each phase, for ``"gradient_descent"`` only.
-        batch_size: b of each phase, for the other methods only.
+        batch_size: b of each phase, for ``"accelerated"`` only.
 
     Returns:
         The estimate. ``choices["phases"]`` holds each phase's own. Excess loss: the last phase's
@@ -72,8 +69,8 @@ def shuffle_strongly_convex(
         )
     if batch_size is not None and method == "gradient_descent":
         raise ValueError(
-            f"batch_size goes with the other methods, got {batch_size!r} for 'gradient_descent': "
-            "pass rounds"
+            f"batch_size goes with method='accelerated', got {batch_size!r} for "
+            "'gradient_descent': pass rounds"
         )
     solver = METHODS[method](problem, budget, rounds=rounds, batch_size=batch_size)
     convexity = positive("strong_convexity", strong_convexity)
@@ -112,7 +109,7 @@ def shuffle_strongly_convex(
         rounds=sum(statement.rounds for statement in statements),
         rounds_per_user=max(statement.rounds_per_user for statement in statements),
         num_users=sum(statement.num_users for statement in statements),
-        bits_per_user=max(statement.bits_per_user or 0 for statement in statements) or None,
+        bits_per_user=max(statement.bits_per_user for statement in statements),
     )
     choices = {
         "algorithm": f"phases of {method}",

@@ -72,7 +72,6 @@ CALLS = {
         {**RUN, **PHASES, "method": "gradient_descent", "rounds": 2},
         {},
     ),
-    "pan": (sco.pan_private_accelerated_sgd, {**RUN, "batch_size": 10}, {}),
 }
 
 
@@ -126,9 +125,11 @@ def run_with(run, **change):
     return solve(run, **call)
 
 
-accelerated = functools.partial(run_with, sco.shuffle_accelerated_sgd, batch_size=10)
+def accelerated(**change):
+    return run_with(sco.shuffle_accelerated_sgd, **{"batch_size": 10, **change})
+
+
 phases = functools.partial(run_with, sco.shuffle_strongly_convex, strong_convexity=1.0)
-pan = functools.partial(run_with, sco.pan_private_accelerated_sgd)
 ONE, RECORDS = torch.ones(1), torch.ones(3, 1)
 COUNTING = nn.Sequential(
     nn.Linear(2, 4),
@@ -327,10 +328,9 @@ UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
         (lambda: phases(rounds=3), "rounds goes with method='gradient_descent'"),
         (
             lambda: phases(method="gradient_descent", batch_size=3),
-            "batch_size goes with the other methods",
+            "batch_size goes with method='accelerated'",
         ),
         (lambda: phases(method="newton"), "method must be one of"),
-        (lambda: phases(method="pan_private", honest_fraction=0.5), "honest_fraction must be 1"),
         (lambda: phases(strong_convexity=2.0), "smoothness must be at least strong_convexity"),
         (lambda: phases(strong_convexity=0.0), "strong_convexity must be positive"),
         (
@@ -339,10 +339,8 @@ UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
         ),
         (lambda: phases(phases=101), "phases must be .* \\(and at most 100\\)"),
         (lambda: phases(phases=0), "phases must be a whole number"),
-        (lambda: pan(epsilon=1.0, calibration="published"), "epsilon must be below 1.*'tight'"),
-        (lambda: pan(honest_fraction=0.5), "honest_fraction must be 1 for pan-private runs"),
-        (lambda: pan(batch_size=101), "batch_size must be .* \\(and at most 100\\)"),
-        (lambda: pan(batch_size=0), "batch_size must be a whole number"),
+        (lambda: accelerated(batch_size=101), "batch_size must be .* \\(and at most 100\\)"),
+        (lambda: accelerated(batch_size=0), "batch_size must be a whole number"),
         (lambda: sco.shuffle_sgd(half_square, RECORDS), "problem must be a Problem, got function"),
         (lambda: sco.shuffle_sgd(RUN["problem"], 1.0), "budget must be a PrivacyBudget, got float"),
         (

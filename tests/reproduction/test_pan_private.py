@@ -1,4 +1,4 @@
-"""What an intruder sees, and the noise that hides the record that was read."""
+"""The noise of a pan-private run, what an intruder sees of it, and its excess loss."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from helpers.convex_problems import Quadratic, seeded, solve
+from helpers.convex_problems import Quadratic, mean_excesses, seeded, solve
+from pan_private import pan_private_accelerated_sgd, pan_private_noise
 from scipy.stats import chi2
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.sco import L2Ball, Objective, PrivacyBudget, pan_private_accelerated_sgd
-from opacus_shuffle.sco.pan_private import pan_private_noise
+from opacus_shuffle.sco import L2Ball, Objective, PrivacyBudget
 
 BUDGET = {"epsilon": 0.9, "delta": 1e-6}
 COMMON = {"constraint": L2Ball(1.0), "lipschitz": 1.0, "smoothness": 1.0, **BUDGET}
@@ -65,6 +65,26 @@ def test_the_papers_noise_is_the_formula_and_the_tight_one_the_least():
 def test_the_statement_is_about_one_intrusion():
     run, data = pan_private_accelerated_sgd, torch.zeros(100, 2)
     privacy = solve(run, Quadratic(2), data, batch_size=30, **COMMON).privacy
-    assert (privacy.interaction, privacy.rounds, privacy.num_users) == ("pan", 3, 90)
-    assert privacy.bits_per_user is None
+    assert (privacy.epsilon, privacy.delta, privacy.rounds) == (0.9, 1e-6, 3)
     assert "inner state once" in privacy.adversary
+
+
+# SCO Theorem C.3.
+@pytest.mark.parametrize("calibration", ["published", pytest.param("tight", marks=pytest.mark.zoo)])
+def test_the_mean_excess_is_below_the_bound(calibration):
+    """A mean of 8 independent runs is within 4 standard errors but for 6e-5."""
+    options = {**BUDGET, "calibration": calibration, "smoothness": 1.0, "users": 3000}
+    excesses, bound = mean_excesses(pan_private_accelerated_sgd, 8, **options)
+    assert excesses.mean() - 4 * excesses.std() / math.sqrt(8) <= bound < 1.8 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": 1.0, "calibration": "published"}, "epsilon must be below 1.*'tight'"),
+        ({"honest_fraction": 0.5}, "honest_fraction must be 1 for pan-private runs"),
+    ],
+)
+def test_a_budget_that_does_not_suit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        solve(pan_private_accelerated_sgd, Quadratic(2), torch.zeros(100, 2), **COMMON | change)
