@@ -32,7 +32,11 @@ from opacus_shuffle.sco.solver import Estimate, Plan, Start
 
 
 def pan_private_accelerated_sgd(
-    problem: Problem, budget: PrivacyBudget, *, batch_size: int | None = None
+    problem: Problem,
+    budget: PrivacyBudget,
+    *,
+    batch_size: int | None = None,
+    published: bool = False,
 ) -> Estimate:
     """Minimises the mean loss of a stream of records, in one pass and in the given order.
 
@@ -40,9 +44,10 @@ def pan_private_accelerated_sgd(
         problem: The problem, minimised directly if ``problem.smoothness`` is known (Theorem C.3,
             2), else smoothed (Theorem C.3, 1). Its generator draws the noise and is part of the
             inner state: anyone who has it can remove the noise.
-        budget: What an intruder who also sees the output may learn. Its calibration is that of
-            :func:`pan_private_noise`, and its ``honest_fraction`` must be 1.
+        budget: What an intruder who also sees the output may learn. Its ``honest_fraction`` must
+            be 1.
         batch_size: b, records per step; by default the one with the smallest proved bound.
+        published: Whether the noise is the paper's; see :func:`pan_private_noise`.
 
     Returns:
         The estimate; its ``privacy`` is a :class:`~opacus_shuffle.core.guarantees.PrivacyBound`.
@@ -62,15 +67,19 @@ def pan_private_accelerated_sgd(
         sum with both noises. Each view is one Gaussian mechanism of sensitivity 2L/b and standard
         deviation ζ or more, post-processed. The memory while a record is processed is not covered.
     """
-    return PanPrivateSGD(problem, budget, batch_size=batch_size).solve()
+    solver = PanPrivateSGD(problem, budget, batch_size=batch_size)
+    solver.published = published
+    return solver.solve()
 
 
-def pan_private_noise(budget: PrivacyBudget, *, lipschitz: float, batch_size: int) -> float:
+def pan_private_noise(
+    budget: PrivacyBudget, *, lipschitz: float, batch_size: int, published: bool = False
+) -> float:
     """Returns ζ, the standard deviation per coordinate of either noise on a batch's mean gradient.
 
-    Replacing a record moves that mean by at most 2L/b. ``"tight"`` takes the smallest ζ whose
-    Gaussian mechanism is (ε, δ)-DP, ``"published"`` ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6), for ε
-    below 1. Both are rounded up.
+    Replacing a record moves that mean by at most 2L/b. By default ζ is the smallest whose Gaussian
+    mechanism is (ε, δ)-DP. If ``published``, ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6), for ε below
+    1. Both are rounded up.
 
     Raises:
         ValueError: If the budget does not suit a pan-private run.
@@ -81,7 +90,7 @@ def pan_private_noise(budget: PrivacyBudget, *, lipschitz: float, batch_size: in
             f"{budget.honest_fraction!r}"
         )
     epsilon, delta, shift = budget.epsilon, budget.delta, 2 * lipschitz / batch_size
-    if budget.calibration == "tight":
+    if not published:
         multiplier = smallest_noise(
             lambda sigma: gaussian.compute_epsilon(mu=1 / sigma, delta=delta),
             target_epsilon=epsilon,
@@ -89,8 +98,7 @@ def pan_private_noise(budget: PrivacyBudget, *, lipschitz: float, batch_size: in
         return math.nextafter(shift * multiplier, math.inf)
     if epsilon >= 1:
         raise ValueError(
-            "epsilon must be below 1 for calibration='published' (SCO Lemma C.5), got "
-            f"{epsilon!r}; use 'tight'"
+            f"epsilon must be below 1 for published=True (SCO Lemma C.5), got {epsilon!r}"
         )
     return math.nextafter(shift * math.sqrt(2 * math.log(2 / delta)) / epsilon, math.inf)
 
@@ -99,6 +107,7 @@ class PanPrivateSGD(AcceleratedSGD):
     """Accelerated SGD on a stream of records (SCO Algorithm 6)."""
 
     algorithm = "pan-private accelerated SGD"
+    published = False
 
     def order(self) -> Tensor:
         """Returns the records in the order of the stream."""
@@ -114,8 +123,12 @@ class PanPrivateSGD(AcceleratedSGD):
 
     def noise(self, batch_size: int) -> float:
         """Returns ζ for batches of this size."""
-        lipschitz = self.problem.lipschitz
-        return pan_private_noise(self.budget, lipschitz=lipschitz, batch_size=batch_size)
+        return pan_private_noise(
+            self.budget,
+            lipschitz=self.problem.lipschitz,
+            batch_size=batch_size,
+            published=self.published,
+        )
 
     def plan(self, batch_size: int, rounds: int, start: Start) -> Plan:
         """Returns the plan of accelerated SGD, with ζ among its choices."""

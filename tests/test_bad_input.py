@@ -131,7 +131,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "BinomialNoise": (binomial_sums.BinomialNoise, {"trials": 100, "probability": 0.5}),
         "noise_variance": (
             noise_variance,
-            {"dimension": 3, "max_norm": 1.0, "epsilon": 1.0, "delta": 1e-5},
+            {"max_norm": 1.0, "epsilon": 1.0, "delta": 1e-5},
         ),
         "ShuffleVectorSum": (
             ShuffleVectorSum,
@@ -141,7 +141,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "max_norm": 1.0,
                 "epsilon": 1.0,
                 "delta": 1e-5,
-                "calibration": "tight",
             },
         ),
         "with_noise_multiplier": (

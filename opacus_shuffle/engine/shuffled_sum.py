@@ -9,7 +9,7 @@ nothing but memory. With ghost clipping (:class:`StreamedSum`) they are made lay
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
->>> protocol = ShuffleVectorSum(25, 10_000, 1.0, epsilon=1.0, delta=1e-5, calibration="tight")
+>>> protocol = ShuffleVectorSum(25, 10_000, 1.0, epsilon=1.0, delta=1e-5)
 >>> sums = ShuffledSum(protocol, noise_multiplier=2 / protocol.mu)
 >>> optimizer = PrivateOptimizer(
 ...     torch.optim.SGD(model.parameters(), lr=1.0), clipping=sums, noise=sums,

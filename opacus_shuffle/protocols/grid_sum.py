@@ -23,7 +23,7 @@ from opacus_shuffle.core.exact_binomials import draw_binomials
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
-from opacus_shuffle.protocols.calibration import GridPlan, Promise
+from opacus_shuffle.protocols.calibration import GridPlan, SumBudget
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, round_at_random, sum_of_roundings
 
@@ -48,22 +48,18 @@ class GridSum(ABC):
         self,
         num_users: int,
         dimension: int,
-        promise: Promise,
+        budget: SumBudget,
         plan: GridPlan,
         *,
         low: float,
         span: float,
     ) -> None:
         self.num_users, self.dimension = num_users, dimension
-        self.epsilon, self.delta = promise.epsilon, promise.delta
-        self.calibration, self.honest_fraction = promise.calibration, promise.honest_fraction
-        self.rounds, self.sample_rate = promise.rounds, promise.sample_rate
-        self.granularity, self.noise_bits, self.bit_probability = (
-            plan.granularity,
-            plan.noise_bits,
-            plan.bit_probability,
-        )
-        self._promise, self._plan, self._low, self._span = promise, plan, low, span
+        self.epsilon, self.delta = budget.epsilon, budget.delta
+        self.honest_fraction, self.rounds = budget.honest_fraction, budget.rounds
+        self.sample_rate, self.granularity = budget.sample_rate, plan.granularity
+        self.noise_bits, self.bit_probability = plan.noise_bits, plan.bit_probability
+        self._budget, self._plan, self._low, self._span = budget, plan, low, span
 
     @property
     def bits_per_user(self) -> int:
@@ -119,17 +115,7 @@ class GridSum(ABC):
     @property
     def tail(self) -> float:
         """The share of δ that one round's binomial tails may take."""
-        return self._promise.lost
-
-    @property
-    def round_epsilon(self) -> float | None:
-        """ε of one round by the paper's constants; None for another ``calibration``."""
-        return self._promise.published_round[0] if self.calibration == "published" else None
-
-    @property
-    def round_delta(self) -> float | None:
-        """One round's share of δ, if :attr:`round_epsilon` is a number."""
-        return self._promise.published_round[1] if self.calibration == "published" else None
+        return self._budget.lost
 
     def exact_epsilon(self, delta: float | None = None) -> tuple[float, float]:
         """Computes a lower value of ε, and a proved upper one, from the noise itself.
@@ -174,7 +160,6 @@ class GridSum(ABC):
             rounds_per_user=self.rounds,
             num_users=round(self.num_users / self.sample_rate),
             bits_per_user=self.rounds * self.bits_per_user,
-            calibration=self.calibration,
             honest_fraction=self.honest_fraction,
             sample_rate=self.sample_rate,
         )

@@ -10,27 +10,25 @@ from typing import Any
 import torch
 
 from opacus_shuffle.core.validation import integer, moderate
-from opacus_shuffle.protocols.calibration import Promise, published_scalar_plan, tight_scalar_plan
+from opacus_shuffle.protocols.calibration import SumBudget, tight_scalar_plan
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 
 
 class ShuffleScalarSum(GridSum):
-    """Sums numbers in [0, ``max_value``], one per user; the answer is unbiased.
+    """Sums numbers in [0, ``max_value``], one per user; the estimate is unbiased.
 
     Args:
         num_users: n, users in the round.
         max_value: Δ; numbers outside [0, Δ] are refused.
-        epsilon: ε, up to 300; with ``"published"`` up to 15.
+        epsilon: ε, up to 300.
         delta: δ in (0, ½).
-        calibration: ``"tight"``: the least noise whose exact hockey stick meets (ε, δ).
-            ``"published"``: SCO Lemma 3.1's constants.
-        honest_fraction: γ in [1/3, 1], as
-            :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`'s (SCO Claim A.8).
+        honest_fraction: γ in [1/3, 1], as for
+            :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum` (SCO Claim A.8).
 
     Formal Guarantees:
-        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency.
-        ``"tight"`` is exact: the worst pair of data sets, one value moving from end to end, has
-        δ(ε) ≤ δ and with one grid step more would not.
+        (ε, δ)-DP of all the shuffled bits, for every data set, replacement adjacency. It is exact:
+        in the worst pair of data sets one value moves from end to end of the range, and δ(ε) of
+        this pair is at most δ. With one more grid step it would exceed δ.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -42,21 +40,18 @@ class ShuffleScalarSum(GridSum):
         max_value: float,
         epsilon: float,
         delta: float,
-        calibration: str = "tight",
+        *,
         honest_fraction: float = 1.0,
     ) -> None:
         users, top = integer("num_users", num_users), moderate("max_value", max_value)
-        promise = Promise(epsilon, delta, calibration, honest_fraction)
-        share = {
-            "epsilon": promise.epsilon,
-            "delta": promise.delta,
-            "honest_fraction": promise.honest_fraction,
-        }
-        if promise.calibration == "tight":
-            plan = tight_scalar_plan(num_users=users, **share)
-        else:
-            plan = published_scalar_plan(num_users=users, max_value=top, **share)
-        super().__init__(users, 1, promise, plan, low=0.0, span=top)
+        budget = SumBudget(epsilon, delta, honest_fraction)
+        plan = tight_scalar_plan(
+            num_users=users,
+            epsilon=budget.epsilon,
+            delta=budget.delta,
+            honest_fraction=budget.honest_fraction,
+        )
+        super().__init__(users, 1, budget, plan, low=0.0, span=top)
         self.max_value = top
 
     def simulate(  # type: ignore[override]

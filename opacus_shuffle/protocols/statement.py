@@ -25,7 +25,6 @@ class PrivacyStatement(PrivacyBound):
         rounds_per_user: In how many of them one user takes part.
         num_users: Users whose data were used.
         bits_per_user: What one user sends over the whole run.
-        calibration: ``"tight"`` or ``"published"``.
         honest_fraction: The share of every round's users that must follow the protocol; the others
             may drop out or send what they like.
         sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that
@@ -41,7 +40,6 @@ class PrivacyStatement(PrivacyBound):
     rounds_per_user: int
     num_users: int
     bits_per_user: int
-    calibration: str
     honest_fraction: float = 1.0
     sample_rate: float = 1.0
 
@@ -68,7 +66,6 @@ class PrivacyStatement(PrivacyBound):
             often = f"each of a fresh, secret sample of {self.sample_rate:.3g} of all users"
         lines.append(f"  rounds:     {self.rounds:,}, {often}")
         lines.append(f"  sends:      {self.bits_per_user:,} bits per user")
-        lines.append(f"  noise:      calibrated by {self.calibration!r}")
         if self.lower is not None:
             lines.append(f"  at least:   {round_down(self.lower)} (one pair of data sets has that)")
         return "\n".join(lines)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -22,9 +21,8 @@ from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.validation import integer, moderate
 from opacus_shuffle.protocols.calibration import (
     ROUNDING_SHARE,
-    Promise,
+    SumBudget,
     plan_with_noise_multiplier,
-    published_vector_plan,
     tight_vector_plan,
 )
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum
@@ -38,37 +36,35 @@ _SHORT = 2**12
 
 
 class ShuffleVectorSum(GridSum):
-    """Sums vectors with ‖x‖₂ ≤ ``max_norm``, one per user; the answer is unbiased.
+    """Sums vectors with ‖x‖₂ ≤ ``max_norm``, one per user; the estimate is unbiased.
 
     Args:
         num_users: n, users in a round.
         dimension: d.
-        max_norm: Δ₂; a longer vector is refused, one longer by less than 1e-5 of it (single
-            precision's rounding) scaled back.
-        epsilon: ε, up to 300; with ``"published"`` up to 15.
+        max_norm: Δ₂. Longer vectors are refused. A vector that is longer by less than 1e-5 of it
+            (rounding in single precision) is scaled back.
+        epsilon: ε, up to 300.
         delta: δ in (0, ½).
-        calibration: ``"tight"``: the least noise that the exact accounting allows; over several
-            rounds μ of each is 1/√T of the total's. ``"published"``: the constants of SCO Theorem
-            A.6, some 10⁵ times more variance at the same proved (ε, δ); each of T rounds gets
-            ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5).
-        honest_fraction: γ in [1/3, 1]: (ε, δ) holds for the honest users even if only a share γ of
-            all follow the protocol, the rest sending nothing or anything. SCO Corollary A.9 says
-            ε/γ for a protocol made for ε: here ε is what holds.
-        rounds: T, rounds in which the same users take part; all together are (ε, δ)-DP.
-        sample_rate: If below 1, every round's ``num_users`` users are a fresh, secret, uniform
-            sample of fixed size, out of ``num_users / sample_rate`` users in all; with ``"tight"``
-            and everyone honest only.
+        honest_fraction: γ in [1/3, 1]. (ε, δ) holds for the honest users even if only a share γ of
+            all users follow the protocol and the others send nothing or anything. SCO Corollary A.9
+            says ε/γ for a protocol made for ε; here ε is the value that holds.
+        rounds: T, rounds with the same users, which together are (ε, δ)-DP.
+        sample_rate: If below 1, the ``num_users`` users of every round are a fresh, secret, uniform
+            sample of fixed size out of ``num_users / sample_rate`` users in all. It requires
+            ``honest_fraction=1``.
+
+    The noise is the least that the exact accounting allows; over T rounds, μ of each round is 1/√T
+    of the total's.
 
     Formal Guarantees:
-        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency, up to the
-        floating-point arithmetic of the random numbers. ``"published"``: SCO Theorem A.6, Corollary
-        A.9. ``"tight"``: the Gaussian bound of :mod:`opacus_shuffle.analysis.binomial_sums`, whose
-        worst case is over the whole ball and both directions. Anyone may drop out, as long as the
-        share of honest users holds; how many take part is not hidden.
+        (ε, δ)-DP of all the shuffled bits, for every data set, replacement adjacency, up to the
+        floating-point arithmetic of the random numbers, by the Gaussian bound of
+        :mod:`opacus_shuffle.analysis.binomial_sums`, whose worst case is over the whole ball and
+        both directions. Users may drop out as long as the share of honest users holds. The number
+        of users who report is not hidden.
 
     Raises:
-        ValueError: If an argument is out of range, ``"published"`` has drop-outs and ε·γ > 1 in a
-            round, or sampling is asked for where what it gains is not proved.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(
@@ -78,9 +74,8 @@ class ShuffleVectorSum(GridSum):
         max_norm: float,
         epsilon: float,
         delta: float,
-        calibration: str = "tight",
-        honest_fraction: float = 1.0,
         *,
+        honest_fraction: float = 1.0,
         rounds: int = 1,
         sample_rate: float = 1.0,
     ) -> None:
@@ -89,20 +84,15 @@ class ShuffleVectorSum(GridSum):
             integer("dimension", dimension),
             moderate("max_norm", max_norm),
         )
-        promise = Promise(epsilon, delta, calibration, honest_fraction, rounds, sample_rate)
-        sizes: dict[str, Any] = {
-            "num_users": users,
-            "dimension": entries,
-            "honest_fraction": promise.honest_fraction,
-        }
-        if promise.calibration == "tight":
-            plan = tight_vector_plan(**sizes, mu=promise.round_mu, lost=promise.lost)
-        else:
-            round_epsilon, round_delta = promise.published_round
-            plan = published_vector_plan(
-                **sizes, max_norm=norm, epsilon=round_epsilon, delta=round_delta
-            )
-        super().__init__(users, entries, promise, plan, low=-norm, span=2 * norm)
+        budget = SumBudget(epsilon, delta, honest_fraction, rounds, sample_rate)
+        plan = tight_vector_plan(
+            num_users=users,
+            dimension=entries,
+            mu=budget.round_mu,
+            lost=budget.lost,
+            honest_fraction=budget.honest_fraction,
+        )
+        super().__init__(users, entries, budget, plan, low=-norm, span=2 * norm)
         self.max_norm = norm
 
     @classmethod
@@ -120,56 +110,56 @@ class ShuffleVectorSum(GridSum):
         rate: float = 1.0,
         rounding_share: float = ROUNDING_SHARE,
     ) -> ShuffleVectorSum:
-        """Makes the tight protocol whose covering Gaussian has this noise multiplier.
+        """Makes the protocol with the fewest bits for a noise multiplier, or slightly more noise.
 
-        It has the nearest above that a grid allows. As in DP-SGD the multiplier is the noise of the
-        **sum** over ``max_norm``: one user's vector becoming zero is a Gaussian mechanism of μ =
-        1/``noise_multiplier``, a vector replaced by another one of μ = 2/``noise_multiplier``.
+        As in DP-SGD, the multiplier is the noise of the **sum** over ``max_norm``. If one user's
+        vector becomes zero, the sum is a Gaussian mechanism with μ = 1/``noise_multiplier``; if a
+        vector is replaced by another one, μ = 2/``noise_multiplier``.
 
         Args:
             num_users: n, as in the constructor (like ``dimension``, ``max_norm`` and
                 ``honest_fraction``).
             dimension: d.
             max_norm: Δ₂.
-            noise_multiplier: At least 0.1. The protocol has this much noise, or a little more: see
+            noise_multiplier: At least 0.1. The protocol has this much noise, or slightly more: see
                 ``rounding_share``.
-            delta: δ in (0, ½), of which the tails that no Gaussian covers take a millionth over all
+            delta: δ in (0, ½). The tails that no Gaussian covers use a millionth of it over all
                 ``rounds``.
             honest_fraction: γ.
-            rounds: T; ``epsilon`` of the protocol is what T rounds with the same users cost at
+            rounds: T. The protocol's ``epsilon`` is the cost of T rounds with the same users at
                 ``delta``, without sampling.
-            zero_on_grid: A vector of zero is not rounded, so that users who send zero add nothing
-                but their noise bits.
-            rate: The expected share of users who send another vector than zero; below 1 with
+            zero_on_grid: Zero is a point of the grid. Users who send zero then add only their noise
+                bits, and no error of rounding.
+            rate: The expected share of users who send a vector other than zero; below 1 only with
                 ``zero_on_grid``.
-            rounding_share: By what share rounding to the grid, and what binomial noise has more
-                than the Gaussian that covers it, may raise each coordinate's variance. Less takes
-                more bits: 0.3 some 65 of a coordinate, 0.1 some 170, 0.04 some 440 for n = 4000,
-                rate 0.1 and a multiplier of 1.55.
+            rounding_share: By which share each coordinate's variance may exceed that of the
+                covering Gaussian, because of rounding to the grid and of the binomial noise. A
+                smaller share takes more bits: 0.3 takes about 65 per coordinate, 0.1 about 170,
+                0.04 about 440 (n = 4000, rate 0.1, multiplier 1.55).
 
         Raises:
-            ValueError: If an argument is out of range, or no protocol gets there.
+            ValueError: If an argument is out of range, or no grid is fine enough.
         """
         users, entries, norm = (
             integer("num_users", num_users),
             integer("dimension", dimension),
             moderate("max_norm", max_norm),
         )
-        promise = Promise(1.0, delta, "tight", honest_fraction, rounds)
+        budget = SumBudget(1.0, delta, honest_fraction, rounds)
         plan = plan_with_noise_multiplier(
             users,
             entries,
             noise_multiplier,
-            promise,
+            budget,
             zero_on_grid=zero_on_grid,
             rate=rate,
             rounding_share=rounding_share,
         )
         protocol = cls.__new__(cls)
-        GridSum.__init__(protocol, users, entries, promise, plan, low=-norm, span=2 * norm)
+        GridSum.__init__(protocol, users, entries, budget, plan, low=-norm, span=2 * norm)
         protocol.max_norm = norm
         protocol.epsilon = binomial_sums.compute_epsilon(
-            [(protocol.sum_round, promise.rounds)], delta=promise.delta
+            [(protocol.sum_round, budget.rounds)], delta=budget.delta
         )
         return protocol
 
@@ -251,7 +241,6 @@ class ShuffleVectorSum(GridSum):
         return (
             f"ShuffleVectorSum(num_users={self.num_users}, dimension={self.dimension}, "
             f"max_norm={self.max_norm:g}, epsilon={self.epsilon:g}, delta={self.delta:g}, "
-            f"calibration={self.calibration!r}, "
             f"honest_fraction={self.honest_fraction:g}): rounds={self.rounds}, "
             f"sample_rate={self.sample_rate:g}, "
             f"granularity={self.granularity}, noise_bits={self.noise_bits}, "

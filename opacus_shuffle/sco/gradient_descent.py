@@ -71,8 +71,7 @@ def shuffle_gradient_descent(
     Args:
         problem: What is to be minimised: directly if ``problem.smoothness`` is known (Lemma B.6),
             else smoothed (Theorem 4.9).
-        budget: What may be revealed by all rounds together: with ``calibration="tight"`` they are
-            composed exactly, with ``"published"`` by Algorithm 5's advanced composition.
+        budget: The budget of all rounds together, which are composed exactly.
         rounds: T; each costs a gradient of every user. By default the proved bound's best of at
             most 256; with many users more rounds would prove less excess loss (up to n of them),
             and seldom have less.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import boolean, instance_of, integer, moderate
-from opacus_shuffle.protocols.calibration import Promise
+from opacus_shuffle.protocols.calibration import SumBudget
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, check_constraint
 from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import SLACK, MoreauEnvelope
@@ -32,8 +32,6 @@ class PrivacyBudget:
     Attributes:
         epsilon: ε of the whole run, in (0, 15], under replacement of one user's value.
         delta: δ of the whole run, in (0, ½).
-        calibration: ``"tight"``: the least noise that is proved to be enough. ``"published"``: the
-            paper's formulas.
         honest_fraction: The share of every round's users that must follow the protocol, in [1/3,
             1].
 
@@ -43,11 +41,10 @@ class PrivacyBudget:
 
     epsilon: float
     delta: float
-    calibration: str = "tight"
     honest_fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        checked = Promise(self.epsilon, self.delta, self.calibration, self.honest_fraction)
+        checked = SumBudget(self.epsilon, self.delta, self.honest_fraction)
         # What the methods promise of their loss is stated for the paper's range.
         if checked.epsilon > 15:
             raise ValueError(

@@ -260,14 +260,11 @@ class Solver(ABC):
 
     def planned_variance(self) -> float:
         """Returns the variance per coordinate of a round's sum."""
-        promised = dataclasses.asdict(self.budget)
-        # The others' noise comes on top, hence the division.
-        honest_fraction = promised.pop("honest_fraction")
-        problem = self.problem
         variance = noise_variance(
-            dimension=problem.dimension, max_norm=problem.lipschitz, **promised
+            max_norm=self.problem.lipschitz, epsilon=self.budget.epsilon, delta=self.budget.delta
         )
-        return variance / honest_fraction
+        # The noise of the other users comes on top, hence the division.
+        return variance / self.budget.honest_fraction
 
     def round_variance(self, batch_size: int, rounds: int) -> float:
         """Returns the variance per coordinate of the sum of a round of this size."""

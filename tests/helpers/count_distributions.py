@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 import torch
+from published_sums import with_plan
 from scipy.stats import chi2
 
 from helpers import binomial_enumeration
-from opacus_shuffle.protocols.calibration import GridPlan, Promise
-from opacus_shuffle.protocols.grid_sum import GridSum
+from opacus_shuffle.protocols.calibration import GridPlan
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 UNLIKELY = 1e-6
@@ -26,12 +26,10 @@ binomial_distribution = functools.partial(binomial_enumeration.binomial_distribu
 
 def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
     """A protocol with a grid coarse and noise small enough to see every rounding."""
-    protocol = ShuffleVectorSum(users, dimension, 1.0, 1.0, 1e-2, "tight", fraction)
-    plan = dataclasses.replace(plan, honest_users=math.ceil(users * fraction - 1e-9))
-    GridSum.__init__(
-        protocol, users, dimension, Promise(1.0, 1e-2, "tight", fraction), plan, low=-1.0, span=2.0
+    protocol = ShuffleVectorSum(users, dimension, 1.0, 1.0, 1e-2, honest_fraction=fraction)
+    return with_plan(
+        protocol, dataclasses.replace(plan, honest_users=math.ceil(users * fraction - 1e-9))
     )
-    return protocol
 
 
 def rounded(masses, value, low, size):

@@ -14,9 +14,9 @@ from helpers.count_distributions import (
     count_distribution,
     rounded,
 )
+from published_sums import published_scalar_sum, with_plan
 
-from opacus_shuffle.protocols.calibration import GridPlan, Promise
-from opacus_shuffle.protocols.grid_sum import GridSum
+from opacus_shuffle.protocols.calibration import GridPlan
 from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
 
 
@@ -40,12 +40,10 @@ CASES = [
 
 
 # SCO Lemma 3.1: privacy.
-@pytest.mark.parametrize("calibration", ["tight", "published"])
+@pytest.mark.parametrize("make", [ShuffleScalarSum, published_scalar_sum])
 @pytest.mark.parametrize(("users", "epsilon", "delta", "fraction"), CASES)
-def test_no_two_values_are_told_apart_better_than_promised(
-    calibration, users, epsilon, delta, fraction
-):
-    protocol = ShuffleScalarSum(users, 1.0, epsilon, delta, calibration, fraction)
+def test_no_two_values_are_told_apart_better_than_promised(make, users, epsilon, delta, fraction):
+    protocol = make(users, 1.0, epsilon, delta, honest_fraction=fraction)
     g = protocol.granularity
     values = np.random.default_rng(3).uniform(0, 1, (6, 2)).tolist()
     for pair in [
@@ -57,7 +55,7 @@ def test_no_two_values_are_told_apart_better_than_promised(
         *values,
     ]:
         assert exact_delta(protocol, [value * g for value in pair], epsilon) <= delta * (1 + 1e-11)
-    if calibration == "tight":
+    if make is ShuffleScalarSum:
         assert exact_delta(protocol, (0, g + 1), epsilon) > delta
         lower, upper = protocol.exact_epsilon()
         assert 0 <= lower <= upper <= epsilon
@@ -76,10 +74,9 @@ FORMS = {
 
 
 def small_protocol(fraction=1.0):
-    protocol = ShuffleScalarSum(3, 2.0, 1.0, 1e-2, "tight", fraction)
+    protocol = ShuffleScalarSum(3, 2.0, 1.0, 1e-2, honest_fraction=fraction)
     plan = dataclasses.replace(PLAN, honest_users=math.ceil(3 * fraction - 1e-9))
-    GridSum.__init__(protocol, 3, 1, Promise(1.0, 1e-2, "tight", fraction), plan, low=0.0, span=2.0)
-    return protocol
+    return with_plan(protocol, plan)
 
 
 def assert_counts_of(answers, reports):
@@ -112,7 +109,7 @@ def test_reports_have_the_exact_distribution_for_those_who_sent(reports):
 
 # ---- refusals
 
-HELD = ShuffleScalarSum(50, 1.0, 1.0, 1e-2, "tight")
+HELD = ShuffleScalarSum(50, 1.0, 1.0, 1e-2)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf, -math.inf])

@@ -14,7 +14,7 @@ from scipy.stats import binom
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.binomial_sums import BinomialNoise, gaussian_bound
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
-from opacus_shuffle.protocols.calibration import OVERHEAD, Promise
+from opacus_shuffle.protocols.calibration import OVERHEAD, SumBudget
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -30,7 +30,6 @@ def test_the_statement_says_what_a_user_sends_and_gets():
         "bits_per_user": 6 * 4 * (protocol.granularity + protocol.noise_bits),
         "num_users": 90,
         "honest_fraction": 0.5,
-        "calibration": "tight",
         "adjacency": "replace",
         "guarantee": Guarantee.PROVED,
         "bound": "certified",
@@ -42,7 +41,7 @@ def test_the_statement_says_what_a_user_sends_and_gets():
         assert part in text
 
 
-HELD = ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-2, "tight")
+HELD = ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-2)
 X = torch.zeros(3)
 GOOD = {"num_users": 9, "dimension": 2, "max_norm": 1.0, "epsilon": 1.0, "delta": 0.1, "rounds": 2}
 MULTIPLIER = {
@@ -130,7 +129,7 @@ def test_other_generators_are_refused(call, generator):
 
 
 def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
-    protocol = ShuffleVectorSum(10, 2, 1.0, 1.0, 1e-2, "tight", 0.35)
+    protocol = ShuffleVectorSum(10, 2, 1.0, 1.0, 1e-2, honest_fraction=0.35)
     for reports in (4, 7, 10):
         assert protocol.simulate(torch.zeros(reports, 2)).shape == (2,)
     for reports in (3, 11):
@@ -153,12 +152,8 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
             "max_norm must be positive and lie in .* another unit",
         ),
         (
-            lambda: ShuffleVectorSum(**GOOD, sample_rate=0.5, calibration="published"),
-            r"sample_rate=0.5.*tight.*honest_fraction=1",
-        ),
-        (
             lambda: ShuffleVectorSum(**GOOD, sample_rate=0.5, honest_fraction=0.5),
-            r"sample_rate=0.5.*tight.*honest_fraction=1",
+            r"sample_rate=0.5 requires honest_fraction=1",
         ),
     ],
 )
@@ -216,7 +211,6 @@ def test_a_protocol_made_for_a_noise_multiplier_has_it_or_a_little_more(
     # share at most.
     deviation = protocol.variance**0.5 / 2.0
     assert protocol.noise_multiplier <= deviation <= most * (1 + 1e-9)
-    assert protocol.calibration == "tight"
     assert (
         protocol.epsilon
         == protocol.exact_epsilon()[1]
@@ -242,7 +236,7 @@ def test_the_noise_multiplier_that_a_budget_buys_keeps_it_with_no_more_noise(
     epsilon, rounds, fraction
 ):
     bought = ShuffleVectorSum(200, 30, 1.0, epsilon, 1e-6, honest_fraction=fraction, rounds=rounds)
-    multiplier = 2 / Promise(epsilon, 1e-6, rounds=rounds).round_mu
+    multiplier = 2 / SumBudget(epsilon, 1e-6, rounds=rounds).round_mu
     asked = ShuffleVectorSum.with_noise_multiplier(
         200,
         30,

@@ -37,7 +37,7 @@ CALLS = {
     ),
     "PrivacyBudget": (
         sco.PrivacyBudget,
-        {"epsilon": 1.0, "delta": 1e-5, "calibration": "tight", "honest_fraction": 0.9},
+        {"epsilon": 1.0, "delta": 1e-5, "honest_fraction": 0.9},
         {},
     ),
     "L2Ball": (sco.L2Ball, {"radius": 1.0, "center": THETA}, {}),
@@ -283,7 +283,6 @@ UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
         (lambda: accelerated(epsilon=16.0), "epsilon must not exceed 15"),
         (lambda: accelerated(delta=0.5), "delta must be at least 1e-200 and below 1/2"),
         (lambda: accelerated(honest_fraction=0.2), "honest_fraction must lie in \\[1/3, 1\\]"),
-        (lambda: accelerated(calibration="loose"), "calibration must be one of"),
         (lambda: accelerated(lipschitz=0.0), "lipschitz must be positive"),
         (lambda: accelerated(smoothness=-1.0), "smoothness must be positive"),
         (lambda: accelerated(diameter=0.0), "diameter must be positive"),

@@ -104,17 +104,16 @@ def test_every_round_of_full_interaction_has_noise_that_all_rounds_together_need
 def test_statements_say_what_the_protocols_do():
     data, common = torch.zeros(1000, 2), {**COMMON, "honest_fraction": 0.8}
     estimate = solve(shuffle_sgd, Quadratic(2), data, batch_size=300, **common)
-    protocol = ShuffleVectorSum(300, 2, 2.0, 0.9, 1e-6, "tight", honest_fraction=0.8)
+    protocol = ShuffleVectorSum(300, 2, 2.0, 0.9, 1e-6, honest_fraction=0.8)
     three = {"rounds": 3, "num_users": 900, "interaction": "sequential"}
     assert estimate.privacy == dataclasses.replace(protocol.statement(), **three)
     assert estimate.privacy.guarantee is Guarantee.PROVED
-    published = {**common, "calibration": "published"}
-    full = solve(shuffle_gradient_descent, Quadratic(2), data, rounds=5, **published)
-    protocol = ShuffleVectorSum(1000, 2, 2.0, 0.9, 1e-6, "published", 0.8, rounds=5)
+    full = solve(shuffle_gradient_descent, Quadratic(2), data, rounds=5, **common)
+    protocol = ShuffleVectorSum(1000, 2, 2.0, 0.9, 1e-6, honest_fraction=0.8, rounds=5)
     assert full.privacy == protocol.statement()
     how = {"method": "gradient_descent", "strong_convexity": 1.0, "phases": 2, "rounds": 5}
     phases = solve(shuffle_strongly_convex, Quadratic(2), data, **how, **common)
-    protocol = ShuffleVectorSum(500, 2, 2.0, 0.9, 1e-6, "tight", 0.8, rounds=5)
+    protocol = ShuffleVectorSum(500, 2, 2.0, 0.9, 1e-6, honest_fraction=0.8, rounds=5)
     assert phases.privacy == dataclasses.replace(protocol.statement(), rounds=10, num_users=1000)
 
 

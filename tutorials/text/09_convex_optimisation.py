@@ -30,8 +30,9 @@ from opacus_shuffle.sco import (
     shuffle_gradient_descent,
 )
 
-sys.path.append("../benchmarks")
+sys.path += ["../benchmarks", "../reproduction"]
 import convex_optimisation as table
+from published_sums import published_vector_sum
 
 plt.style.use("figures.mplstyle")
 warnings.filterwarnings(
@@ -50,10 +51,8 @@ FULL = False
 users = torch.nn.functional.normalize(
     torch.randn(1_000, 20, generator=torch.Generator().manual_seed(0)) + 1, dim=1
 )
-for calibration in ("published", "tight"):
-    protocol = ShuffleVectorSum(
-        1_000, 20, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=calibration
-    )
+for calibration, make in (("published", published_vector_sum), ("tight", ShuffleVectorSum)):
+    protocol = make(1_000, 20, max_norm=1.0, epsilon=1.0, delta=1e-6)
     off = (protocol.simulate(users) - users.sum(0)).norm()
     expected = protocol.mean_squared_error**0.5
     print(

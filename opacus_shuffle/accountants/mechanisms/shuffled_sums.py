@@ -23,7 +23,7 @@ from opacus_shuffle.core.validation import (
 )
 from opacus_shuffle.protocols.calibration import (
     SMALLEST_MULTIPLIER,
-    Promise,
+    SumBudget,
     honest_users,
     plan_with_noise_multiplier,
 )
@@ -171,19 +171,19 @@ class ShuffledSums(Mechanism):
             reports = integer("round(sample_rate * num_users)", round(rate * users))
         # What ShuffleVectorSum.with_noise_multiplier builds, without importing PyTorch.
         honest_fraction = fields.get("honest_fraction", 1.0)
-        promise = Promise(1.0, ROUND_DELTA, "tight", honest_fraction)
+        budget = SumBudget(1.0, ROUND_DELTA, honest_fraction)
         plan = plan_with_noise_multiplier(
             reports,
             integer("dimension", fields["dimension"]),
             fields["noise_multiplier"],
-            promise,
+            budget,
             zero_on_grid=everyone_reports,
             rate=rate if everyone_reports else 1.0,
         )
         summed = BinomialSum(
             noise=plan.noise, shift=plan.granularity, dimension=fields["dimension"]
         )
-        mu, _ = gaussian_equivalent(summed, lost=promise.lost)
+        mu, _ = gaussian_equivalent(summed, lost=budget.lost)
         if sampling == "random_allocation":
             rate = 1 / _batches(rate)
         return cls(
@@ -195,8 +195,8 @@ class ShuffledSums(Mechanism):
             granularity=plan.granularity,
             noise_trials=plan.noise.trials,
             bit_probability=plan.bit_probability,
-            tail=promise.lost,
-            honest_fraction=promise.honest_fraction,
+            tail=budget.lost,
+            honest_fraction=budget.honest_fraction,
         )
 
     @classmethod

@@ -32,7 +32,7 @@ from opacus_shuffle.engine.schemes.base import plan_on_ranks
 from opacus_shuffle.engine.schemes.random_allocation import EpochScheme
 from opacus_shuffle.engine.shuffled_sum import ShuffledSum, StreamedSum
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
-from opacus_shuffle.protocols.calibration import Promise
+from opacus_shuffle.protocols.calibration import SumBudget
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -212,7 +212,7 @@ def _protocol_for(
     epsilon, delta, rate = budget.target_epsilon, budget.target_delta, sampling.sample_rate
     if budget.adjacency == "replace" and sampling.kind == "fixed_size":
         return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=rate)
-    lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
+    lost = LOST_SHARE * SumBudget(epsilon, delta).delta / steps
     if sampling.kind == "random_allocation":  # a trusted server's noise covers the bits' (11.9)
         sigma = compute_noise_multiplier(
             "random_allocation",

@@ -1,0 +1,170 @@
+"""The constants of sums as SCO prints them, and what they really promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published_sums import (
+    published_noise_variance,
+    published_scalar_plan,
+    published_scalar_sum,
+    published_vector_plan,
+    published_vector_sum,
+    round_budget,
+)
+from scipy.stats import binom
+
+from opacus_shuffle.analysis import binomial_sums
+from opacus_shuffle.analysis.binomial_sums import hockey_stick
+
+vectors = st.fixed_dictionaries(
+    {
+        "num_users": st.integers(1, 10**4),
+        "dimension": st.integers(1, 10**4),
+        "max_norm": st.floats(0.01, 2.0),
+        "epsilon": st.floats(0.5, 15.0),
+        "delta": st.floats(1e-8, 0.49),
+    }
+)
+
+
+def smallest_bits(g, epsilon, delta, n):
+    """b and p as Lemma 3.1 prints them, b the smallest whole number above its bound."""
+    b = math.floor(180 * g**2 * math.log(2 / delta) / (epsilon**2 * n)) + 1
+    return b, 90 * g**2 * math.log(2 / delta) / (b * epsilon**2 * n)
+
+
+# SCO Theorem A.6.
+@given(given_numbers=vectors)
+@settings(max_examples=200)
+def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
+    n, d, norm = (given_numbers[name] for name in ("num_users", "dimension", "max_norm"))
+    epsilon, delta = given_numbers["epsilon"], given_numbers["delta"]
+    plan = published_vector_plan(**given_numbers, honest_fraction=1.0)
+    g = math.ceil(max(2 * norm * math.sqrt(n), math.sqrt(d), 4) - 1e-9)
+    share = delta / (d + 1)
+    small = epsilon / (18 * math.sqrt(math.log(1 / share)))
+    b, p = smallest_bits(g, small, share, n)
+    assert plan.granularity == g
+    assert abs(plan.noise_bits - b) <= 1 + 1e-12 * b
+    assert plan.noise_bits > 180 * g**2 * math.log(2 / share) / (small**2 * n) * (1 - 1e-13)
+    assert plan.bit_probability == pytest.approx(p, rel=1e-9) or b < 10
+    assert plan.bit_probability * plan.noise_bits == pytest.approx(p * b, rel=1e-12)
+    assert 0 < plan.bit_probability < 0.5
+    assert plan.honest_users == n
+
+
+# SCO Lemma 3.1, SCO Lemma A.2.
+@given(given_numbers=vectors)
+@settings(max_examples=200)
+def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
+    n, epsilon, delta = (given_numbers[name] for name in ("num_users", "epsilon", "delta"))
+    top = given_numbers["max_norm"]
+    plan = published_scalar_plan(
+        num_users=n, max_value=top, epsilon=epsilon, delta=delta, honest_fraction=1.0
+    )
+    g = plan.granularity
+    printed = math.ceil(top * math.sqrt(n) - 1e-9)
+    # The grid is finer than printed only where the proof's "alpha small" needs it.
+    assert g == max(printed, 1, math.ceil(epsilon / 2.57 - 1e-9))
+    b, p = smallest_bits(g, epsilon, delta, n)
+    assert plan.noise_bits == b
+    assert plan.bit_probability == pytest.approx(p, rel=1e-12)
+    assert 0 < p < 0.5
+
+
+# SCO Lemma A.1.
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 1 / 3])
+@pytest.mark.parametrize(
+    ("n", "d", "epsilon", "delta"),
+    [(1, 1, 1.0, 0.4), (7, 2, 0.9, 0.1), (20, 3, 0.5, 1e-3), (1, 1, 15.0, 0.49)],
+)
+def test_the_papers_noise_gives_lemma_a1s_divergence(n, d, epsilon, delta, fraction):
+    if fraction < 1:
+        epsilon = min(epsilon, 1.0)
+    plan = published_vector_plan(
+        num_users=n,
+        dimension=d,
+        max_norm=1.0,
+        epsilon=epsilon,
+        delta=delta,
+        honest_fraction=fraction,
+    )
+    share = delta / (d + 1)
+    small = epsilon / (18 * math.sqrt(-math.log(share)))
+    assert hockey_stick(plan.noise, shift=plan.granularity, epsilon=small) <= share
+    scalar = published_scalar_plan(
+        num_users=n, max_value=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction
+    )
+    assert hockey_stick(scalar.noise, shift=scalar.granularity, epsilon=epsilon) <= delta
+
+
+def optimal_composition(epsilon_each, delta_each, rounds, epsilon):
+    """The exact δ(ε) of the worst T (ε_r, δ_r)-DP rounds: randomised responses that fail by δ_r."""
+    ones = np.arange(rounds + 1)
+    chances = binom.pmf(ones, rounds, 1 / (1 + math.exp(-epsilon_each)))
+    loss = (2 * ones - rounds) * epsilon_each
+    spread = float(chances @ np.maximum(-np.expm1(np.minimum(epsilon - loss, 0.0)), 0.0))
+    safe = math.exp(rounds * math.log1p(-delta_each))
+    return -math.expm1(rounds * math.log1p(-delta_each)) + safe * spread
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 10, 100, 3000])
+@pytest.mark.parametrize("delta", [0.49, 0.1, 1e-3, 1e-6, 1e-10])
+@pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 4.0, 15.0])
+def test_rounds_of_the_papers_budget_stay_within_the_whole(epsilon, delta, rounds):
+    each, each_delta = round_budget(epsilon, delta, rounds)
+    assert each_delta == delta / (rounds + 1)
+    assert each <= epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))) * (1 + 1e-12)
+    # Advanced composition with the rest of δ.
+    slack = delta - rounds * each_delta
+    assert min(
+        rounds * each, rounds * each**2 / 2 + each * math.sqrt(2 * rounds * math.log(1 / slack))
+    ) <= epsilon * (1 + 1e-9)
+    # And the worst mechanisms that have this budget, exactly.
+    assert optimal_composition(each, each_delta, rounds, epsilon) <= delta * (1 + 1e-9)
+
+
+def test_the_printed_split_stands_where_it_is_enough():
+    for epsilon, delta, rounds in ((1.0, 1e-6, 50), (0.3, 1e-8, 1000), (1.0, 1e-5, 2)):
+        each, _ = round_budget(epsilon, delta, rounds)
+        assert each == pytest.approx(
+            epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))), rel=1e-12
+        )
+    assert round_budget(1.0, 1e-6, 1) == (1.0, 1e-6)
+
+
+def test_rounds_with_the_same_users_are_far_below_their_budget():
+    protocol = published_vector_sum(8, 2, 1.0, 1.0, 1e-3, rounds=10)
+    assert binomial_sums.compute_epsilon([(protocol.sum_round, 10)], delta=1e-3) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("d", "norm", "epsilon", "delta"), [(10, 1.0, 1.0, 1e-6), (200, 3.0, 4.0, 1e-5)]
+)
+def test_the_planned_variance_is_the_protocols_limit(d, norm, epsilon, delta):
+    planned = published_noise_variance(dimension=d, max_norm=norm, epsilon=epsilon, delta=delta)
+    found = published_vector_sum(10_000, d, norm, epsilon, delta).variance
+    assert planned * (1 - 1e-9) <= found <= planned * 1.05
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: published_vector_sum(10, 3, 1.0, 15.01, 1e-6), "must not exceed 15 .*15.01"),
+        (lambda: published_scalar_sum(10, 1.0, 15.01, 1e-6), "must not exceed 15 .*15.01"),
+        (
+            lambda: published_vector_sum(10, 3, 1.0, 3.0, 1e-6, 0.5),
+            r"honest_fraction=0.5.*epsilon=3.0",
+        ),
+        (lambda: published_vector_sum(10, 3, 1.0, 1e-5, 1e-6), "would send"),
+        (lambda: published_vector_sum(10, 3, 1e13, 1.0, 1e-6), "grid would have"),
+    ],
+)
+def test_what_the_paper_does_not_cover_is_refused(act, message):
+    with pytest.raises(ValueError, match=message):
+        act()
