@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/federated_load.py``, some minutes: 2,000 clients, each with a secret and a
 connection of its own, report to ``python -m opacus_shuffle.federated.serve`` as 1, 4 and 16
-processes, of which the first has the others as its ``--parts``. ``CPU`` is the processor time that
+processes, of which the first has the others as its ``--shards``. ``CPU`` is the processor time that
 all of them take for a report, by Linux's clocks of processes, and ``x one`` that over the time of
 one process in the same run. In ``reports/s`` the clients have the same cores. What comes out is
 compared with the sum of what was sent.
@@ -15,7 +15,7 @@ hung up on comes again. ``--in-process`` is a round of as many clients without H
 service with as many secrets; ``--versions FOLDER ...`` compares versions of the package, in folders
 such as ``git worktree add`` makes.
 
->>> part_of(20, 50, processes=2, number=0)[0].num_reports
+>>> shard_of(20, 50, processes=2, number=0)[0].num_reports
 10
 """
 
@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from opacus_shuffle.federated import BitSums, FarShuffler, Shuffler, ShufflerService
+from opacus_shuffle.federated import RemoteShuffler, ShuffledSumReports, Shuffler, ShufflerService
 
 ROUND = 1
 SERVER = "the-secret-of-the-server"
@@ -56,14 +56,14 @@ PIECES = {"strangers": 65_536, "slow": 1}
 ATTACKERS = {"silent": 500, "strangers": 40, "slow": 400}
 
 
-def sums_of(clients: int, dimension: int, others: int = 0) -> BitSums:
+def sums_of(clients: int, dimension: int, others: int = 0) -> ShuffledSumReports:
     """The format for so many clients who report, and others who may."""
     common: dict[str, Any] = {"max_norm": 1.0, "noise_multiplier": 2.0, "delta": 1e-6}
     sizes = {"num_users": clients + others, "min_reports": clients, "dimension": dimension}
-    return BitSums(**sizes, sample_rate=0.1, rounds=100, **common)
+    return ShuffledSumReports(**sizes, sample_rate=0.1, rounds=100, **common)
 
 
-def drawn_reports(reports: BitSums) -> tuple[list[bytes], np.ndarray]:
+def drawn_reports(reports: ShuffledSumReports) -> tuple[list[bytes], np.ndarray]:
     """Reports of drawn counts, and the counts, shape (SAMPLES, d)."""
     header = reports.encode(ROUND, None)[: reports.report_size - reports.bytes_per_report]
     counts = np.random.default_rng(0).integers(
@@ -73,7 +73,7 @@ def drawn_reports(reports: BitSums) -> tuple[list[bytes], np.ndarray]:
     return [header + each.astype(f"<u{size}").tobytes() for each in counts], counts
 
 
-def check_sum(reports: BitSums, released: Any, counts: np.ndarray, senders: int) -> None:
+def check_sum(reports: ShuffledSumReports, released: Any, counts: np.ndarray, senders: int) -> None:
     """Compares what came out with what was sent."""
     times = np.bincount(np.arange(senders) % SAMPLES, minlength=SAMPLES)
     assert released.num_reports == senders, released.num_reports
@@ -104,8 +104,10 @@ def certificate_of(kind: str, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def serving(reports: BitSums, processes: int, tls: str | None) -> Iterator[dict[str, Any]]:
-    """Processes that share the clients, the first of which has the others as its parts."""
+def serving(
+    reports: ShuffledSumReports, processes: int, tls: str | None
+) -> Iterator[dict[str, Any]]:
+    """Processes that share the clients, the first of which has the others as its shards."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ended:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps(reports.settings))
@@ -136,21 +138,21 @@ def serving(reports: BitSums, processes: int, tls: str | None) -> Iterator[dict[
             return process.stdout.readline().split()[-1]  # type: ignore[union-attr]
 
         start = time.perf_counter()
-        parts = [started(number, "--part") for number in range(1, processes)]
+        parts = [started(number, "--shard") for number in range(1, processes)]
         urls = [url_of(part) for part in parts]
         if parts:
-            part_of = [
+            shard_of = [
                 {"url": url, "secret-file": f"{folder}/server{number}", "certificate": certificate}
                 for number, url in enumerate(urls, 1)
             ]
-            (folder / "parts.json").write_text(json.dumps(part_of))
-        lead = started(0, *(["--parts", f"{folder}/parts.json"] if parts else []))
+            (folder / "shards.json").write_text(json.dumps(shard_of))
+        lead = started(0, *(["--shards", f"{folder}/shards.json"] if parts else []))
         urls.insert(0, url_of(lead))
         yield {
             "urls": urls,
             "pids": [lead.pid, *(part.pid for part in parts)],
             "certificate": certificate,
-            "server": FarShuffler(urls[0], SERVER + "0", certificate=certificate),
+            "server": RemoteShuffler(urls[0], SERVER + "0", certificate=certificate),
             "start": time.perf_counter() - start,
         }
 
@@ -181,7 +183,7 @@ async def report_all(
         for number in numbers:
             start = time.perf_counter()
             url, body = urls[number % len(urls)], sent[number % SAMPLES]
-            for attempts_left in (3, 2, 1, 0):  # as a FarShuffler does
+            for attempts_left in (3, 2, 1, 0):  # as a RemoteShuffler does
                 answer = b""
                 with contextlib.suppress(OSError):
                     answer = await asyncio.wait_for(ask(url, tls, secret_of(number), body), 60)
@@ -196,7 +198,9 @@ async def report_all(
     return {"seconds": seconds, "again": again}
 
 
-def attack(kind: str, url: str, certificate: str | None, reports: BitSums, ready: Any) -> None:
+def attack(
+    kind: str, url: str, certificate: str | None, reports: ShuffledSumReports, ready: Any
+) -> None:
     """Attacks a shuffler until this process is ended."""
     tls = ssl.create_default_context(cafile=certificate) if certificate else None
     address = urllib.parse.urlsplit(url)
@@ -234,7 +238,7 @@ def attack(kind: str, url: str, certificate: str | None, reports: BitSums, ready
 
 
 def load(
-    reports: BitSums,
+    reports: ShuffledSumReports,
     processes: int,
     *,
     tls: str | None = None,
@@ -282,7 +286,7 @@ def load(
         }
 
 
-def serve_alone(format: BitSums, certificate: str | None, url: Any) -> None:
+def serve_alone(format: ShuffledSumReports, certificate: str | None, url: Any) -> None:
     """A shuffler in this process, until it is ended."""
     secrets = [secret_of(number) for number in range(format.num_users)]
     files = {"certificate": certificate, "key": certificate and f"{certificate}.key"}
@@ -302,7 +306,7 @@ def take_turns(clients: int, cases: list[tuple[int, str | None]]) -> None:
         process.start()
         trusting = ssl.create_default_context(cafile=certificate) if certificate else None
         ready.append([process.pid, [url.get()], trusting, drawn_reports(reports)[0], 0])
-        server = FarShuffler(ready[-1][1][0], SERVER, certificate=certificate)
+        server = RemoteShuffler(ready[-1][1][0], SERVER, certificate=certificate)
         server.open_round(ROUND, reports.fingerprint)
     for line in sys.stdin:
         process, urls, trusting, sent, first = case = ready[int(line)]
@@ -363,13 +367,13 @@ class Done:
         return self.released
 
 
-def part_of(clients: int, dimension: int, processes: int, number: int) -> tuple[Any, float, float]:
-    """The round of one part's clients in this process, its seconds and its MiB."""
+def shard_of(clients: int, dimension: int, processes: int, number: int) -> tuple[Any, float, float]:
+    """The round of one shard's clients in this process, its seconds and its MiB."""
     reports = sums_of(clients, dimension)
     sent, _ = drawn_reports(reports)
     before = of_process(os.getpid())["memory"]
     start = time.process_time()
-    shuffler = Shuffler(reports, is_part=True)
+    shuffler = Shuffler(reports, is_shard=True)
     shuffler.open_round(ROUND)
     for each in range(number, clients, processes):
         shuffler.submit(str(each), sent[each % SAMPLES])
@@ -383,10 +387,10 @@ def without_http(clients: int, dimension: int, processes: int) -> str:
     reports = sums_of(clients, dimension)
     with multiprocessing.get_context("spawn").Pool(min(processes, os.cpu_count() or 1)) as pool:
         start = time.perf_counter()
-        made = functools.partial(part_of, clients, dimension, processes)
+        made = functools.partial(shard_of, clients, dimension, processes)
         parts = pool.map(made, range(processes), chunksize=1)
         taken = time.perf_counter() - start
-    lead = Shuffler(reports, parts=[Done(released) for released, _, _ in parts])
+    lead = Shuffler(reports, shards=[Done(released) for released, _, _ in parts])
     lead.open_round(ROUND)
     start = time.perf_counter()
     released = lead.close_round(ROUND)
@@ -399,7 +403,7 @@ def without_http(clients: int, dimension: int, processes: int) -> str:
     )
 
 
-def with_secrets(reports: BitSums) -> str:
+def with_secrets(reports: ShuffledSumReports) -> str:
     """Starts a service with all clients' secrets: seconds and MiB, then those of a round."""
     secrets = [secret_of(number) for number in range(reports.num_users)]
     said, report = [], reports.encode(ROUND, None)

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from opacus_shuffle.federated import (
-    BitSums,
-    FarShuffler,
     GaussianReports,
+    RemoteShuffler,
     ReportFormat,
     SecretReports,
+    ShuffledSumReports,
     Shuffler,
     ShufflerService,
 )
@@ -61,7 +61,7 @@ def format_of(kind: str, *, clients: int, dimension: int) -> ReportFormat:
         return GaussianReports(**common, noise_multiplier=1.0)
     if kind == "secret":
         return SecretReports(**common, noise_multiplier=1.0)
-    return BitSums(**common, noise_multiplier=2.0, delta=1e-6, rounds=100)
+    return ShuffledSumReports(**common, noise_multiplier=2.0, delta=1e-6, rounds=100)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -131,13 +131,13 @@ def over_http(kind: str, *, clients: int, dimension: int) -> float:
     url = urls.get(timeout=120)
     server_format = format_of(kind, clients=clients, dimension=dimension)
     report = server_format.encode(1, torch.ones(dimension))
-    server = FarShuffler(url, secret_of(clients))
+    server = RemoteShuffler(url, secret_of(clients))
     server.open_round(1, server_format.fingerprint)
     with ThreadPoolExecutor(8) as pool:
         seconds, _ = timed(
             lambda: list(
                 pool.map(
-                    lambda number: FarShuffler(url, secret_of(number)).submit(report),
+                    lambda number: RemoteShuffler(url, secret_of(number)).submit(report),
                     range(clients),
                 )
             )

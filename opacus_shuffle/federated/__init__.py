@@ -1,40 +1,41 @@
-"""Federated training: clients noise their own reports, and a shuffler mixes them for the server.
+"""Federated training: clients add noise to their own reports, and a shuffler mixes the reports.
 
-The parts know nothing of any framework: ``BitSums``, ``SecretReports`` and ``GaussianReports`` say
-what clients send, ``Reporter`` is a client, ``Shuffler`` the party that mixes (in this process, or
-behind a network interface), ``Ledger`` the server's book of rounds. Where nobody may see a report,
-``SharedBitSums`` splits it into shares, each of which goes to an ``Aggregator`` of its own.
+``ShuffledSumReports``, ``SecretReports`` and ``GaussianReports`` define what clients send.
+``Reporter`` is a client, ``Shuffler`` mixes the reports (in this process, or as a service), and
+``Ledger`` is the server's account of the rounds. With ``SharedSumReports`` no party sees a report:
+each is split into shares for several ``Aggregator`` services. None of this depends on a federated
+learning framework.
 """
 
 from __future__ import annotations
 
-from opacus_shuffle.federated.far_shuffler import FarShuffler
 from opacus_shuffle.federated.ledger import Ledger
+from opacus_shuffle.federated.remote_shuffler import RemoteShuffler
 from opacus_shuffle.federated.report_formats import (
-    BitSums,
     GaussianReports,
     ReportFormat,
     SecretReports,
+    ShuffledSumReports,
 )
 from opacus_shuffle.federated.reporter import FileBook, Reporter
-from opacus_shuffle.federated.secret_shares import Aggregation, Aggregator, SharedBitSums
-from opacus_shuffle.federated.shuffler import RefusedReportError, Released, Shuffler
+from opacus_shuffle.federated.secret_shares import Aggregation, Aggregator, SharedSumReports
+from opacus_shuffle.federated.shuffler import RefusedReportError, ReleasedRound, Shuffler
 from opacus_shuffle.federated.shuffler_service import ShufflerService
 
 __all__ = [
     "Aggregation",
     "Aggregator",
-    "BitSums",
-    "FarShuffler",
     "FileBook",
     "GaussianReports",
     "Ledger",
     "RefusedReportError",
-    "Released",
+    "ReleasedRound",
+    "RemoteShuffler",
     "ReportFormat",
     "Reporter",
     "SecretReports",
-    "SharedBitSums",
+    "SharedSumReports",
+    "ShuffledSumReports",
     "Shuffler",
     "ShufflerService",
 ]

@@ -1,4 +1,4 @@
-"""The secrets by which clients and the server show the shuffler who they are."""
+"""Checks the secrets by which clients and the server authenticate to a shuffler."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from typing import Any
 from opacus_shuffle.core.validation import instance_of
 
 LOOPBACK = ("127.0.0.1", "localhost")
-"""Hosts that other machines cannot reach, so that a connection to them needs no TLS."""
+"""Hosts that other machines cannot reach, so a connection to them needs no TLS."""
 SHORTEST_SECRET = 16
-"""Characters of a secret, at least."""
+"""The smallest number of characters of a secret."""
 
 
 def checked_secret(name: str, secret: Any) -> str:
-    """Returns a secret without white space around it, or refuses it without showing it."""
+    """Returns a secret without surrounding white space.
+
+    Raises:
+        ValueError: If it is too short or has other characters; the message does not contain it.
+    """
     stripped: str = instance_of(name, secret, (str,)).strip()
-    if (
-        len(stripped) < SHORTEST_SECRET
-        or not stripped.isascii()
-        or not stripped.isprintable()
-        or " " in stripped
-    ):
+    printable = stripped.isascii() and stripped.isprintable() and " " not in stripped
+    if len(stripped) < SHORTEST_SECRET or not printable:
         raise ValueError(
-            f"{name} must be a secret of {SHORTEST_SECRET} letters and digits at least, in one "
-            "line: make it with "
-            "python -c 'import secrets; print(secrets.token_hex())'"
+            f"{name} must be a secret of at least {SHORTEST_SECRET} letters and digits in one "
+            "line: generate it with python -c 'import secrets; print(secrets.token_hex())'"
         )
     return stripped
 
 
 def hash_of(secret: bytes) -> bytes:
-    """Returns what a party is looked up by.
+    """Hashes a secret for the look-up of its party.
 
-    How long a look-up takes tells something of this hash alone, and nothing of a secret.
+    The time of a look-up may reveal something about the hash, but nothing about the secret.
     """
     return hashlib.sha256(secret).digest()

@@ -1,17 +1,16 @@
-"""Report formats: how a vector is noised and packed, checked, mixed and decoded.
+"""Report formats: how vectors are noised and packed, and reports checked, mixed and decoded.
 
-:class:`ReportFormat` is what the formats have in common; nothing else of this package knows which
-there are. :class:`BitSums` are Cheu, Joseph, Mao and Peng's shuffled vector sums (SCO), with
-everyone's coin a secret. :class:`GaussianReports` are those of Liew and Takahashi's shuffle
-Gaussian mechanism (SG). :class:`SecretReports` are noise alone where the coin says no, so that the
-coin hides everyone, too.
+:class:`ReportFormat` is the common interface. :class:`ShuffledSumReports` implement Cheu, Joseph,
+Mao and Peng's shuffled vector sums (SCO), with secret coins. :class:`GaussianReports` implement
+Liew and Takahashi's shuffle Gaussian mechanism (SG). :class:`SecretReports` contain noise alone if
+a client does not participate, so that the coin hides every client.
 
-A report is bytes: a header that says which round and settings it is of, and the numbers. All
-randomness is the operating system's own: a generator that PyTorch seeds is no secret to who sees
-enough of its numbers, and a server sees many.
+A report is bytes: a header with its round and the fingerprint of its settings, and then the
+numbers. All randomness is keyed by the operating system. PyTorch's generators would not be secret:
+their state can be computed from enough of their outputs, and a server sees many.
 
 >>> sizes = {"dimension": 3, "max_norm": 1.0, "num_users": 1000, "sample_rate": 0.1}
->>> sums = BitSums(**sizes, noise_multiplier=2.0, delta=1e-6)
+>>> sums = ShuffledSumReports(**sizes, noise_multiplier=2.0, delta=1e-6)
 >>> len(sums.encode(1, torch.tensor([0.6, 0.8, 0.0]))) == 12 + sums.bytes_per_report
 True
 >>> reports = GaussianReports(**sizes, noise_multiplier=2.0)
@@ -61,42 +60,42 @@ from opacus_shuffle.protocols.calibration import honest_users
 from opacus_shuffle.protocols.linear_reports import report_along, tilted
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
-_HEADER = struct.Struct("<I8s")  # the round, and the fingerprint of the settings
+_HEADER = struct.Struct("<I8s")  # round, fingerprint of the settings
 LARGEST_ROUND = 2**32 - 1
 
 _REFUSED = 1e-30
-"""The probability that an honest report is refused: far below any δ in all rounds together."""
+"""The probability that an honest report is refused: negligible compared with any δ."""
 _LEAST, _MOST = 1e-30, 1e30
-"""Numbers that single precision holds with all of their bits, and their sums, too."""
+"""The range of numbers that single precision represents with full accuracy, and their sums."""
 _SHORTEST = 1e-150
-"""Norms above it are exact in double precision, where squares of numbers below it vanish."""
+"""The smallest norm that double precision computes exactly: smaller squares underflow."""
 
 
 class ReportFormat(ABC):
-    """A way of reporting a vector, with the noise that hides it.
+    """A format of reports: how a client reports a vector with noise.
 
-    Every client sends one report in every round, all of one length, whatever its coin says: who
-    watches the network learns nothing from it, and the shuffler knows how many clients are there.
+    Every client sends one report in every round, all of the same length, so an observer of the
+    network learns nothing about a client's coin.
 
     Args:
         dimension: d, entries of a vector.
         max_norm: C, absolute; longer vectors are scaled down to it.
         num_users: n, all clients.
-        sample_rate: γ, the chance that a client takes part in a round, by a coin of its own.
-        honest_fraction: The share of the clients that is certain to follow the protocol; the others
-            may send what they like.
-        min_reports: So many clients must have reported before a round is released, by default all
-            of them. Whoever is missing, and whoever keeps it away: a round of fewer is dropped.
+        sample_rate: γ, the probability that a client participates in a round, by a coin of its own.
+        honest_fraction: The share of clients that certainly follow the protocol; the others may
+            send anything.
+        min_reports: The smallest number of reports with which a round is released; by default all
+            clients'. A round with fewer reports is dropped, whatever the reason.
 
     Attributes:
-        kind: The format's name.
-        mechanism: What one round is to the accountant.
-        honest_reports: Those that the accountant counts on: of ``min_reports``, all but as many as
-            may be dishonest.
-        plan: What follows from the settings by a computation, which clients, shuffler and server
-            must have in common, too.
-        num_batches: t, where each client takes part in one of every t rounds; else None.
-        shares: How many parties get a share of each report; with 1 it is whole.
+        kind: The name of the format.
+        mechanism: The mechanism by which the accountant accounts for one round.
+        honest_reports: The number of reports whose noise the accountant relies on: ``min_reports``
+            minus the number of clients that may be dishonest.
+        plan: Values computed from the settings, which must be equal for clients, shuffler and
+            server.
+        num_batches: t, if each client participates in one of every t rounds; else None.
+        shares: The number of secret shares into which a report is split; 1 means that it is whole.
     """
 
     kind: ClassVar[str]
@@ -122,69 +121,69 @@ class ReportFormat(ABC):
         fewest = self.num_users if min_reports is None else min_reports
         self.min_reports = integer("min_reports", fewest, maximum=self.num_users)
         self.plan: dict[str, Any] = {}
-        # The worst case: all dishonest clients are there, and the missing ones are all honest.
+        # In the worst case all dishonest clients report, and the missing clients are all honest.
         dishonest = self.num_users - honest_users(self.num_users, self.honest_fraction)
         self.honest_reports = self.min_reports - dishonest
         if self.honest_reports < 1:
             raise ValueError(
-                f"min_reports={self.min_reports} may all come from the {dishonest} of num_users="
-                f"{self.num_users} that are dishonest with honest_fraction={honest_fraction}: "
-                "nothing hides a report then; raise min_reports"
+                f"min_reports={self.min_reports} reports may all come from the {dishonest} of "
+                f"num_users={self.num_users} that are dishonest with honest_fraction="
+                f"{honest_fraction}: no noise is then certain; raise min_reports"
             )
 
     @staticmethod
     def of_settings(settings: Any) -> ReportFormat:
-        """Makes the format from settings, which all parties read from one file.
+        """Makes the format from settings, which all parties read from the same file.
 
         Args:
-            settings: ``{"kind": ..., **keywords}``, as :attr:`settings` returns them.
+            settings: ``{"kind": ..., **keywords}``, as returned by :attr:`settings`.
 
         Raises:
-            ValueError: If there is no such kind, or a keyword is missing, unknown or out of range.
+            ValueError: If the kind is unknown, or a keyword is missing, unknown or out of range.
         """
-        given = dict(instance_of("settings", settings, (dict,)))
-        formats: list[type[ReportFormat]] = [BitSums, GaussianReports, SecretReports]
-        kinds = {kind.kind: kind for kind in [*BitSums.__subclasses__(), *formats]}
-        kind = kinds[one_of("kind in settings", given.pop("kind", None), kinds)]
-        parameters = inspect.signature(kind).parameters
-        unknown = {str(name): value for name, value in given.items() if name not in parameters}
-        reject_unknown(f"settings of {kind.kind}", unknown, parameters)
+        keywords = dict(instance_of("settings", settings, (dict,)))
+        formats: list[type[ReportFormat]] = [ShuffledSumReports, GaussianReports, SecretReports]
+        by_kind = {each.kind: each for each in [*ShuffledSumReports.__subclasses__(), *formats]}
+        chosen = by_kind[one_of("kind in settings", keywords.pop("kind", None), by_kind)]
+        parameters = inspect.signature(chosen).parameters
+        unknown = {str(name): value for name, value in keywords.items() if name not in parameters}
+        reject_unknown(f"settings of {chosen.kind}", unknown, parameters)
         try:
-            return kind(**given)
+            return chosen(**keywords)
         except TypeError as error:
-            raise ValueError(f"settings of {kind.kind}: {error}; add what is missing") from None
+            raise ValueError(f"settings of {chosen.kind}: {error}; add the argument") from None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The format as plain values, for a JSON file; :meth:`of_settings` reads them."""
+        """The settings as plain values, for a JSON file that :meth:`of_settings` reads."""
         names = inspect.signature(type(self)).parameters
         return {"kind": self.kind, **{name: getattr(self, name) for name in names}}
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
-        """The first 8 bytes of SHA-256 of the settings, by which parties recognise each other's."""
+        """The first 8 bytes of SHA-256 of the settings, which parties compare."""
         agreed = json.dumps({**self.settings, **self.plan}, sort_keys=True)
         return hashlib.sha256(agreed.encode()).digest()[:8]
 
     def check_fingerprint(self, whose: str, fingerprint: bytes) -> None:
-        """Refuses a party whose settings are different.
+        """Compares the fingerprint of a party's settings.
 
         Raises:
-            ValueError: If it does.
+            ValueError: If its settings are different.
         """
         if fingerprint != self.fingerprint:
             raise ValueError(
-                f"{whose} goes by other settings than these, {self.settings}: give everyone the "
-                "same file of settings, and the same version of this package and of SciPy"
+                f"{whose} uses other settings than {self.settings}: give all parties the same file "
+                "of settings, and the same versions of this package and of SciPy"
             )
 
     @abstractmethod
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
-        """Returns the numbers of one report, of the same length for all vectors.
+        """Returns the packed numbers of one report; their length is the same for all vectors.
 
         Args:
-            vector: float64 on the CPU, shape (d,), of norm at most C; None if the client's coin
-                said no.
+            vector: float64 on the CPU, shape (d,), of norm at most C; None if the client does not
+                participate.
             generator: On the CPU.
         """
 
@@ -193,30 +192,35 @@ class ReportFormat(ABC):
         """Refuses numbers that no honest client sends.
 
         Args:
-            numbers: As many bytes as a report has.
+            numbers: The packed numbers of a report.
 
         Raises:
             ValueError: If a number is out of range.
         """
 
-    def keep(self, held: list[Any], numbers: bytes) -> None:
-        """Adds a report's numbers to what the shuffler holds."""
-        held.append(numbers)
+    def keep(self, stored: list[Any], numbers: bytes) -> None:
+        """Adds the numbers of a report to the stored ones."""
+        stored.append(numbers)
 
     @abstractmethod
-    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
-        """Adds what another shuffler has mixed of its reports to what the shuffler holds.
+    def merge(self, stored: list[Any], mixed: bytes, num_reports: int) -> None:
+        """Adds the output of another shuffler to the stored reports.
 
         Raises:
-            ValueError: If so many reports cannot have been mixed to that.
+            ValueError: If the output does not match its number of reports.
         """
 
     @abstractmethod
-    def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
-        """Returns what the shuffler hands over, which does not depend on the order of reports."""
+    def mix(self, stored: list[Any], generator: torch.Generator) -> bytes:
+        """Returns the output of the shuffler, which does not depend on the order of the reports."""
+
+    def check_size(self, mixed: bytes, num_reports: int) -> None:
+        """Raises an error if mixed reports do not match their stated number."""
+        if len(mixed) not in self.sizes(num_reports):
+            raise _mismatch(num_reports)
 
     def sizes(self, num_reports: int) -> range:
-        """Returns the possible sizes, in bytes, of so many mixed reports, with none left out."""
+        """Returns the possible sizes in bytes of ``num_reports`` mixed reports."""
         return range(most := num_reports * self.bytes_per_report, most + 1)
 
     @abstractmethod
@@ -224,12 +228,12 @@ class ReportFormat(ABC):
         """Returns the unbiased estimate of the sum of all vectors: float64, shape (d,).
 
         Args:
-            mixed: What :meth:`mix` made.
-            num_reports: How many clients reported.
+            mixed: The output of :meth:`mix`.
+            num_reports: The number of clients that reported.
         """
 
     def sent(self, rounds: int) -> Communication:
-        """Returns a sentence on what a client sends in so many rounds."""
+        """Returns how much a client sends in ``rounds`` rounds."""
         size = self.shares * self.bytes_per_report
         return Communication(
             bits_per_coordinate=-(-8 * size // self.dimension),
@@ -241,11 +245,11 @@ class ReportFormat(ABC):
     @property
     @abstractmethod
     def bytes_per_report(self) -> int:
-        """How many bytes the numbers of a report have."""
+        """The size in bytes of the numbers of a report."""
 
     @property
     def report_size(self) -> int:
-        """How many bytes a whole report has."""
+        """The size in bytes of a report with its header."""
         return _HEADER.size + self.bytes_per_report
 
     def encode(
@@ -255,12 +259,12 @@ class ReportFormat(ABC):
 
         Args:
             number: The round.
-            vector: Shape (d,), any norm. One whose norm is not finite in double precision is
-                reported as zero; None if the client's coin said no.
-            generator: On the CPU; by default the operating system's.
+            vector: Shape (d,), any norm. A vector whose norm is not finite in double precision is
+                reported as zero. None if the client does not participate.
+            generator: On the CPU; by default keyed by the operating system.
 
         Raises:
-            ValueError: If the vector is no dense real tensor of this shape.
+            ValueError: If the vector is not a dense real tensor of this shape.
         """
         check_generator("generator", generator)
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
@@ -270,12 +274,12 @@ class ReportFormat(ABC):
         return header + self.randomize(clipped, draws)
 
     def clip(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns the vector in float64 on the CPU, clipped to norm C; zero if not finite."""
+        """Returns the vector in float64 on the CPU, clipped to norm C; zero if it is not finite."""
         given = instance_of("vector", vector, (torch.Tensor,)).detach()
         if given.shape != (self.dimension,):
             raise ValueError(
-                f"vector must have shape ({self.dimension},), got {tuple(given.shape)}: join the "
-                "parts"
+                f"vector must have shape ({self.dimension},), got {tuple(given.shape)}: "
+                "flatten and concatenate its tensors"
             )
         if given.layout != torch.strided or given.is_complex() or given.is_meta:
             raise ValueError(
@@ -283,21 +287,21 @@ class ReportFormat(ABC):
                 f"{given.dtype}, {given.device}"
             )
         point = given.to("cpu", torch.float64)
-        # Squares of entries below 1e-154 vanish, which are far shorter than any norm that C may be.
+        # Squares of entries below 1e-154 underflow, which changes no norm in the range of C.
         norm = float(torch.linalg.vector_norm(point))
         if norm <= self.max_norm:
             return point
         if not math.isfinite(norm):
             return torch.zeros_like(point)
-        # A hair less, so that no rounding makes it longer than the noise is made for.
+        # Slightly shorter, so that rounding cannot make it longer than C.
         return point * (self.max_norm / norm * (1 - 2**-40))
 
     def open(self, report: bytes) -> tuple[int, bytes]:
-        """Reads a report's round and numbers, which do not say who sent it.
+        """Reads the round and the numbers of a report.
 
         Raises:
-            ValueError: If it is none of this format; the message says why, and nothing of what is
-                in it.
+            ValueError: If the report is not of this format. The message does not contain its
+                numbers.
         """
         if not isinstance(report, bytes) or len(report) != self.report_size:
             got = len(report) if isinstance(report, bytes) else type(report).__name__
@@ -309,46 +313,46 @@ class ReportFormat(ABC):
         return round_, numbers
 
 
-def check_mixed(possible: bool) -> None:
-    """Refuses what cannot be the mix of as many reports as the shuffler states."""
-    if not possible:
-        raise ValueError(
-            "what a shuffler has mixed cannot be of as many reports as it states: are all "
-            "shufflers of the same version?"
-        )
+def _mismatch(num_reports: int) -> ValueError:
+    """Returns the error for the output of a shuffler that states a wrong number of reports."""
+    return ValueError(
+        f"the output of a shuffler does not match its stated report count, {num_reports}: check "
+        "that all shufflers have the same version"
+    )
 
 
-class BitSums(ReportFormat):
+class ShuffledSumReports(ReportFormat):
     """Reports a vector as bits on a grid with noise bits; the shuffler adds up the ones.
 
-    A client hands the shuffler the number of its ones in each coordinate. If its coin says no, it
-    reports zero, which nobody can tell from another vector. The sum is as private as a trusted
+    A client sends its number of ones in each coordinate. If it does not participate, it reports
+    zero, which is indistinguishable from another vector. The sum is as private as a trusted
     server's.
 
     Args:
         dimension: d.
         max_norm: C, absolute.
-        noise_multiplier: Of the **sum**, over C, as in DP-SGD.
+        noise_multiplier: The noise of the **sum**, over C, as in DP-SGD.
         num_users: n, all clients; each sends a report in every round.
-        sample_rate: γ, the chance that a client's vector is in its report.
+        sample_rate: γ, the probability that a client's vector is in its report.
         sampling: ``"poisson"``: each client tosses a coin for every round. ``"random_allocation"``:
-            γ is 1/t, and each client's vector is in one of every t rounds, by a uniform draw of its
-            own at the first of them; whoever misses that one sits them all out. Begun epochs count
-            in full.
-        delta: δ of the whole run, of which binomial tails take a millionth.
-        rounds: Rounds of the run, which share those tails.
-        honest_fraction: The share of the clients that is certain to follow the protocol.
-        min_reports: So many clients must have reported, by default all. The accountant counts on
-            the noise of so many less those that may be dishonest: a third of all at least.
+            γ is 1/t, and each client's vector is in one of every t rounds (an epoch), by a uniform
+            draw of its own at the first of them. A client that misses the first round does not
+            participate in the epoch. A begun epoch is accounted in full.
+        delta: δ of the whole run. Binomial tails use a millionth of it.
+        rounds: The rounds of the run, which share these tails.
+        honest_fraction: The share of clients that certainly follow the protocol.
+        min_reports: The smallest number of reports of a round; by default all clients'. The
+            accountant relies on the noise of this number minus the clients that may be dishonest,
+            which must be at least a third of all clients.
 
     Formal Guarantees:
-        What the shuffler hands over tells one number per coordinate, the sum of all ones: the round
-        of ``shuffled_sums`` with secret coins.
+        The output of the shuffler is one number per coordinate, the sum of all ones. This is the
+        round of ``shuffled_sums`` with secret coins, for which
         :class:`~opacus_shuffle.accountants.mechanisms.shuffled_sums.ShuffledSums` has the proof.
     """
 
-    kind: ClassVar[str] = "bit_sums"
-    counts_in_a_number = 1  # that it must have room for
+    kind: ClassVar[str] = "shuffled_sum_reports"
+    max_summands = 1  # how many counts one packed number must be able to hold the sum of
 
     def __init__(
         self,
@@ -374,8 +378,8 @@ class BitSums(ReportFormat):
         )
         if 3 * self.honest_reports < self.num_users:
             raise ValueError(
-                f"min_reports={self.min_reports} and honest_fraction={honest_fraction} make "
-                f"{self.honest_reports} honest reports certain, BitSums needs a third of "
+                f"min_reports={self.min_reports} and honest_fraction={honest_fraction} guarantee "
+                f"{self.honest_reports} honest reports, but ShuffledSumReports requires a third of "
                 f"num_users={self.num_users}, {-(-self.num_users // 3)}: raise min_reports"
             )
         self.protocol = ShuffleVectorSum.with_noise_multiplier(
@@ -398,23 +402,23 @@ class BitSums(ReportFormat):
             self.num_batches = self.mechanism.num_batches
         self.noise_multiplier = float(noise_multiplier)
         self.delta, self.rounds = self.protocol.delta, self.protocol.rounds
-        parts = ("granularity", "noise_bits", "bit_probability")
-        self.plan = {name: getattr(self.protocol, name) for name in parts}
+        planned = ("granularity", "noise_bits", "bit_probability")
+        self.plan = {name: getattr(self.protocol, name) for name in planned}
         self.bits = self.protocol.granularity + self.protocol.noise_bits
 
     @functools.cached_property
     def count_type(self) -> np.dtype:
-        """Whole numbers that hold the largest count in the fewest of 1, 2, 4 or 8 bytes."""
-        largest = self.counts_in_a_number * self.bits
+        """The smallest unsigned integer type that holds the largest count."""
+        largest = self.max_summands * self.bits
         return np.dtype(next(f"<u{size}" for size in (1, 2, 4, 8) if largest < 256**size))
 
     @property
     def bytes_per_report(self) -> int:
-        """How many bytes a report's counts have, each in the fewest whole bytes."""
+        """The size in bytes of the counts of a report."""
         return self.dimension * self.count_type.itemsize
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
-        """Returns the number of ones of each coordinate."""
+        """Returns the number of ones in each coordinate, packed."""
         counts = (
             self.protocol.encode_zeros(1, generator)
             if vector is None
@@ -427,146 +431,146 @@ class BitSums(ReportFormat):
         """Refuses counts of more ones than there are bits."""
         largest = int(np.frombuffer(numbers, self.count_type).max())
         if largest > self.bits:
-            raise ValueError(
-                f"report counts {largest} ones in a coordinate of {self.bits} bits: it is not taken"
-            )
+            raise ValueError(f"report counts {largest} ones in a coordinate of {self.bits} bits")
 
-    def keep(self, held: list[Any], numbers: bytes) -> None:
-        """Adds a report's counts to their sum, so that a shuffler holds one number a coordinate."""
-        self._add(held, np.frombuffer(numbers, self.count_type))
+    def keep(self, stored: list[Any], numbers: bytes) -> None:
+        """Adds the counts of a report to the stored sum."""
+        self._add(stored, np.frombuffer(numbers, self.count_type))
 
-    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
-        """Adds another shuffler's sum of counts."""
-        check_mixed(len(mixed) in self.sizes(num_reports))
+    def merge(self, stored: list[Any], mixed: bytes, num_reports: int) -> None:
+        """Adds the sum of counts of another shuffler."""
+        self.check_size(mixed, num_reports)
         counts = np.frombuffer(mixed, "<i8")
-        check_mixed(counts.min() >= 0 and counts.max() <= num_reports * self.bits)
-        self._add(held, counts)
+        if counts.min() < 0 or counts.max() > num_reports * self.bits:
+            raise _mismatch(num_reports)
+        self._add(stored, counts)
 
-    def _add(self, held: list[Any], counts: npt.NDArray[Any]) -> None:
-        if not held:
-            held.append(np.zeros(self.dimension, np.int64))
-        np.add(held[0], counts, out=held[0], dtype=np.int64, casting="same_kind")
+    def _add(self, stored: list[Any], counts: npt.NDArray[Any]) -> None:
+        if not stored:
+            stored.append(np.zeros(self.dimension, np.int64))
+        np.add(stored[0], counts, out=stored[0], dtype=np.int64, casting="same_kind")
 
-    def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
+    def mix(self, stored: list[Any], generator: torch.Generator) -> bytes:
         """Returns the sum of the counts."""
-        return held[0].astype("<i8").tobytes()
+        return stored[0].astype("<i8").tobytes()
 
     def sizes(self, num_reports: int) -> range:
         """Returns the size of a sum: eight bytes per coordinate."""
         return range(8 * self.dimension, 8 * self.dimension + 1)
 
     def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
-        """Returns the estimate of the sum from the counts of ones."""
+        """Returns the estimate of the sum from the number of ones."""
         ones = np.frombuffer(mixed, "<i8").astype(np.int64)
         return self.protocol.decode(torch.from_numpy(ones), num_reports)
 
 
 class VectorReports(ReportFormat):
-    """Reports vectors in single precision, each with its own noise and its vector as mean.
+    """The base of reports in single precision, each with its own noise and its vector as mean.
 
     Args:
         noise_multiplier: σ of each report, over C.
-        **of_all: As of every format.
+        **options: The arguments of every format.
 
     Attributes:
         scale: σC, the standard deviation of a report's noise, absolute.
-        longest_report: The norm that an honest report exceeds with a chance of at most 10⁻³⁰.
+        longest_report: The norm that an honest report exceeds with probability at most 10⁻³⁰.
     """
 
-    def __init__(self, *, noise_multiplier: float, **of_all: Any) -> None:
-        super().__init__(**of_all)
+    def __init__(self, *, noise_multiplier: float, **options: Any) -> None:
+        super().__init__(**options)
         self.noise_multiplier = noise_level("noise_multiplier", noise_multiplier)
         self.scale = self.noise_multiplier * self.max_norm
 
-    def noise_norm(self, chance: float) -> float:
-        """Returns the norm, over σC, that noise alone exceeds with this chance."""
-        return math.sqrt(float(stats.chi2(self.dimension).isf(chance)))
+    def noise_norm(self, probability: float) -> float:
+        """Returns the norm, over σC, that noise alone exceeds with this probability."""
+        return math.sqrt(float(stats.chi2(self.dimension).isf(probability)))
 
-    def take_up_to(self, longest: float) -> None:
-        """Sets which reports are taken: those of this norm over σC, or a smaller one.
+    def set_longest_report(self, longest: float) -> None:
+        """Sets the largest norm, over σC, of reports that are accepted.
 
         Raises:
-            ValueError: If single precision does not hold such reports.
+            ValueError: If such reports exceed the range of single precision.
         """
         self.longest_report = self.scale * longest
         if not (self.scale >= _LEAST and self.longest_report <= _MOST):
             raise ValueError(
-                f"max_norm={self.max_norm} with noise_multiplier={self.noise_multiplier} is beyond "
-                "single precision, which reports travel in: scale the vectors"
+                f"max_norm={self.max_norm} with noise_multiplier={self.noise_multiplier} exceeds "
+                "the range of single precision, in which reports are sent: scale the vectors"
             )
 
     @staticmethod
     def packed(steps: torch.Tensor, step: float) -> bytes:
-        """Rounds a report to its grid and packs it; it is overwritten.
+        """Rounds a report to its grid and packs it. The argument is overwritten.
 
-        It was made in double precision, and is rounded here, once: the last bits of a sum tell
-        whether anything was added (Mironov 2012), multiples of a grid do not.
+        The report was computed in double precision and is rounded once, here. The last bits of a
+        floating-point sum can reveal whether a vector was added (Mironov 2012); multiples of a grid
+        cannot.
 
         Args:
-            steps: The report in steps of the grid, shape (d,).
-            step: The grid's, absolute, a power of two.
+            steps: The report in grid steps, shape (d,).
+            step: The grid step, absolute, a power of two.
         """
         return steps.round_().mul_(step).numpy().astype("<f4").tobytes()
 
     @property
     def bytes_per_report(self) -> int:
-        """How many bytes a report has: four a coordinate."""
+        """The size in bytes of the numbers of a report: four per coordinate."""
         return 4 * self.dimension
 
     def check_numbers(self, numbers: bytes) -> None:
-        """Refuses numbers that are not finite, and reports longer than an honest one ever is."""
+        """Refuses numbers that are not finite, and reports longer than any honest one."""
         values = np.frombuffer(numbers, "<f4").astype(np.float64)
-        # No library of matrices takes this norm: its threads wait for each other.
+        # Not by BLAS, whose threads would wait for each other in a service.
         norm = math.sqrt(np.square(values).sum())
-        if not norm <= self.longest_report:  # nor is NaN
+        if not norm <= self.longest_report:  # also refuses NaN
             raise ValueError(
-                f"report has a norm of {norm:.3g}, which no honest one exceeds "
-                f"{self.longest_report:.3g} of: it is not taken"
+                f"report has norm {norm:.3g}, and honest reports do not exceed "
+                f"{self.longest_report:.3g}"
             )
 
-    def merge(self, held: list[Any], mixed: bytes, num_reports: int) -> None:
-        """Adds another shuffler's reports."""
+    def merge(self, stored: list[Any], mixed: bytes, num_reports: int) -> None:
+        """Adds the reports of another shuffler."""
         size = self.bytes_per_report
-        check_mixed(num_reports <= self.num_users and len(mixed) in self.sizes(num_reports))
+        if num_reports > self.num_users:
+            raise _mismatch(num_reports)
+        self.check_size(mixed, num_reports)
         reports = [mixed[start : start + size] for start in range(0, len(mixed), size)]
         for report in reports:
             self.check_numbers(report)
-        held += reports
+        stored += reports
 
-    def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
+    def mix(self, stored: list[Any], generator: torch.Generator) -> bytes:
         """Returns the reports in random order."""
-        return b"".join(held[place] for place in permutation(len(held), generator))
+        return b"".join(stored[index] for index in permutation(len(stored), generator))
 
     def estimate(self, mixed: bytes, num_reports: int) -> torch.Tensor:
         """Returns the sum of the reports."""
         reports = np.frombuffer(mixed, "<f4").reshape(-1, self.dimension)
         for report in reports:
-            self.check_numbers(report.tobytes())  # again: this is another party
+            self.check_numbers(report.tobytes())  # again, as the shuffler is another party
         return torch.from_numpy(reports.sum(axis=0, dtype=np.float64))
 
 
 class GaussianReports(VectorReports):
     """Reports a vector clipped to norm C plus N(0, σ²C²I), in single precision.
 
-    A client whose coin says no sends a report of nothing but zeros, which noise never is: the
-    shuffler knows then that it is there, and hands nothing of it over. It holds these like the
-    others until it mixes: while reports come in, nothing that it does depends on a coin, as whoever
-    sends can watch how long that takes.
+    A client that does not participate sends zeros, which noise never is. The shuffler counts the
+    client, and removes its report when it mixes. Until then it stores the report like any other, so
+    that the time to process a report does not depend on the coin.
 
     Args:
         dimension: d.
         max_norm: C, absolute.
         noise_multiplier: σ of each report, over C.
         num_users: n, all clients.
-        sample_rate: γ, the chance that a client takes part in a round.
-        honest_fraction: The share of the clients that is certain to follow the protocol.
-        min_reports: So many clients must have reported, by default all. The accountant counts on so
-            many less those that may be dishonest.
+        sample_rate: γ, the probability that a client participates in a round.
+        honest_fraction: The share of clients that certainly follow the protocol.
+        min_reports: The smallest number of reports of a round; by default all clients'.
 
     Formal Guarantees:
-        All reports of a round in random order, with their number, are what the accountant's
-        mechanism accounts for: ``shuffled_checkin``, or ``shuffle_gauss`` where every client takes
-        part, with the honest reports as its users.
+        The accountant's mechanism covers all reports of a round in random order, and their number:
+        ``shuffled_checkin``, or ``shuffle_gauss`` if every client participates, with the honest
+        reports as its users.
     """
 
     kind: ClassVar[str] = "gaussian_reports"
@@ -591,7 +595,7 @@ class GaussianReports(VectorReports):
             honest_fraction=honest_fraction,
             min_reports=min_reports,
         )
-        self.take_up_to(1 / self.noise_multiplier + self.noise_norm(_REFUSED))
+        self.set_longest_report(1 / self.noise_multiplier + self.noise_norm(_REFUSED))
         reports: dict[str, Any] = {
             "noise_multiplier": self.noise_multiplier,
             "num_users": self.honest_reports,
@@ -603,7 +607,7 @@ class GaussianReports(VectorReports):
         )
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
-        """Returns the vector with noise in double precision, rounded to a grid once; or zeros."""
+        """Returns the vector with noise, rounded to a grid once; zeros without a vector."""
         if vector is None:
             return bytes(self.bytes_per_report)
         stream = stream_of(generator)
@@ -611,47 +615,46 @@ class GaussianReports(VectorReports):
         steps = stream.precise_normals(self.dimension).mul_(self.scale / step)
         return self.packed(steps.add_(vector, alpha=1 / step), step)
 
-    def mix(self, held: list[Any], generator: torch.Generator) -> bytes:
-        """Returns the reports of those who take part, in random order."""
+    def mix(self, stored: list[Any], generator: torch.Generator) -> bytes:
+        """Returns the reports of the participating clients in random order."""
         blank = bytes(self.bytes_per_report)
-        return super().mix([numbers for numbers in held if numbers != blank], generator)
+        return super().mix([numbers for numbers in stored if numbers != blank], generator)
 
     def sizes(self, num_reports: int) -> range:
-        """Returns the possible sizes, in bytes: any number of the clients may participate."""
+        """Returns the possible sizes in bytes: any number of clients may participate."""
         return range(0, super().sizes(num_reports).stop, self.bytes_per_report)
 
 
 class SecretReports(VectorReports):
-    """Reports a vector with noise if the client's coin says yes, and noise alone if it says no.
+    """Reports a vector with noise if the client participates, and noise alone if it does not.
 
-    Nobody can tell the two apart, the shuffler neither: who does not take part hides those who do,
-    and the coin hides everyone. Reports of both kinds are made by the same steps, and rounded to
-    the same grid, as a vector plus noise would else have bits that noise alone never has.
+    No party can distinguish the two, not even the shuffler. Clients that do not participate hide
+    those that do, and the coin hides every client. All reports are computed by the same steps and
+    rounded to the same grid, because a vector plus noise could otherwise have bits that noise alone
+    never has.
 
     Args:
         dimension: d.
         max_norm: C, absolute.
         noise_multiplier: σ of each report, over C. The sum of n reports carries √n·σC.
         num_users: n, all clients.
-        sample_rate: q, below 1, the chance that a client's vector is in its report.
-        report: ``"linear"``: along the vector noise is drawn with a density that is tilted, in
-            place of moved; ``"gaussian"``: the vector is added to N(0, σ²C²I); ``"step"``: noise
-            along the vector is above a threshold more often, which bounds what a report tells
-            whoever sees who sends it. Where hundreds of clients send noise alone, linear reports
-            cost the least ε at one σ.
-        honest_fraction: The share of the clients that is certain to follow the protocol.
-        min_reports: So many clients must have reported, by default all. The accountant counts on so
-            many less those that may be dishonest.
+        sample_rate: q, below 1, the probability that a client's vector is in its report.
+        report: ``"linear"``: the noise along the vector has a tilted density instead of a shifted
+            one. ``"gaussian"``: the vector is added to N(0, σ²C²I). ``"step"``: the noise along the
+            vector exceeds a threshold more often, which bounds what a single report reveals. If
+            hundreds of clients send noise alone, linear reports have the smallest ε at a given σ.
+        honest_fraction: The share of clients that certainly follow the protocol.
+        min_reports: The smallest number of reports of a round; by default all clients'.
 
     Attributes:
-        grid: What every number of a report is a multiple of, absolute: a power of two of which
-            single precision holds all multiples up to the longest report.
+        grid: The grid step of all numbers of a report, absolute. It is a power of two of which
+            single precision represents all multiples up to the longest report.
 
     Formal Guarantees:
-        All reports of a round in random order are what ``secret_checkin`` accounts for, with the
-        honest reports as its users: docs/proofs/12_secret_checkin.md. The client's vector may
-        depend on its records and on all that was released, but on none of its own earlier coins or
-        noise; and whether it reports, on neither coin nor records.
+        ``secret_checkin`` covers all reports of a round in random order, with the honest reports as
+        its users (docs/proofs/12_secret_checkin.md). A client's vector may depend on its records
+        and on everything released, but not on its own earlier coins or noise. Whether a client
+        reports must depend neither on its coin nor on its records.
     """
 
     kind: ClassVar[str] = "secret_reports"
@@ -685,16 +688,16 @@ class SecretReports(VectorReports):
         )
         self.report = report
         if report == "gaussian":
-            self.take_up_to(1 / self.noise_multiplier + self.noise_norm(_REFUSED))
+            self.set_longest_report(1 / self.noise_multiplier + self.noise_norm(_REFUSED))
         else:
-            # Such a report has the density X over that of noise alone, and by Cauchy and Schwarz
-            # P(A)² ≤ E X²·(noise alone's chance of A).
+            # The density of such a report over that of noise alone is X. By Cauchy and Schwarz,
+            # P(A)² ≤ E X²·(the probability of A under noise alone).
             square = 1 + math.exp(shape_of(report, self.noise_multiplier).log_variance)
-            self.take_up_to(self.noise_norm(_REFUSED**2 / square))
+            self.set_longest_report(self.noise_norm(_REFUSED**2 / square))
         self.grid = float(np.spacing(np.float32(self.longest_report)))
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
-        """Returns a report; without a vector it is that of zero, which is noise alone."""
+        """Returns a report. Without a vector it is a report of zero, which is noise alone."""
         stream = stream_of(generator)
         noise = stream.precise_normals(self.dimension)
         point = torch.zeros_like(noise) if vector is None else vector
@@ -707,14 +710,14 @@ class SecretReports(VectorReports):
     def _tilted(
         self, point: torch.Tensor, noise: torch.Tensor, stream: SecretGenerator
     ) -> torch.Tensor:
-        """Returns a linear or step report in units of its noise; every step is taken for zero, too.
+        """Returns a linear or step report in units of its noise; the same steps run for zero.
 
-        With a probability of norm over C the part along the vector is drawn anew, else it stays.
+        With probability norm/C the component along the vector is drawn from the tilted density.
         """
         norm = torch.linalg.vector_norm(point)
-        # Shorter vectors, which norms in double precision say nothing of, are drawn anew never.
+        # Shorter vectors, whose computed norms are inexact, keep the component of the noise.
         unit = point / norm.clamp_min(_SHORTEST)
-        (toss,), signed = stream.uniforms(1), stream.signed_uniforms(1)
+        (uniform,), signed = stream.uniforms(1), stream.signed_uniforms(1)
         (drawn,) = tilted(signed, self.noise_multiplier, self.report)
-        part = torch.where(toss < norm / self.max_norm, drawn, unit @ noise)
-        return report_along(unit, part, noise)
+        component = torch.where(uniform < norm / self.max_norm, drawn, unit @ noise)
+        return report_along(unit, component, noise)

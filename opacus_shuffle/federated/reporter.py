@@ -1,7 +1,7 @@
-"""``Reporter``: a client with its own coin, its own noise, and a book of the rounds it answered.
+"""``Reporter``: a client with its own coin and noise, and a book of the rounds that it answered.
 
-Which rounds it has answered, it notes in a book on its own disk (:class:`FileBook`) before it sends
-anything, whatever the server says.
+A client records a round in its book, a file on its own disk (:class:`FileBook`), before it sends
+anything. So no server can make it answer a round twice.
 
 >>> import tempfile
 >>> from opacus_shuffle.federated.report_formats import GaussianReports
@@ -36,16 +36,16 @@ from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
 
 class ClientBook:
-    """The rounds that a client has answered, in memory: for simulations.
+    """The rounds that a client answered, in memory, for simulations.
 
     Args:
-        state: Where to note them; by default a new dictionary.
+        state: The mapping in which they are recorded; by default a new dictionary.
 
     Attributes:
-        state: ``rounds``, how many it has answered, ``last``, the last of them, and ``settings``,
-            the fingerprint of its reports' format in hexadecimal; empty before the first round.
-            With random allocation also ``epoch`` and ``place``: which of that epoch's rounds the
-            client's vector is in, which nobody else may learn.
+        state: ``rounds``, the number of answered rounds; ``last``, the last of them; ``settings``,
+            the fingerprint of the report format in hexadecimal. Empty before the first round. With
+            random allocation also ``epoch`` and ``place``, the round of that epoch in which the
+            client participates. This is a secret of the client.
     """
 
     def __init__(self, state: MutableMapping[str, Any] | None = None) -> None:
@@ -54,48 +54,47 @@ class ClientBook:
     def note(
         self, number: int, *, max_rounds: int, fingerprint: bytes, num_batches: int | None = None
     ) -> bool | None:
-        """Notes a round as answered, before anything is sent.
+        """Records a round as answered, before anything is sent.
 
-        With random allocation it also says whether the client's vector is in it. An epoch are
-        ``num_batches`` rounds by the ledger's numbers, from round 1 on. Its place is drawn at its
-        first round, and at no other: a client that has not answered that one, or whose book has
-        been lost or is an older copy, sits the epoch out, as a second draw within an epoch would
-        be another mechanism.
+        With random allocation it also returns whether the client's vector is in the round. Rounds
+        count from 1, and ``num_batches`` rounds are an epoch. The client's round of an epoch is
+        drawn at the first round of the epoch only. A client that did not answer this round, or that
+        uses a new or an older copy of its book, does not participate in the epoch: a second draw
+        would be another mechanism.
 
         Args:
             number: The round.
-            max_rounds: Rounds that the client agreed to.
-            fingerprint: Of the format of its reports.
-            num_batches: t, where it takes part in one of every t rounds.
+            max_rounds: The number of rounds that the client agreed to.
+            fingerprint: The fingerprint of its report format.
+            num_batches: t, if it participates in one of every t rounds.
 
         Returns:
-            Whether it takes part in this one; None without ``num_batches``.
+            Whether it participates in this round; None without ``num_batches``.
 
         Raises:
-            ValueError: If it was answered before, all that were agreed to are, its number says so
-                with random allocation, the book is of other settings or cannot be read, or an
-                argument is no whole number.
+            ValueError: If the round was answered before, all agreed rounds were answered (with
+                random allocation, also if the number is larger than ``max_rounds``), the book is of
+                other settings or unreadable, or an argument is not a whole number.
         """
-        number = integer("number", number, minimum=0, maximum=LARGEST_ROUND)  # NaN is below nothing
+        number = integer("number", number, minimum=0, maximum=LARGEST_ROUND)  # NaN would pass <=
         integer("max_rounds", max_rounds)
         settings = fingerprint.hex()
         with self.opened(settings) as state:
             rounds, last = state.get("rounds", 0), state.get("last", -1)
             if state.get("settings", settings) != settings:
                 raise ValueError(
-                    "book is of other settings: nothing is sent; agree to a new run with a new "
-                    "file, or to so many rounds of all runs with FileBook(path, most_rounds=...)"
+                    "book is of other settings, so nothing is sent: use a new file for a new run, "
+                    "or one file for all runs with FileBook(path, most_rounds=...)"
                 )
             if number <= last:
                 raise ValueError(
-                    f"round {number} was answered already (the last was {last}): a second "
-                    "report costs again; a new run is another agreement, with another book"
+                    f"round {number} was already answered (the last was {last}), and a second "
+                    "report would increase epsilon: use another book for another run"
                 )
-            # Numbers that leave rounds out would begin more epochs than were agreed to.
+            # By skipping numbers, a server could begin more epochs than were agreed to.
             if rounds >= max_rounds or (num_batches is not None and number > max_rounds):
                 raise ValueError(
-                    f"all max_rounds={max_rounds} rounds that this client agreed to are over: it "
-                    "sends no more"
+                    f"all max_rounds={max_rounds} rounds that this client agreed to are answered"
                 )
             state.update(settings=settings, rounds=rounds + 1, last=number)
             if num_batches is None:
@@ -108,18 +107,19 @@ class ClientBook:
 
     @contextlib.contextmanager
     def opened(self, settings: str) -> Iterator[MutableMapping[str, Any]]:
-        """Yields a run's state for changes, which are kept if the block raises nothing."""
+        """Yields the state of a run for changes, which are kept if the block raises no error."""
         yield self.state
 
 
 class FileBook(ClientBook):
-    """The rounds that a client has answered, in a file of its own.
+    """The rounds that a client answered, in a file of its own.
 
     Args:
-        path: The file, made at the first round for its owner alone (mode 0600), and no symbolic
-            link. By default a run with other settings is another agreement, with another file.
-        most_rounds: Rounds of all runs together that this file is good for: runs with other
-            settings go into it, too, and none of them is answered once there are so many.
+        path: The file. It is created at the first round, readable by its owner alone (mode 0600),
+            and must not be a symbolic link. By default each run with other settings needs another
+            file.
+        most_rounds: The limit for the rounds of all runs together. With a limit, runs with other
+            settings use the same file, and no run is answered once the limit is reached.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, most_rounds: int | None = None) -> None:
@@ -132,26 +132,26 @@ class FileBook(ClientBook):
         """Reads the file, yields a run's state, and writes changes back to the disk.
 
         Raises:
-            ValueError: If the file is no book, or all ``most_rounds`` of it are answered.
+            ValueError: If the file is not a book, or ``most_rounds`` is reached.
         """
-        # The lock keeps other processes of this client out from before the reading until after the
-        # writing: else two of them could answer one round.
+        # Without the lock two processes of this client could answer the same round.
         with locked(self.path):
             runs = self._read()
             answered = sum(run["rounds"] for run in runs.values())
             if self.most_rounds is not None and answered >= self.most_rounds:
                 raise ValueError(
-                    f"book={str(self.path)!r} is good for most_rounds={self.most_rounds} rounds of "
-                    f"all runs, and has {answered}: nothing is sent"
+                    f"book={str(self.path)!r} is limited to most_rounds={self.most_rounds} rounds "
+                    f"of all runs, and has {answered}: nothing is sent"
                 )
-            alone = self.most_rounds is None and runs  # then note refuses other settings
-            self.state = runs.setdefault(next(iter(alone)) if alone else settings, {})
+            # Without a limit there is one run, and note refuses other settings.
+            run = next(iter(runs)) if self.most_rounds is None and runs else settings
+            self.state = runs.setdefault(run, {})
             yield self.state
             with replacing(self.path) as file:
                 file.write(json.dumps(runs).encode())
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """Returns the state of every run, by its settings."""
+        """Returns the state of every run by its settings."""
         try:
             with open(self.path, "rb", opener=private) as file:
                 runs: dict[str, dict[str, Any]] = json.load(file)
@@ -171,27 +171,26 @@ class FileBook(ClientBook):
             RecursionError,
         ) as error:
             raise ValueError(
-                f"book={str(self.path)!r} is no book of a client ({error!r}): nothing is sent; "
-                "restore it, or agree to a new run with a new file"
+                f"book={str(self.path)!r} is damaged, or not a client's book ({error!r}), so "
+                "nothing is sent: restore it, or use a new file for a new run"
             ) from None
         return runs
 
 
 class Reporter:
-    """One client: in each round it takes part or not, and sends one report.
+    """One client: it sends one report in each round, and participates by a secret coin.
 
     Args:
-        format: What its reports look like.
-        max_rounds: T, rounds that it agreed to: a server that asks for more gets no report of its
-            data.
-        book: Where it notes which rounds it has answered: a :class:`FileBook`; by default in
-            memory, for simulations.
+        format: The format of its reports.
+        max_rounds: T, the number of rounds that it agreed to. It answers no further rounds.
+        book: The record of answered rounds, a :class:`FileBook`; by default in memory, for
+            simulations.
 
     Formal Guarantees:
-        The server learns neither the coin nor the vector: each round gets at most one report,
-        clipped and noised here, and the coin is tossed before any training. The client trains and
-        encodes whatever the coin says, as the time that it takes would tell; where nobody can watch
-        that, as in a simulation, ``always_train=False`` spares it.
+        The server learns neither the coin nor the vector. Each round gets at most one report, which
+        is clipped and noised here, and the coin is tossed before training. The client trains and
+        encodes in every round, because the time that this takes would reveal the coin. In
+        simulations, where no one observes the time, ``always_train=False`` saves this work.
     """
 
     def __init__(
@@ -209,18 +208,18 @@ class Reporter:
         *,
         always_train: bool = True,
     ) -> None:
-        """Answers a round; a fresh coin, or a draw for its epoch, says if the client takes part.
+        """Answers a round: decides by coin whether to participate, trains, and sends a report.
 
-        If training fails, the client reports zero with its noise, and the error is logged: whether
-        training fails may depend on its data.
+        If training fails, the client reports zero with its noise and logs the error, because
+        whether training fails may depend on its data.
 
         Args:
-            number: The round that the server asks for.
+            number: The round that the server requests.
             train: Computes this client's vector, shape (d,), from its own data. Training fails if
-                this raises an ``Exception`` or returns something else.
+                it raises an ``Exception`` or returns anything else.
             submit: Sends a report to the shuffler.
-            always_train: Train whatever the coin says, and throw the vector away if it says no;
-                else train if it says yes.
+            always_train: Whether to train also if the client does not participate, and discard the
+                vector.
 
         Raises:
             ValueError: If the round or all agreed rounds were answered before, or an argument has a
@@ -229,24 +228,24 @@ class Reporter:
         instance_of("train", train, (Callable,)), instance_of("submit", submit, (Callable,))
         always = boolean("always_train", always_train)
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
-        takes_part = self.book.note(
+        participates = self.book.note(
             round_,
             max_rounds=self.max_rounds,
             fingerprint=self.format.fingerprint,
             num_batches=self.format.num_batches,
         )
-        if takes_part is None:
-            takes_part = bool(bernoulli_indices(1, self.format.sample_rate, SecretGenerator()))
-        if not (takes_part or always):
+        if participates is None:
+            participates = bool(bernoulli_indices(1, self.format.sample_rate, SecretGenerator()))
+        if not (participates or always):
             submit(self.format.encode(round_, None))
             return
         try:
             vector = self.format.clip(train())
         except Exception as error:
             logging.getLogger("opacus_shuffle.reporter").warning(
-                "training failed, the report is zero: %r", error
+                "training failed; reporting zero: %r", error
             )
             vector = torch.zeros(self.format.dimension)
-        # Both are made, whatever is sent: the time that it takes would tell the coin.
+        # Both are computed in every round: the time would otherwise reveal the coin.
         report, blank = self.format.encode(round_, vector), self.format.encode(round_, None)
-        submit(report if takes_part else blank)
+        submit(report if participates else blank)

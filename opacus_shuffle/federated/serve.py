@@ -1,4 +1,4 @@
-"""Runs a shuffler as a process: ``python -m opacus_shuffle.federated.serve --help``."""
+"""Runs a shuffler in a process: ``python -m opacus_shuffle.federated.serve --help``."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import Any
 from opacus_shuffle.core.validation import reject_unknown
 from opacus_shuffle.federated import (
     Aggregator,
-    FarShuffler,
     FileBook,
+    RemoteShuffler,
     ReportFormat,
-    SharedBitSums,
+    SharedSumReports,
     Shuffler,
     ShufflerService,
 )
 from opacus_shuffle.federated.shuffler import log
 
-_KEYS_OF_A_PART = ("url", "secret-file", "certificate", "own-certificate")
+_SHARD_KEYS = ("url", "secret-file", "certificate", "own-certificate")
 
 
 def _read_json(path: str) -> Any:
-    """Returns what is in a JSON file.
+    """Reads a JSON file.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If its content is not JSON.
     """
     try:
         return json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON file: {error}") from error
+        raise ValueError(f"{path} is not a JSON file: {error}") from error
 
 
-def _part_of(settings: dict[str, Any]) -> FarShuffler:
-    """Returns one of the other shufflers.
+def _shard(settings: dict[str, Any]) -> RemoteShuffler:
+    """Connects to one of the shards.
 
     Raises:
-        ValueError: If it has a key that none has.
+        ValueError: If the settings have an unknown key.
     """
-    unknown = {name: value for name, value in settings.items() if name not in _KEYS_OF_A_PART}
-    reject_unknown("each of parts", unknown, _KEYS_OF_A_PART)
-    return FarShuffler(
+    unknown = {name: value for name, value in settings.items() if name not in _SHARD_KEYS}
+    reject_unknown("each of shards", unknown, _SHARD_KEYS)
+    return RemoteShuffler(
         settings["url"],
         Path(settings["secret-file"]).read_text(),
         certificate=settings.get("certificate"),
@@ -53,47 +53,47 @@ def _part_of(settings: dict[str, Any]) -> FarShuffler:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serves a shuffler until the process is ended."""
+    """Serves a shuffler until the process is stopped."""
     parser = argparse.ArgumentParser(
         prog="python -m opacus_shuffle.federated.serve",
-        description="Take reports from clients over HTTP(S), and hand them to the server mixed.",
+        description="Receive reports of clients over HTTP(S), and release them mixed.",
     )
     parser.add_argument(
         "--settings",
         required=True,
-        help="JSON file with the reports' format, the same for everyone",
+        help="JSON file with the format of the reports, the same for all parties",
     )
     parser.add_argument(
-        "--secrets", required=True, help="file with the clients' secrets, one a line"
+        "--secrets", required=True, help="file with the clients' secrets, one per line"
     )
     parser.add_argument("--server-secret", required=True, help="file with the server's secret")
     parser.add_argument(
-        "--parts",
+        "--shards",
         metavar="FILE",
-        help="JSON file with other shufflers, to whom the rest of the clients report: a list of "
+        help="JSON file with other shufflers that receive the reports of other clients: a list of "
         '{"url": ..., "secret-file": ..., "certificate": ..., "own-certificate": ...}',
     )
     parser.add_argument(
-        "--part",
+        "--shard",
         action="store_true",
-        help="be one of those: --server-secret is the other shuffler's then, never the server's",
+        help="run as a shard: --server-secret is that of the main shuffler, never the server's",
     )
     parser.add_argument(
         "--book",
         metavar="FILE",
-        help="where an aggregator of shared_bit_sums notes which rounds it has handed over",
+        help="file in which an aggregator of shared_sum_reports records the rounds it has released",
     )
     parser.add_argument(
         "--certificate",
-        help="file of a TLS certificate; without one the service is for this machine alone",
+        help="file of a TLS certificate; without one, only this machine can connect",
     )
-    parser.add_argument("--key", help="file of its key")
+    parser.add_argument("--key", help="file of the certificate's private key")
     parser.add_argument(
         "--client-certificates",
-        help="file of the certificates that have signed those which clients and server must show",
+        help="file of CA certificates that must have signed the certificates of clients and server",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="where to listen (default: %(default)s)"
+        "--host", default="127.0.0.1", help="address to listen at (default: %(default)s)"
     )
     parser.add_argument("--port", type=int, default=9095, help="(default: %(default)s)")
     parser.add_argument(
@@ -101,34 +101,36 @@ def main(arguments: list[str] | None = None) -> None:
         type=int,
         default=512,
         metavar="COUNT",
-        help="whose senders have not shown a secret yet (default: %(default)s)",
+        help="unauthenticated connections that may be open (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=20.0,
-        help="that a request may take to come (default: %(default)s)",
+        help="time for a request to arrive (default: %(default)s)",
     )
     parser.add_argument(
         "--no-metrics",
         action="store_true",
-        help="do not answer /metrics: behind a proxy on this machine everyone could read them",
+        help="do not answer /metrics; use it behind a proxy on this machine",
     )
     options = parser.parse_args(arguments)
     try:
         reports = ReportFormat.of_settings(_read_json(options.settings))
-        parts = [_part_of(part) for part in (_read_json(options.parts) if options.parts else [])]
+        shards = [_shard(each) for each in (_read_json(options.shards) if options.shards else [])]
         shuffler: Shuffler
-        if isinstance(reports, SharedBitSums) and not (parts or options.part):
+        if isinstance(reports, SharedSumReports) and not (shards or options.shard):
             if options.book is None:
-                parser.error("--book is missing: an aggregator needs a file of its own")
+                parser.error(
+                    "--book is missing: an aggregator records its released rounds in a file"
+                )
             shuffler = Aggregator(reports, book=FileBook(options.book))
         else:
             if options.book is not None:
                 parser.error(
-                    "--book is for an aggregator of shared_bit_sums: a shuffler keeps none"
+                    "--book is for an aggregator of shared_sum_reports: a shuffler has no book"
                 )
-            shuffler = Shuffler(reports, parts=parts, is_part=options.part)
+            shuffler = Shuffler(reports, shards=shards, is_shard=options.shard)
         service = ShufflerService(
             shuffler,
             clients=Path(options.secrets).read_text().split(),
@@ -143,10 +145,10 @@ def main(arguments: list[str] | None = None) -> None:
             metrics=not options.no_metrics,
         )
     except (AttributeError, KeyError, TypeError):
-        parser.error(f"{options.parts} must be a list of shufflers, each with url and secret-file")
-    except (OSError, ValueError) as error:  # a file is missing or wrong, or a port is taken
+        parser.error(f"{options.shards} must be a list of shufflers, each with url and secret-file")
+    except (OSError, ValueError) as error:  # A file is missing or invalid, or the port is in use.
         parser.error(str(error))
-    # What becomes of rounds. Opacus has set up the root logger, for warnings alone.
+    # Opacus configures the root logger for warnings only; events of rounds need a handler here.
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
     log.propagate = False

@@ -1,10 +1,10 @@
-"""``Shuffler``: it alone sees who sent what, and releases a whole round, mixed, or nothing.
+"""``Shuffler``: receives the reports of a round, and releases the whole round mixed, or nothing.
 
-It is the party that the shuffle model trusts: not to work with the server, and to forget what it
-has mixed. Clients give it their reports; the server opens a round, closes it, and gets what the
-format's ``mix`` makes of it. In a simulation it lives in the same process;
-:mod:`opacus_shuffle.federated.shuffler_service` puts it into one of its own, behind a network
-interface.
+It is the trusted party of the shuffle model: it alone sees who sent which report. It must not work
+with the server, and must forget whose report was whose. Clients submit their reports. The server
+opens and closes rounds, and gets the output of the format's ``mix``. In a simulation the shuffler
+runs in the server's process; :mod:`opacus_shuffle.federated.shuffler_service` runs it in a process
+of its own, behind HTTP.
 
 >>> from opacus_shuffle.federated.report_formats import GaussianReports
 >>> reports = GaussianReports(dimension=2, max_norm=1.0, noise_multiplier=1.0, num_users=3)
@@ -36,33 +36,32 @@ from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.federated.report_formats import LARGEST_ROUND, ReportFormat
 
 log = logging.getLogger("opacus_shuffle.shuffler")
-"""What happened to rounds, a line of JSON each: never who sent what, nor when."""
+"""Events of rounds, one JSON object per line; never who sent what or when."""
 
 
 class RefusedReportError(ValueError):
-    """The report is refused: malformed, late, early, or a sender's second one.
+    """A report is refused: malformed, of another round, or the sender's second one.
 
     Attributes:
-        reason: A word for that, by which a service counts them.
+        reason: A short reason, by which a service counts refusals.
     """
 
-    def __init__(self, said: str, reason: str = "malformed") -> None:
-        super().__init__(said)
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
         self.reason = reason
 
 
 class UnknownRoundError(ValueError):
-    """The shuffler has no reports of this round."""
+    """The shuffler has no reports of the requested round."""
 
 
-class Released(NamedTuple):
-    """What the server gets of one round.
+class ReleasedRound(NamedTuple):
+    """The output of one round for the server.
 
     Attributes:
-        round: Which one.
-        num_reports: How many clients reported, or 0 if they were too few to release, or more than
-            there are.
-        mixed: What mixing made of their reports.
+        round: The number of the round.
+        num_reports: The number of clients that reported; 0 if the round was dropped.
+        mixed: The mixed reports.
     """
 
     round: int
@@ -71,13 +70,13 @@ class Released(NamedTuple):
 
     @property
     def dropped(self) -> bool:
-        """Whether the round was dropped because too few or too many had reported."""
+        """Whether the round was dropped because too few or too many clients reported."""
         return self.num_reports == 0
 
 
 @runtime_checkable
-class RoundsOfAShuffler(Protocol):
-    """The part of a shuffler's interface that a server uses, or a shuffler of its parts."""
+class ShufflerInterface(Protocol):
+    """The methods of a shuffler that a server uses, or another shuffler of its shards."""
 
     simulated: bool
     predictable: tuple[str, ...]
@@ -85,114 +84,115 @@ class RoundsOfAShuffler(Protocol):
     def open_round(self, number: int, fingerprint: bytes) -> None:
         """Opens a round for reports in the format of this fingerprint."""
 
-    def close_round(self, number: int) -> Released:
+    def close_round(self, number: int) -> ReleasedRound:
         """Closes a round, and returns its mixed reports."""
 
     def forget_round(self, number: int) -> None:
-        """Destroys what was handed over of a round."""
+        """Destroys the stored output of a round."""
 
 
 class Shuffler:
-    """Takes one report from each sender in a round, and releases the round mixed.
+    """Receives one report from each sender in a round, and releases the round mixed.
 
     Args:
-        format: What reports look like.
-        generator: What mixes them, on the CPU; by default the operating system's own.
-        parts: Other shufflers, to whom the rest of the clients report. Their rounds are opened and
-            closed with this one's, and what they hold is mixed with what this one holds.
-        is_part: Whether this is one of those. Then it hands over whatever it has, be it from few
-            clients: to another shuffler, never to a server.
+        format: The format of the reports.
+        generator: Mixes the reports, on the CPU; by default keyed by the operating system.
+        shards: Other shufflers, each of which receives the reports of some of the clients. Their
+            rounds are opened and closed together with this shuffler's, and their reports are mixed
+            with its own.
+        is_shard: Whether this shuffler is a shard. A shard forwards all its reports, even fewer
+            than ``min_reports``: to another shuffler, never to a server.
 
     Formal Guarantees:
-        What :meth:`close_round` returns depends on reports as a multiset, not on who sent which, or
-        when. Who reported is forgotten when a round is closed. A round of fewer reports than the
-        format asks for is never released: nobody who keeps clients away makes the noise of the
-        others less than what is accounted. A closed round is handed over again, unchanged, until
-        :meth:`forget_round`, so that a server that was killed can ask once more. With ``parts`` all
-        this is true of them together, if each of them is trusted as a shuffler is. A part by itself
-        guards no smallest number.
+        The output of :meth:`close_round` depends on the reports as a multiset, not on who sent
+        which report or when. When a round is closed, the shuffler forgets who reported. A round
+        with fewer reports than the format requires is never released, so an adversary who keeps
+        clients away cannot reduce the noise below what is accounted. A closed round is returned
+        again, unchanged, until :meth:`forget_round`, so a server that was killed can repeat its
+        request. With ``shards`` all of this holds for them together, if each is trusted as a
+        shuffler is. A single shard does not enforce ``min_reports``.
     """
 
     simulated = True
-    """It is in the server's own process."""
+    """Whether it runs in the server's process."""
     takes_shares = False
-    """What it gets of a report is the whole."""
+    """Whether it receives secret shares of reports instead of whole reports."""
 
     def __init__(
         self,
         format: ReportFormat,
         generator: torch.Generator | None = None,
         *,
-        parts: Sequence[RoundsOfAShuffler] = (),
-        is_part: bool = False,
+        shards: Sequence[ShufflerInterface] = (),
+        is_shard: bool = False,
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
         if format.shares > 1 and not self.takes_shares:
             raise ValueError(
-                f"format splits each report into {format.shares} shares, each for an Aggregator of "
-                "its own, which has no parts and is none: a Shuffler takes whole reports"
+                f"format splits each report into {format.shares} shares, each for an Aggregator: a "
+                "Shuffler takes whole reports"
             )
-        self.parts = [instance_of("each of parts", part, (RoundsOfAShuffler,)) for part in parts]
-        if len({getattr(part, "url", id(part)) for part in self.parts}) < len(self.parts):
+        self.shards = [instance_of("each of shards", each, (ShufflerInterface,)) for each in shards]
+        if len({getattr(each, "url", id(each)) for each in self.shards}) < len(self.shards):
             raise ValueError(
-                "parts must be other shufflers, each once: its reports would count twice"
+                "shards must be different shufflers, each once: reports would count twice"
             )
-        self.is_part = is_part
-        self.min_reports = 1 if is_part else format.min_reports
+        self.is_shard = is_shard
+        self.min_reports = 1 if is_shard else format.min_reports
         check_generator("generator", generator)
         self._generator = SecretGenerator() if generator is None else generator
         self.predictable = () if is_secret(self._generator) else ("the generator of the shuffler",)
         self._lock = threading.Lock()
         self._open: int | None = None
         self._last = -1
-        self._digests: dict[str, bytes] = {}  # of each sender's report
-        self._held: list[Any] = []  # what the format keeps of them
-        self._closed: Released | None = None
+        self._digests: dict[str, bytes] = {}  # by sender, of its report
+        self._reports: list[Any] = []  # in the form that the format stores
+        self._closed: ReleasedRound | None = None
 
     def open_round(self, number: int, fingerprint: bytes | None = None) -> None:
-        """Opens a round for reports; reports of a round that was left open are destroyed.
+        """Opens a round for reports, and destroys the reports of a round that is still open.
 
         Args:
             number: The round.
-            fingerprint: Of the server's format; None where it is the shuffler's own.
+            fingerprint: The fingerprint of the server's format; None skips the comparison.
 
         Raises:
-            ValueError: If the round is not after all those before it, or the server goes by other
+            ValueError: If the number is not larger than all earlier ones, or the server uses other
                 settings.
         """
         if fingerprint is not None:
             self.format.check_fingerprint("the server", fingerprint)
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
-        for part in self.parts:  # the same again changes nothing
-            part.open_round(round_, self.format.fingerprint)
+        for shard in self.shards:  # Opening the same round twice has no effect.
+            shard.open_round(round_, self.format.fingerprint)
         with self._lock:
             if round_ == self._open:
-                return  # the server asks again, after it was killed
+                return  # The server repeats its request after a restart.
             if round_ <= self._last:
                 raise ValueError(
-                    f"round {round_} is not after round {self._last}, and none is taken twice: is "
-                    "the server's book the newest?"
+                    f"round {round_} is not after round {self._last}: each round is opened once; "
+                    "check that the server uses its latest book"
                 )
             self._open = self._last = round_
-            self._digests, self._held, self._closed = {}, [], None
+            self._digests, self._reports, self._closed = {}, [], None
 
     def submit(self, sender: str, report: bytes) -> None:
-        """Takes one sender's report of the open round; the same report again changes nothing.
+        """Receives one sender's report for the open round; the same report again has no effect.
 
         Args:
-            sender: Who sent it, as text: equal texts are one sender.
-            report: What the sender's ``encode`` returned.
+            sender: The name of the sender; equal strings are one sender.
+            report: The output of the sender's ``encode``.
 
         Raises:
-            ValueError: If ``sender`` is anything else.
-            RefusedReportError: If it is malformed or of another round, or its sender has sent
-                another one.
+            ValueError: If ``sender`` is not a string.
+            RefusedReportError: If the report is malformed or of another round, or its sender has
+                sent another report.
         """
-        # A derived class of str may compare in another way.
+        # A subclass of str may override comparison.
         if type(sender) is not str:
             raise ValueError(
                 f"sender must be a str, got {reprlib.repr(sender)} ({type(sender).__name__}): pass "
-                "a name or number as text, the same text each time"
+                "the same string in every round"
             )
         try:
             round_, numbers = self.format.open(report)
@@ -202,96 +202,96 @@ class Shuffler:
         with self._lock:
             if round_ != self._open:
                 raise RefusedReportError(
-                    f"report is of round {round_}, the open one is {self._open}: it is not taken",
-                    "of another round",
+                    f"report is for round {round_}, but the open round is {self._open}",
+                    "another round",
                 )
-            known = self._digests.get(sender)
-            if known == digest:
+            earlier = self._digests.get(sender)
+            if earlier == digest:
                 return
-            if known is not None:
+            if earlier is not None:
                 raise RefusedReportError(
-                    f"a report of round {round_} came from this sender already: that stays",
-                    "a second one",
+                    f"this sender already sent a report for round {round_}; the first one counts",
+                    "second report",
                 )
             if len(self._digests) >= self.format.num_users:
                 raise RefusedReportError(
-                    f"round {round_} has all of its {self.format.num_users} reports",
-                    "one too many",
+                    f"round {round_} already has all {self.format.num_users} reports",
+                    "too many reports",
                 )
-            self.format.keep(self._held, numbers)
+            self.format.keep(self._reports, numbers)
             self._digests[sender] = digest
 
     def waiting(self) -> int:
-        """Returns how many reports the open round has."""
+        """Returns the number of reports of the open round."""
         with self._lock:
             return len(self._digests)
 
-    def close_round(self, number: int) -> Released:
-        """Closes a round and mixes its reports; too few or too many reports are destroyed.
+    def close_round(self, number: int) -> ReleasedRound:
+        """Closes a round and mixes its reports; destroys them if they are too few or too many.
 
-        More than ``num_users`` come where parts have a client twice.
+        There are more than ``num_users`` reports if a client is registered with two shards.
 
         Returns:
-            What the server may see. The same again if it asks again.
+            The output for the server; a repeated call returns the same.
 
         Raises:
-            UnknownRoundError: If this round is neither open nor the one that was closed last.
+            UnknownRoundError: If the round is neither open nor the last one that was closed.
         """
-        from_parts = [] if self._is_closed(number) else self._close_parts(number)
+        from_shards = [] if self._is_closed(number) else self._close_shards(number)
         with self._lock:
             if self._closed is not None and self._is_closed(number):
                 return self._closed
             self._check_open(number)
-            reports = len(self._digests) + sum(part.num_reports for part in from_parts)
+            reports = len(self._digests) + sum(each.num_reports for each in from_shards)
             too_many = reports > self.format.num_users
-            if too_many:  # else a round that is accounted could never end
+            if too_many:  # An error instead would leave an accounted round open forever.
                 log.error(
                     json.dumps(
                         {
-                            "event": "dropped: clients must be with one shuffler each",
+                            "event": "dropped: a client is registered with two shards",
                             "round": number,
                             "reports": reports,
                             "num_users": self.format.num_users,
                         }
                     )
                 )
-            # A copy, as this may fail halfway, and the server asks again.
-            held = copy.deepcopy(self._held)
-            for part in from_parts:
-                self.format.merge(held, part.mixed, part.num_reports)
-            return self._release(number, 0 if too_many else reports, held)
+            # A copy, because merging may fail halfway and the server may then repeat its request.
+            stored = copy.deepcopy(self._reports)
+            for each in from_shards:
+                self.format.merge(stored, each.mixed, each.num_reports)
+            return self._release(number, 0 if too_many else reports, stored)
 
-    def _release(self, number: int, reports: int, held: list[Any]) -> Released:
-        """Mixes what is held, unless it is of too few reports, and destroys all else."""
-        released = Released(number, 0, b"")
+    def _release(self, number: int, reports: int, stored: list[Any]) -> ReleasedRound:
+        """Mixes the stored reports unless they are too few, and destroys them."""
+        released = ReleasedRound(number, 0, b"")
         if reports >= self.min_reports:
-            released = Released(number, reports, self.format.mix(held, self._generator))
-        self._open, self._digests, self._held, self._closed = None, {}, [], released
+            released = ReleasedRound(number, reports, self.format.mix(stored, self._generator))
+        self._open, self._digests, self._reports, self._closed = None, {}, [], released
         return released
 
     def _check_open(self, number: int) -> None:
         if self._open is None or self._open != number:
-            raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
+            raise UnknownRoundError(f"round {number} is not open; the open round is {self._open}")
 
     def _is_closed(self, number: int) -> bool:
-        """Tells whether a round is the one that was closed last, and is still there."""
+        """Whether this round was closed last, and its output is still stored."""
         return self._closed is not None and self._closed.round == number
 
-    def _close_parts(self, number: int) -> list[Released]:
-        """Closes a round of all parts that have it and reports of it.
+    def _close_shards(self, number: int) -> list[ReleasedRound]:
+        """Closes a round at all shards, and returns the output of those with reports.
 
-        One that was started anew has lost its reports.
+        A shard that was restarted has lost its reports, and does not know the round.
         """
         closed = []
-        for part in self.parts:
+        for shard in self.shards:
             with contextlib.suppress(UnknownRoundError):
-                closed.append(part.close_round(number))
-        return [part for part in closed if not part.dropped]
+                closed.append(shard.close_round(number))
+        return [each for each in closed if not each.dropped]
 
     def forget_round(self, number: int) -> None:
-        """Destroys what was handed over of a round."""
-        for part in self.parts:
-            part.forget_round(number)
+        """Destroys the stored output of a round."""
+        for shard in self.shards:
+            shard.forget_round(number)
         with self._lock:
             if self._is_closed(number):
                 self._closed = None

@@ -16,12 +16,12 @@ from helpers.federation import CLIENTS, SERVER, SUMS, ledger_of
 
 import opacus_shuffle
 from opacus_shuffle.federated import (
-    BitSums,
-    FarShuffler,
     GaussianReports,
     Ledger,
+    RemoteShuffler,
     Reporter,
     SecretReports,
+    ShuffledSumReports,
     Shuffler,
     ShufflerService,
 )
@@ -29,7 +29,7 @@ from opacus_shuffle.federated.shuffler import UnknownRoundError
 
 SIZES = {"dimension": 3, "max_norm": 1.0, "num_users": 20, "sample_rate": 0.3}
 FORMATS = {
-    "sums": BitSums(**SIZES, noise_multiplier=2.0, delta=1e-6),
+    "sums": ShuffledSumReports(**SIZES, noise_multiplier=2.0, delta=1e-6),
     "gaussian": GaussianReports(**SIZES, noise_multiplier=1.0),
     **{
         f"secret, {report}": SecretReports(**SIZES, noise_multiplier=1.0, report=report)
@@ -47,50 +47,50 @@ def near(reports, folder):
 
 
 @contextlib.contextmanager
-def in_parts(reports, folder):
-    parts = [Shuffler(reports, is_part=True) for _ in range(2)]
-    all_three = [Shuffler(reports, parts=parts), *parts]
+def in_shards(reports, folder):
+    shards = [Shuffler(reports, is_shard=True) for _ in range(2)]
+    all_three = [Shuffler(reports, shards=shards), *shards]
     yield (lambda client, report: all_three[client % 3].submit(str(client), report)), all_three[0]
-    for part in parts:
-        with pytest.raises(UnknownRoundError):  # parts forget as well
-            part.close_round(2)
+    for shard in shards:
+        with pytest.raises(UnknownRoundError):  # shards forget as well
+            shard.close_round(2)
 
 
 HALVES = (CLIENTS[:10], CLIENTS[10:])
 
 
-def far(part: str, lead: str):
-    """How half of the clients submit to a part and the others to its lead, and the server's view.
+def far(shard: str, lead: str):
+    """How half of the clients submit to a shard and the others to its lead, and the server's view.
 
-    A part hands what it has to its lead, never to the server.
+    A shard forwards its reports to its lead, never to the server.
     """
     with pytest.raises(ValueError, match="403"):
-        FarShuffler(part, SERVER).close_round(1)
-    asked = zip((part, lead), HALVES, strict=True)
-    clients = [FarShuffler(url, secret) for url, secrets in asked for secret in secrets]
-    return (lambda client, report: clients[client].submit(report)), FarShuffler(lead, SERVER)
+        RemoteShuffler(shard, SERVER).close_round(1)
+    asked = zip((shard, lead), HALVES, strict=True)
+    clients = [RemoteShuffler(url, secret) for url, secrets in asked for secret in secrets]
+    return (lambda client, report: clients[client].submit(report)), RemoteShuffler(lead, SERVER)
 
 
 @contextlib.contextmanager
 def over_http(reports, folder):
-    shuffler = Shuffler(reports, is_part=True)
-    with ShufflerService(shuffler, clients=HALVES[0], server=LEAD).start() as part:
-        shuffler = Shuffler(reports, parts=[FarShuffler(part.url, LEAD)])
+    shuffler = Shuffler(reports, is_shard=True)
+    with ShufflerService(shuffler, clients=HALVES[0], server=LEAD).start() as shard:
+        shuffler = Shuffler(reports, shards=[RemoteShuffler(shard.url, LEAD)])
         with ShufflerService(shuffler, clients=HALVES[1], server=SERVER).start() as lead:
-            yield far(part.url, lead.url)
+            yield far(shard.url, lead.url)
 
 
 @contextlib.contextmanager
 def as_a_process(reports, folder):
     """The lead is a process by files, as whoever runs it starts it."""
-    shuffler = Shuffler(reports, is_part=True)
-    with ShufflerService(shuffler, clients=HALVES[0], server=LEAD).start() as part:
+    shuffler = Shuffler(reports, is_shard=True)
+    with ShufflerService(shuffler, clients=HALVES[0], server=LEAD).start() as shard:
         (folder / "lead.txt").write_text(LEAD)
         files = {
             "settings": json.dumps(reports.settings),
             "secrets": "\n".join(HALVES[1]),
             "server-secret": SERVER,
-            "parts": json.dumps([{"url": part.url, "secret-file": f"{folder}/lead.txt"}]),
+            "shards": json.dumps([{"url": shard.url, "secret-file": f"{folder}/lead.txt"}]),
         }
         command = [sys.executable, "-m", "opacus_shuffle.federated.serve", "--port", "0"]
         for name, content in files.items():
@@ -102,7 +102,7 @@ def as_a_process(reports, folder):
         ):
             try:
                 said = process.stdout.readline()
-                yield far(part.url, said.removeprefix("shuffler at ").strip())
+                yield far(shard.url, said.removeprefix("shuffler at ").strip())
                 events = map(json.loads, (folder / "log").read_text().splitlines())
                 assert {"opened", "closed"} <= {event["event"] for event in events}
             finally:
@@ -156,8 +156,8 @@ def on_flower(ledger: Ledger, submit) -> None:
     [
         (near, by_hand),
         (near, on_flower),
-        (in_parts, by_hand),
-        (in_parts, on_flower),
+        (in_shards, by_hand),
+        (in_shards, on_flower),
         (over_http, by_hand),
         (over_http, on_flower),
         pytest.param(as_a_process, by_hand, marks=pytest.mark.zoo),

@@ -28,10 +28,10 @@ from local_grid import LocalGrid  # noqa: E402
 
 import opacus_shuffle  # noqa: E402
 from opacus_shuffle.federated import (  # noqa: E402
-    BitSums,
     GaussianReports,
     Ledger,
     SecretReports,
+    ShuffledSumReports,
     Shuffler,
 )
 from opacus_shuffle.federated.flower import ReportMod, ShuffledStrategy  # noqa: E402
@@ -124,7 +124,7 @@ class Federation:
 
 KINDS = pytest.mark.parametrize(
     "reports",
-    [GaussianReports(**GAUSSIAN), BitSums(**SUMS), SecretReports(**GAUSSIAN)],
+    [GaussianReports(**GAUSSIAN), ShuffledSumReports(**SUMS), SecretReports(**GAUSSIAN)],
     ids=["gaussian", "sums", "secret"],
 )
 
@@ -158,7 +158,7 @@ def test_what_would_be_answered_without_noise_is_refused(kind):
     federation = Federation(GaussianReports(**GAUSSIAN))
     message = Message(RecordDict(), dst_node_id=2, message_type=kind)
     reply = federation.mod(message, None, lambda *_: pytest.fail("it answers"))
-    assert f"{kind} would send what has no noise" in reply.error.reason
+    assert f"{kind} would be answered without noise" in reply.error.reason
     assert list(federation.strategy.configure_evaluate(1, weights(), {}, federation.grid)) == []
 
 
@@ -195,7 +195,7 @@ def test_a_server_that_begins_another_run_finds_the_same_books_if_they_are_files
 @KINDS
 def test_weights_of_another_network_are_reported_by_nobody(reports):
     federation, other = Federation(reports), ArrayRecord({"w": Array(np.zeros(3))})
-    with pytest.raises(ValueError, match="the model has 3 weights, the format has dimension=8"):
+    with pytest.raises(ValueError, match="the model has 3 weights, but the format has dimension=8"):
         federation.strategy.start(grid=federation.grid, initial_arrays=other, num_rounds=1)
     federation.shuffler.open_round(1)
     first = ConfigRecord({"round": 1})
@@ -276,7 +276,7 @@ def central_updates(rounds: int, vectors: torch.Tensor, accountant: str, **optio
             marks=pytest.mark.zoo,
         ),
         (
-            BitSums(**{**SUMS, "min_reports": CLIENTS}),
+            ShuffledSumReports(**{**SUMS, "min_reports": CLIENTS}),
             {"accountant": "shuffled_sums", "noise_multiplier": 2.0},
         ),
         (
@@ -302,5 +302,5 @@ def test_a_federated_run_and_one_in_one_process_have_the_same_updates_and_epsilo
     for direction in (torch.ones(D), torch.eye(D)[0], torch.randn(D, generator=generator)):
         one, two = ours @ direction.double(), theirs.double() @ direction.double()
         assert stats.ks_2samp(one.numpy(), two.numpy()).pvalue > 1e-6
-    assert planned.same_run_as(reports.mechanism) or isinstance(reports, BitSums)
+    assert planned.same_run_as(reports.mechanism) or isinstance(reports, ShuffledSumReports)
     assert math.isclose(planned.noise_multiplier, reports.mechanism.noise_multiplier, rel_tol=0.05)

@@ -16,7 +16,12 @@ from scipy.special import ndtr
 
 from opacus_shuffle import SecretCheckIn, ShuffledCheckIn, ShuffledSums, ShuffleGauss
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat, SecretReports
+from opacus_shuffle.federated import (
+    GaussianReports,
+    ReportFormat,
+    SecretReports,
+    ShuffledSumReports,
+)
 
 USERS = 10
 GAUSSIAN = {
@@ -33,17 +38,17 @@ SECRET = {
     "secret, step": SecretReports(**GAUSSIAN, report="step"),
 }
 VECTORS = {"gaussian": GaussianReports(**GAUSSIAN), **SECRET}
-FORMATS = {"sums": BitSums(**SUMS), **VECTORS}
+FORMATS = {"sums": ShuffledSumReports(**SUMS), **VECTORS}
 every_format = pytest.mark.parametrize("reports", FORMATS.values(), ids=FORMATS)
 every_vector_format = pytest.mark.parametrize("reports", VECTORS.values(), ids=VECTORS)
 
 
 def mixed(reports: ReportFormat, sent: list[bytes]) -> bytes:
     """What the shuffler hands over of these reports."""
-    held: list = []
+    stored: list = []
     for report in sent:
-        reports.keep(held, reports.open(report)[1])
-    return reports.mix(held, SecretGenerator())
+        reports.keep(stored, reports.open(report)[1])
+    return reports.mix(stored, SecretGenerator())
 
 
 def sized(reports: ReportFormat, **sizes) -> ReportFormat:
@@ -70,7 +75,7 @@ def test_the_estimate_is_the_clipped_sum_within_its_noise(reports):
         total += reports.estimate(mixed(reports, sent), USERS)
     # Along its vector a linear report may vary by a quarter more than across (13.4).
     noise = math.sqrt(USERS + 0.5) * 1.5 * 2.0
-    if isinstance(reports, BitSums):
+    if isinstance(reports, ShuffledSumReports):
         noise = math.sqrt(reports.protocol.variance)
     most = stats.norm.isf(1e-10) * noise / math.sqrt(rounds)
     assert float((total / rounds - expected).abs().max()) < most
@@ -151,7 +156,7 @@ def test_no_bit_of_a_secret_report_tells_whether_a_vector_is_in_it(reports, scal
 
 def test_a_count_is_that_of_the_bits_a_user_of_the_protocol_sends():
     """The distribution of coordinates' counts against that of ``randomize``, by a χ² test."""
-    reports = BitSums(**{**SUMS, "dimension": 2000})
+    reports = ShuffledSumReports(**{**SUMS, "dimension": 2000})
     x = torch.full((2000,), 0.7 * 2.0 / math.sqrt(2000))
     ours = np.frombuffer(reports.open(reports.encode(1, x))[1], reports.count_type).astype(int)
     theirs = reports.protocol.randomize(x).numpy()
@@ -193,7 +198,7 @@ def test_a_vector_a_little_too_long_is_cut_to_the_norm_and_keeps_its_direction(d
 )
 def test_reports_of_nothing_but_ones_decode(bits, width):
     """Where all bits are 1, that many is the largest count, and one byte holds no 256."""
-    reports = BitSums(**SUMS)
+    reports = ShuffledSumReports(**SUMS)
     reports.bits = bits
     assert reports.bytes_per_report == 5 * width
     all_ones = reports.encode(1, torch.zeros(5))[:12] + np.full(5, bits, f"<u{width}").tobytes()
@@ -253,7 +258,7 @@ def test_a_vector_s_report_that_no_honest_client_sends_is_not_taken(reports, val
         lambda: reports.open(honest[:12] + forged),
         lambda: reports.estimate(honest[12:] + forged, 2),
     ):
-        with pytest.raises(ValueError, match="no honest one exceeds"):
+        with pytest.raises(ValueError, match="honest reports do not exceed"):
             taking()
 
 
@@ -333,7 +338,7 @@ def test_what_is_accounted_is_the_mechanism_of_the_honest_reports():
     assert everyone.mechanism == ShuffleGauss(noise_multiplier=1.5, num_users=22)
     hidden = SecretReports(**forty, min_reports=32)
     assert hidden.mechanism == SecretCheckIn(noise_multiplier=1.5, num_users=22, sample_rate=0.5)
-    some = BitSums(**forty, delta=1e-6, min_reports=30)
+    some = ShuffledSumReports(**forty, delta=1e-6, min_reports=30)
     assert some.mechanism == ShuffledSums.of_protocol(some.protocol, sample_rate=0.5)
     assert (some.mechanism.num_users, some.mechanism.honest_fraction) == (40, 0.5)
     assert some.mechanism.noise_multiplier >= 1.5
@@ -356,7 +361,7 @@ def test_settings_make_the_format_that_they_are_of(reports):
         ({"kind": "laplace"}, "kind in settings"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "maxnorm": 1}, "did you mean max_norm"),
         ({"kind": "gaussian_reports", "dimension": 5}, "missing .*'max_norm'"),
-        ({"kind": "bit_sums", **SUMS, "honest_fraction": 0.3}, "honest_fraction=0.3"),
+        ({"kind": "shuffled_sum_reports", **SUMS, "honest_fraction": 0.3}, "honest_fraction=0.3"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "min_reports": 41}, "min_reports"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "noise_multiplier": 0}, "noise_multiplier"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "max_norm": 1e-40}, "max_norm=1e-40"),
@@ -364,10 +369,10 @@ def test_settings_make_the_format_that_they_are_of(reports):
         ({"kind": "secret_reports", **GAUSSIAN, "report": "bits"}, "report must be"),
         ({"kind": "secret_reports", **GAUSSIAN, "sample_rate": 1}, "sample_rate of secret"),
         ({"kind": "secret_reports", **GAUSSIAN, "noise_multiplier": 0.1}, "noise_multiplier of li"),
-        ({"kind": "secret_reports", **GAUSSIAN, "max_norm": 1e30}, "beyond single"),
-        ({"kind": "bit_sums", **SUMS, "min_reports": 3}, "a third of num_users=10"),
-        ({"kind": "bit_sums", **SUMS, "max_norm": math.nan}, "max_norm"),
-        ({"kind": "bit_sums", **SUMS, "dimension": 0}, "dimension"),
+        ({"kind": "secret_reports", **GAUSSIAN, "max_norm": 1e30}, "range of single"),
+        ({"kind": "shuffled_sum_reports", **SUMS, "min_reports": 3}, "a third of num_users=10"),
+        ({"kind": "shuffled_sum_reports", **SUMS, "max_norm": math.nan}, "max_norm"),
+        ({"kind": "shuffled_sum_reports", **SUMS, "dimension": 0}, "dimension"),
     ],
 )
 def test_bad_settings_are_named(settings, named):

@@ -19,16 +19,16 @@ from scipy import stats
 
 import opacus_shuffle
 from opacus_shuffle.federated import (
-    BitSums,
     FileBook,
     GaussianReports,
     RefusedReportError,
     Reporter,
     SecretReports,
+    ShuffledSumReports,
     Shuffler,
 )
 from opacus_shuffle.federated.reporter import ClientBook
-from opacus_shuffle.federated.shuffler import Released
+from opacus_shuffle.federated.shuffler import ReleasedRound
 
 if os.name != "nt":
     import fcntl
@@ -39,7 +39,7 @@ FORMATS = pytest.mark.parametrize(
 COIN = GaussianReports(
     dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3
 )
-ONCE = BitSums(
+ONCE = ShuffledSumReports(
     dimension=3,
     max_norm=1.0,
     noise_multiplier=2.0,
@@ -72,26 +72,26 @@ def shuffler():
 
 REPORT, SECOND, LATER = (GAUSSIAN.encode(number, torch.zeros(3)) for number in (1, 1, 2))
 LIFE = [
-    (lambda shuffler: shuffler.submit("0", REPORT), "the open one is None", 0),
+    (lambda shuffler: shuffler.submit("0", REPORT), "the open round is None", 0),
     (lambda shuffler: shuffler.open_round(1), None, 0),
-    (lambda shuffler: shuffler.submit("0", LATER), "of round 2, the open one is 1", 0),
+    (lambda shuffler: shuffler.submit("0", LATER), "for round 2, but the open round is 1", 0),
     (lambda shuffler: shuffler.submit("0", REPORT), None, 1),
     (lambda shuffler: shuffler.submit("0", REPORT), None, 1),
-    (lambda shuffler: shuffler.submit("0", SECOND), "from this sender already", 1),
+    (lambda shuffler: shuffler.submit("0", SECOND), "this sender already sent", 1),
     (lambda shuffler: shuffler.submit(torch.tensor(7), SECOND), "sender must be a str", 1),
     (lambda shuffler: shuffler.submit(math.nan, SECOND), "sender must be a str", 1),
     (lambda shuffler: shuffler.open_round(1), None, 1),  # by a server that was killed
     (lambda shuffler: all_report(shuffler, 1, 5, start=1), None, 6),
-    (lambda shuffler: shuffler.submit("another", SECOND), "has all of its 6 reports", 6),
+    (lambda shuffler: shuffler.submit("another", SECOND), "already has all 6 reports", 6),
     (lambda shuffler: shuffler.close_round(2), "round 2 is not open", 6),
     (lambda shuffler: shuffler.close_round(1), None, 0),
     (lambda shuffler: shuffler.close_round(1), None, 0),  # the same again, until it is forgotten
     (lambda shuffler: shuffler.forget_round(1), None, 0),
     (lambda shuffler: shuffler.close_round(1), "round 1 is not open", 0),
-    (lambda shuffler: shuffler.submit("0", REPORT), "the open one is None", 0),
-    (lambda shuffler: shuffler.open_round(1), "none is taken twice", 0),
+    (lambda shuffler: shuffler.submit("0", REPORT), "the open round is None", 0),
+    (lambda shuffler: shuffler.open_round(1), "each round is opened once", 0),
     (lambda shuffler: shuffler.open_round(3), None, 0),
-    (lambda shuffler: shuffler.open_round(2), "none is taken twice", 0),
+    (lambda shuffler: shuffler.open_round(2), "each round is opened once", 0),
 ]
 
 
@@ -190,8 +190,8 @@ def test_a_book_for_all_of_a_person_s_runs_is_good_for_so_many_rounds_of_all_tog
     """No run can have a round again, be it after another run; and each has its own max_rounds."""
     asked = [
         *((GAUSSIAN, 1, None), (GAUSSIAN, 4, None), (GAUSSIAN, 5, "all max_rounds=2")),
-        *((COIN, 1, None), (COIN, 1, "answered already"), (GAUSSIAN, 4, "all max_rounds|answered")),
-        *((BARE, 7, None), (BARE, 8, "good for most_rounds=4 rounds of all runs, and has 4")),
+        *((COIN, 1, None), (COIN, 1, "already answered"), (GAUSSIAN, 4, "all max_rounds|answered")),
+        *((BARE, 7, None), (BARE, 8, "limited to most_rounds=4 rounds of all runs, and has 4")),
         *((COIN, 2, "most_rounds=4"), (SUMS, 1, "most_rounds=4")),
     ]
     sent = []
@@ -233,7 +233,7 @@ def test_a_book_is_one_file_by_all_its_names_and_stays_where_it_is(tmp_path, mon
     book.note(1, max_rounds=5, fingerprint=GAUSSIAN.fingerprint)
     run_once(ledger)
     monkeypatch.chdir("elsewhere")
-    with pytest.raises(ValueError, match="answered already"):
+    with pytest.raises(ValueError, match="already answered"):
         book.note(1, max_rounds=5, fingerprint=GAUSSIAN.fingerprint)
     run_once(ledger)
     assert ledger_of(GAUSSIAN, path=tmp_path / "ledger").round == 2
@@ -335,12 +335,12 @@ def test_a_report_says_how_many_rounds_ran_and_how_many_are_accounted():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "is no book of a client"),
-        ("[]", "is no book of a client"),
-        ('{"settings": "00", "rounds": 1, "last": 1}', "is no book of a client"),
-        ('{"0": {"settings": "00", "rounds": "many", "last": 1}}', "is no book of a client"),
-        ('{"0": {"settings": "00", "rounds": 1}}', "is no book of a client"),
-        ('{"0": {"settings": "00", "rounds": 1, "last": 1, "epoch": 0}}', "is no book of a client"),
+        ("", "not a client's book"),
+        ("[]", "not a client's book"),
+        ('{"settings": "00", "rounds": 1, "last": 1}', "not a client's book"),
+        ('{"0": {"settings": "00", "rounds": "many", "last": 1}}', "not a client's book"),
+        ('{"0": {"settings": "00", "rounds": 1}}', "not a client's book"),
+        ('{"0": {"settings": "00", "rounds": 1, "last": 1, "epoch": 0}}', "not a client's book"),
         ('{"0": {"settings": "00", "rounds": 1, "last": 1}}', "of other settings"),
     ],
 )
@@ -381,7 +381,7 @@ def test_a_client_whose_training_fails_reports_zero_with_its_noise_and_logs_why(
     Reporter(quiet, max_rounds=1).answer(1, train, sent.append, always_train=always_train)
     (numbers,) = (np.abs(np.frombuffer(quiet.open(report)[1], "<f4")) for report in sent)
     assert 0 < numbers.min() <= numbers.max() < 0.3
-    assert "training failed, the report is zero" in caplog.text
+    assert "training failed; reporting zero" in caplog.text
 
 
 @pytest.mark.parametrize(("train", "submit"), [(None, print), (torch.ones(3), print), (list, "x")])
@@ -429,7 +429,7 @@ def test_a_round_that_cannot_be_accounted_on_the_disk_is_not_released_and_may_be
     assert not (folder / "book").exists()
     assert ledger.close().num_reports == 6
     assert (ledger.round, ledger.begun, len(ledger.accountant)) == (1, True, 1)
-    with pytest.raises(ValueError, match="round 1 is begun"):
+    with pytest.raises(ValueError, match="round 1 is already begun"):
         ledger.begin()
 
 
@@ -463,9 +463,15 @@ def test_a_ledger_foresees_it_also_where_so_many_rounds_have_no_epsilon_at_its_d
     ("reports", "count", "size", "said"),
     [
         *((GAUSSIAN, count, 12 * count, "6 are accounted for") for count in (7, 5, -1)),
-        *((reports, 20, 239, "mixed cannot be of as many") for reports in (SUMS, SECRET, COIN)),
-        *((reports, 20, 0, "mixed cannot be of as many") for reports in (SUMS, SECRET)),
-        *((reports, 20, 252, "mixed cannot be of as many") for reports in (SUMS, SECRET, COIN)),
+        *(
+            (reports, 20, 239, "does not match its stated report count")
+            for reports in (SUMS, SECRET, COIN)
+        ),
+        *((reports, 20, 0, "does not match its stated report count") for reports in (SUMS, SECRET)),
+        *(
+            (reports, 20, 252, "does not match its stated report count")
+            for reports in (SUMS, SECRET, COIN)
+        ),
         (SUMS, 21, 24, "min_reports=10 to num_users=20 are accounted for"),
         *(
             (SECRET, 20, 240, None),
@@ -480,7 +486,7 @@ def test_a_server_takes_no_round_of_more_reports_than_clients_or_of_another_leng
 ):
     ledger = ledger_of(reports)
     ledger.open()
-    ledger.shuffler.close_round = lambda number: Released(number, count, bytes(abs(size)))
+    ledger.shuffler.close_round = lambda number: ReleasedRound(number, count, bytes(abs(size)))
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
         ledger.close()
     assert ledger.begun
@@ -545,7 +551,7 @@ def test_two_servers_with_one_book_do_not_undo_what_the_other_has_written(tmp_pa
     one, other = (ledger_of(GAUSSIAN, path=tmp_path / "book") for _ in range(2))
     run_once(one)
     other.open()
-    with pytest.raises(ValueError, match=r"written by another server.*end one"):
+    with pytest.raises(ValueError, match=r"written by another server.*stop one"):
         other.close()
     assert len(ledger_of(GAUSSIAN, path=tmp_path / "book").accountant) == 1
 
@@ -603,10 +609,10 @@ def test_a_damaged_or_another_run_s_book_is_named_and_not_begun_anew(tmp_path, d
 )
 def test_clients_shuffler_and_server_with_other_settings_do_not_meet(reports, changed):
     other, shuffler = type(reports).of_settings({**reports.settings, **changed}), Shuffler(reports)
-    with pytest.raises(ValueError, match="goes by other settings"):
+    with pytest.raises(ValueError, match="uses other settings"):
         ledger_of(other, shuffler).open()
     shuffler.open_round(1)
-    with pytest.raises(RefusedReportError, match="goes by other settings"):
+    with pytest.raises(RefusedReportError, match="uses other settings"):
         shuffler.submit("0", other.encode(1, torch.ones(3)))
     assert shuffler.waiting() == 0
 

@@ -14,22 +14,22 @@ from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.federated import (
     Aggregation,
     Aggregator,
-    BitSums,
-    FarShuffler,
     FileBook,
+    RemoteShuffler,
     ReportFormat,
-    SharedBitSums,
+    SharedSumReports,
+    ShuffledSumReports,
     Shuffler,
     ShufflerService,
 )
 from opacus_shuffle.federated.secret_shares import TAG_BYTES
 
-PLAIN = {**SUMS.settings, "kind": "shared_bit_sums"}
+PLAIN = {**SUMS.settings, "kind": "shared_sum_reports"}
 SHARED, THREE = (ReportFormat.of_settings({**PLAIN, "shares": shares}) for shares in (2, 3))
 FIRST, SECOND = np.indices((256, 256), np.uint8).reshape(2, -1)  # every pair of bytes
 
 
-def numbers_in(reports: SharedBitSums, report: bytes) -> np.ndarray:
+def numbers_in(reports: SharedSumReports, report: bytes) -> np.ndarray:
     """Those of all shares of a report, without headers and tags: shape (k, d)."""
     return np.stack(
         [
@@ -43,7 +43,7 @@ def split(monkeypatch, count: int, *drawn: np.ndarray) -> np.ndarray:
     """Splits a count 65,536 times by the random bytes that are given: shape (k, 65536)."""
     reports = ReportFormat.of_settings({**PLAIN, "dimension": 2**16, "shares": len(drawn) + 1})
     reports.bits = 12  # a byte holds the sum of twenty such counts
-    monkeypatch.setattr(BitSums, "randomize", lambda *_: bytes([count]) * 2**16)
+    monkeypatch.setattr(ShuffledSumReports, "randomize", lambda *_: bytes([count]) * 2**16)
     stream, listed = SecretGenerator(), iter([bytes(TAG_BYTES), *drawn])
     stream.words = lambda _: np.frombuffer(bytes(next(listed)), np.uint64)
     return numbers_in(reports, reports.encode(1, None, stream))
@@ -82,7 +82,7 @@ def test_sums_of_different_sets_are_uniform_together(monkeypatch, sets):
     assert len(seen(*sums)) == 256**2
 
 
-def aggregation_of(reports: SharedBitSums, books: tuple | None = None) -> Aggregation:
+def aggregation_of(reports: SharedSumReports, books: tuple | None = None) -> Aggregation:
     """Aggregators in this process, with an open round 1."""
     aggregation = Aggregation(
         reports, [Aggregator(reports, book=book) for book in books or [None] * reports.shares]
@@ -121,7 +121,7 @@ def test_an_aggregator_hands_over_one_sum_of_a_round_and_the_same_again(fewer, r
         with pytest.raises(ValueError, match="each once"):
             asked.close_round(1, wrong)
     first = asked.close_round(1, tags[fewer * TAG_BYTES :])
-    with pytest.raises(ValueError, match="another sum"):
+    with pytest.raises(ValueError, match="two of its sums"):
         asked.close_round(1, tags)
     # A server that lost the answer asks again.
     assert asked.close_round(1, asked.tags(1)) == first
@@ -136,7 +136,7 @@ def test_an_aggregator_that_is_started_anew_says_no_second_sum_of_a_round(tmp_pa
     for aggregation in (before, anew):  # a server opens the round again, and clients send again
         send(aggregation, 1)
     before.close_round(1)
-    with pytest.raises(ValueError, match="round 1 was answered already"):
+    with pytest.raises(ValueError, match="round 1 was already answered"):
         anew.close_round(1)
 
 
@@ -186,7 +186,7 @@ def test_a_client_that_lies_moves_the_sum_as_it_likes_or_has_the_round_dropped(l
     lied = (lie - numbers_in(SHARED, report)[0].astype(int)).astype(SHARED.count_type).tobytes()
     aggregation.submit(report[: -len(lied)] + lied, sender="liar")
     if lie == SHARED.modulus // 2:
-        with pytest.warns(UserWarning, match=r"round 1 is dropped: .* has lied"):
+        with pytest.warns(UserWarning, match=r"round 1 is dropped: .* dishonest"):
             assert aggregation.close_round(1).dropped
     else:
         assert (np.frombuffer(aggregation.close_round(1).mixed, "<i8") == total + lie).all()
@@ -203,7 +203,9 @@ def test_aggregators_are_services_and_who_reaches_one_or_splits_anew_is_missing(
         for secrets in named
     ]
     *clients, server = (
-        Aggregation(SHARED, [FarShuffler(services[0].url, one), FarShuffler(services[1].url, two)])
+        Aggregation(
+            SHARED, [RemoteShuffler(services[0].url, one), RemoteShuffler(services[1].url, two)]
+        )
         for one, two in zip(*named, strict=True)
     )
 
@@ -231,22 +233,22 @@ def test_aggregators_are_services_and_who_reaches_one_or_splits_anew_is_missing(
             "its book is in memory",
         ),
         (lambda: Shuffler(SHARED), "2 shares, each for an Aggregator"),
-        (lambda: Shuffler(SHARED, is_part=True), "2 shares, each for an Aggregator"),
+        (lambda: Shuffler(SHARED, is_shard=True), "2 shares, each for an Aggregator"),
         (lambda: Aggregation(SUMS, []), "format"),
         (lambda: Aggregation(SHARED, [Shuffler(SUMS)] * 2), "each of aggregators"),
-        (lambda: Aggregation(SHARED, [Aggregator(SHARED)] * 2), "no two the same"),
+        (lambda: Aggregation(SHARED, [Aggregator(SHARED)] * 2), "different addresses"),
         (lambda: Aggregation(THREE, [Aggregator(THREE), Aggregator(THREE)]), "must be 3"),
         (
             lambda: Aggregation(
-                SHARED, [FarShuffler("http://localhost:9", secret) for secret in CLIENTS[:2]]
+                SHARED, [RemoteShuffler("http://localhost:9", secret) for secret in CLIENTS[:2]]
             ),
-            "no two the same",
+            "different addresses",
         ),
         (  # the one could report at the other in the name of everyone but its victim
             lambda: Aggregation(
-                SHARED, [FarShuffler(f"http://localhost:{port}", CLIENTS[0]) for port in (8, 9)]
+                SHARED, [RemoteShuffler(f"http://localhost:{port}", CLIENTS[0]) for port in (8, 9)]
             ),
-            "none shown another one's secret",
+            "different secrets",
         ),
         (lambda: aggregation_of(SHARED).submit(SUMS.encode(1, None)), "all 2 shares"),
         (lambda: aggregation_of(SHARED).submit(SHARED.encode(1, None)), "sender must be a str"),

@@ -9,14 +9,14 @@ import pytest
 import torch
 from helpers.federation import CLIENTS, GAUSSIAN, SECRET, SERVER, SUMS, all_report, ledger_of
 
-from opacus_shuffle.federated import FarShuffler, Shuffler, ShufflerService
-from opacus_shuffle.federated.shuffler import Released
+from opacus_shuffle.federated import RemoteShuffler, Shuffler, ShufflerService
+from opacus_shuffle.federated.shuffler import ReleasedRound
 
 
-def split(reports, parts: int) -> tuple[Shuffler, list[Shuffler]]:
-    """A shuffler with parts; each client of number k reports to part k modulo their number."""
-    others = [Shuffler(reports, is_part=True) for _ in range(parts)]
-    return Shuffler(reports, parts=others), others
+def split(reports, shards: int) -> tuple[Shuffler, list[Shuffler]]:
+    """A shuffler with shards; each client of number k reports to shard k modulo their number."""
+    others = [Shuffler(reports, is_shard=True) for _ in range(shards)]
+    return Shuffler(reports, shards=others), others
 
 
 def sent_to(shufflers: list[Shuffler], number: int) -> list[bytes]:
@@ -31,39 +31,41 @@ def sent_to(shufflers: list[Shuffler], number: int) -> list[bytes]:
 def test_reports_of_all_parts_leave_in_an_order_of_their_own():
     joined = []
     for _ in range(12):  # the first of twenty is one of three in one of 6.7 rounds: 1e-10 in all
-        lead, parts = split(SECRET, 3)
+        lead, shards = split(SECRET, 3)
         lead.open_round(1)
-        sent_to(parts, 1)
-        partial = [np.frombuffer(part.close_round(1).mixed, "<f4")[:3].tolist() for part in parts]
+        sent_to(shards, 1)
+        partial = [
+            np.frombuffer(shard.close_round(1).mixed, "<f4")[:3].tolist() for shard in shards
+        ]
         first = np.frombuffer(lead.close_round(1).mixed, "<f4")[:3].tolist()
         joined.append(first in partial)
     assert not all(joined)
 
 
 def test_few_reports_leave_no_shuffler_for_the_server():
-    lead, parts = split(SUMS, 4)
+    lead, shards = split(SUMS, 4)
     ledger = ledger_of(SUMS, lead)
 
     def nine_report(number: int) -> None:
-        for client, part in enumerate((*parts, *parts, parts[0])):
-            part.submit(str(client), SUMS.encode(number, None))
+        for client, shard in enumerate((*shards, *shards, shards[0])):
+            shard.submit(str(client), SUMS.encode(number, None))
 
     released = ledger.run(nine_report, lambda total: total)
     assert (released.num_reports, released.mixed, len(ledger.accountant)) == (0, b"", 1)
 
 
 def test_a_part_that_was_started_anew_is_missing_and_a_round_of_too_many_reports_is_dropped(caplog):
-    lead, parts = split(SUMS, 2)
+    lead, shards = split(SUMS, 2)
     lead.open_round(1)
-    sent_to(parts, 1)
-    lead.parts[1] = Shuffler(SUMS, is_part=True)
+    sent_to(shards, 1)
+    lead.shards[1] = Shuffler(SUMS, is_shard=True)
     assert lead.close_round(1).num_reports == SUMS.num_users // 2
-    lead, parts = split(SUMS, 2)
+    lead, shards = split(SUMS, 2)
     ledger = ledger_of(SUMS, lead)
 
     def everyone_reports_to_both(number: int) -> None:
-        for part in parts:
-            all_report(part, number)
+        for shard in shards:
+            all_report(shard, number)
 
     assert ledger.run(everyone_reports_to_both, lambda total: total) == (1, 0, b"")
     assert (len(ledger.accountant), ledger.result, ledger.begun) == (1, None, False)
@@ -72,10 +74,10 @@ def test_a_part_that_was_started_anew_is_missing_and_a_round_of_too_many_reports
 
 @pytest.mark.parametrize("reports", [SUMS, GAUSSIAN, SECRET], ids=lambda reports: reports.kind)
 def test_what_no_part_has_mixed_is_refused_and_nothing_is_counted_twice(reports, monkeypatch):
-    lead, parts = split(reports, 2)
+    lead, shards = split(reports, 2)
     lead.open_round(1)
-    sent_to(parts, 1)
-    half, sound = reports.num_users // 2, parts[1].close_round(1)
+    sent_to(shards, 1)
+    half, sound = reports.num_users // 2, shards[1].close_round(1)
     for num_reports, mixed in (
         (half, sound.mixed[:8]),
         (half, sound.mixed + bytes(4)),
@@ -83,25 +85,25 @@ def test_what_no_part_has_mixed_is_refused_and_nothing_is_counted_twice(reports,
         (-1, sound.mixed),
         (2**32, b""),
     ):
-        lie = Released(1, num_reports, mixed)
+        lie = ReleasedRound(1, num_reports, mixed)
         with monkeypatch.context() as patched:
-            patched.setattr(parts[1], "close_round", lambda _, lie=lie: lie)
+            patched.setattr(shards[1], "close_round", lambda _, lie=lie: lie)
             with pytest.raises(ValueError, match="report"):
                 lead.close_round(1)
     released = lead.close_round(1)
-    apart = [reports.estimate(part.close_round(1).mixed, half) for part in parts]
+    apart = [reports.estimate(shard.close_round(1).mixed, half) for shard in shards]
     assert torch.allclose(reports.estimate(released.mixed, 2 * half), sum(apart))
 
 
 def test_a_ledger_goes_on_with_nothing_that_a_part_has_released_by_itself():
-    ledger = ledger_of(SUMS, Shuffler(SUMS, is_part=True))
-    with pytest.raises(ValueError, match=r"handed over with 9 reports, and min_reports=10"):
+    ledger = ledger_of(SUMS, Shuffler(SUMS, is_shard=True))
+    with pytest.raises(ValueError, match=r"released with 9 reports, but min_reports=10"):
         ledger.run(lambda number: all_report(ledger.shuffler, number, 9), lambda total: total)
     assert len(ledger.accountant) == 1
 
 
 class SlowPart(Shuffler):
-    """A part that answers when it is let."""
+    """A shard that answers when it is let."""
 
     def __init__(self, *of_all, **options):
         super().__init__(*of_all, **options)
@@ -114,27 +116,27 @@ class SlowPart(Shuffler):
 
 
 def test_while_a_part_is_waited_for_others_are_heard_and_no_client_piles_up_reports():
-    part = SlowPart(SUMS, is_part=True)
+    shard = SlowPart(SUMS, is_shard=True)
     with ShufflerService(
-        Shuffler(SUMS, parts=[part]), clients=CLIENTS, server=SERVER
+        Shuffler(SUMS, shards=[shard]), clients=CLIENTS, server=SERVER
     ).start() as service:
         server = threading.Thread(
-            target=FarShuffler(service.url, SERVER).open_round, args=(1, SUMS.fingerprint)
+            target=RemoteShuffler(service.url, SERVER).open_round, args=(1, SUMS.fingerprint)
         )
         server.start()
-        part.asked.wait(60)
-        restless = FarShuffler(service.url, CLIENTS[0], timeout=0.5, attempts=1)
-        for _ in range(2):  # the service keeps what it was sent, until the part has answered
+        shard.asked.wait(60)
+        restless = RemoteShuffler(service.url, CLIENTS[0], timeout=0.5, attempts=1)
+        for _ in range(2):  # the service keeps what it was sent, until the shard has answered
             with pytest.raises(ConnectionError, match="timed out"):
                 restless.submit(SUMS.encode(1, None))
         with pytest.raises(ValueError, match="429"):
             restless.submit(SUMS.encode(1, None))
-        part.let.set()
+        shard.let.set()
         server.join()
-        FarShuffler(service.url, CLIENTS[1]).submit(SUMS.encode(1, None))
+        RemoteShuffler(service.url, CLIENTS[1]).submit(SUMS.encode(1, None))
 
 
 def test_one_shuffler_is_no_two_parts():
-    for part in (Shuffler(SUMS, is_part=True), FarShuffler("http://localhost:9", SERVER)):
+    for shard in (Shuffler(SUMS, is_shard=True), RemoteShuffler("http://localhost:9", SERVER)):
         with pytest.raises(ValueError, match="each once"):
-            Shuffler(SUMS, parts=[part, part])
+            Shuffler(SUMS, shards=[shard, shard])

@@ -26,8 +26,8 @@ from helpers.federation import CLIENTS, SERVER, SUMS, ledger_of
 
 from opacus_shuffle import compute_epsilon
 from opacus_shuffle.federated import (
-    FarShuffler,
     RefusedReportError,
+    RemoteShuffler,
     Shuffler,
     ShufflerService,
 )
@@ -42,9 +42,9 @@ def service():
 
 
 def test_a_far_shuffler_says_why_it_takes_nothing(service):
-    server, client = FarShuffler(service.url, SERVER), FarShuffler(service.url, CLIENTS[0])
-    stranger, report = FarShuffler(service.url, "x" * 20), SUMS.encode(1, None)
-    with pytest.raises(RefusedReportError, match="the open one is None"):
+    server, client = RemoteShuffler(service.url, SERVER), RemoteShuffler(service.url, CLIENTS[0])
+    stranger, report = RemoteShuffler(service.url, "x" * 20), SUMS.encode(1, None)
+    with pytest.raises(RefusedReportError, match="the open round is None"):
         client.submit(report)
     server.open_round(1, SUMS.fingerprint)
     for shuffler, content, said in (
@@ -70,21 +70,21 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
     ("options", "named"),
     [
         ({"clients": ["short", *CLIENTS[:15]]}, "each of clients must be a secret"),
-        ({"clients": ["x" * 15, *CLIENTS[:15]]}, "each of clients must be a secret of 16"),
-        ({"server": "x" * 15}, "server must be a secret of 16"),
+        ({"clients": ["x" * 15, *CLIENTS[:15]]}, "each of clients must be a secret of at least 16"),
+        ({"server": "x" * 15}, "server must be a secret of at least 16"),
         ({"clients": ["with a blank in it", *CLIENTS[:15]]}, "each of clients must be a secret"),
         ({"clients": CLIENTS[:10] * 2}, "no two the same"),
         ({"clients": [SERVER, *CLIENTS[:15]]}, "no two the same"),
         ({"clients": CLIENTS[:9]}, "clients must be 10 to 20 secrets"),
         ({"clients": [*CLIENTS, "the-secret-of-one-more"]}, "clients must be 10 to 20 secrets"),
-        ({"key": "shuffler.key"}, "takes a certificate"),
+        ({"key": "shuffler.key"}, "requires a certificate"),
         ({"certificate": "no.crt", "key": "no.key"}, "cannot be used"),
-        ({"host": "0.0.0.0"}, "host='0.0.0.0' .*takes a certificate"),
+        ({"host": "0.0.0.0"}, "host='0.0.0.0' .*requires a certificate"),
         ({"port": -1}, "port"),
         ({"most_connections": 0}, "most_connections"),
-        ({"most_connections": 10**12}, "most_connections=1000000000000 takes .* open files"),
+        ({"most_connections": 10**12}, "most_connections=1000000000000 requires .* open files"),
         ({"seconds": 0}, "seconds"),
-        ({"client_certificates": "ca.crt"}, "takes a certificate"),
+        ({"client_certificates": "ca.crt"}, "requires a certificate"),
         ({"shuffler": None}, "shuffler"),
     ],
 )
@@ -106,12 +106,12 @@ def test_a_service_that_is_badly_set_up_is_refused(options, named):
         (None, SERVER, "url"),
         ("https://shuffler.example", "two\nlines-of-a-secret", "secret"),
         ("https://shuffler.example", None, "secret"),
-        ("https://shuffler.example", "x" * 15, "secret of 16"),
+        ("https://shuffler.example", "x" * 15, "secret of at least 16"),
     ],
 )
 def test_reports_do_not_travel_in_the_open_nor_secrets_into_messages(url, secret, named):
     with pytest.raises(ValueError, match=named) as error:
-        FarShuffler(url, secret)
+        RemoteShuffler(url, secret)
     assert "lines-of" not in str(error.value)
 
 
@@ -133,7 +133,7 @@ def test_a_secret_is_not_sent_where_a_shuffler_sends_its_caller_and_is_in_no_mes
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         with pytest.raises(ValueError, match="302") as error:
-            FarShuffler(url, CLIENTS[0] + "\n").submit(b"report")
+            RemoteShuffler(url, CLIENTS[0] + "\n").submit(b"report")
         server.shutdown()
     assert asked == [("/report", f"Bearer {CLIENTS[0]}")]
     assert CLIENTS[0] not in str(error.value)
@@ -224,7 +224,7 @@ def test_a_request_that_comes_byte_by_byte_ends_in_its_time(secret):
 
 def test_a_client_that_asks_too_often_is_refused_alone_and_until_the_next_round(service):
     server, restless, other = (
-        FarShuffler(service.url, secret) for secret in (SERVER, *CLIENTS[:2])
+        RemoteShuffler(service.url, secret) for secret in (SERVER, *CLIENTS[:2])
     )
     for number in (1, 2):
         server.open_round(number, SUMS.fingerprint)
@@ -242,9 +242,9 @@ def test_300_silent_connections_keep_nobody_out():
         Shuffler(SUMS), clients=CLIENTS, server=SERVER, most_connections=20, seconds=3600
     ).start() as service:
         silent = [connected(service) for _ in range(300)]
-        server = FarShuffler(service.url, SERVER, attempts=1)
+        server = RemoteShuffler(service.url, SERVER, attempts=1)
         server.open_round(1, SUMS.fingerprint)
-        FarShuffler(service.url, CLIENTS[0], attempts=1).submit(SUMS.encode(1, None))
+        RemoteShuffler(service.url, CLIENTS[0], attempts=1).submit(SUMS.encode(1, None))
         assert service.shuffler.waiting() == 1
         for client in silent[:-20]:  # the oldest are hung up on
             assert client.recv(1000) == b""
@@ -275,25 +275,25 @@ def answering(*parts: bytes, pause: float = 0.0):
 def test_an_answer_has_a_time_and_a_size_however_its_bytes_come():
     head, slow = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n", b"HTTP/1.1 204 No\r\n\r\n"
     with answering(*(slow[place : place + 1] for place in range(len(slow))), pause=0.1) as url:
-        far = FarShuffler(url, SERVER, timeout=0.5)  # it takes at least two seconds
+        far = RemoteShuffler(url, SERVER, timeout=0.5)  # it takes at least two seconds
         with pytest.raises(ConnectionError, match=r"timeout=0\.5 seconds"):
             far.forget_round(1)
     for most, content, said in ((10**6, 65536, "longer than 65536"), (99, 99, "most_bytes=99")):
         with answering(head % content + bytes(content)) as url:
-            far = FarShuffler(url, SERVER, most_bytes=most)
+            far = RemoteShuffler(url, SERVER, most_bytes=most)
             with pytest.raises(ValueError, match=said):
                 far.forget_round(1) if most > content else far.close_round(1)
     with answering(head % 104 + bytes(104)) as url:
-        assert len(FarShuffler(url, SERVER, most_bytes=200).close_round(1).mixed) == 100
+        assert len(RemoteShuffler(url, SERVER, most_bytes=200).close_round(1).mixed) == 100
     with answering(head % 104 + bytes(99)) as url, pytest.raises(ConnectionError, match="5 more"):
-        FarShuffler(url, SERVER, attempts=1).close_round(1)
+        RemoteShuffler(url, SERVER, attempts=1).close_round(1)
 
 
 def test_a_full_service_ends_a_party_s_second_request_and_then_the_one_longest_under_way():
     with ShufflerService(
         Shuffler(SUMS), clients=CLIENTS, server=SERVER, most_connections=4, seconds=3600
     ).start() as service:
-        FarShuffler(service.url, SERVER).open_round(1, SUMS.fingerprint)
+        RemoteShuffler(service.url, SERVER).open_round(1, SUMS.fingerprint)
         slow, ended = [], [2, 0, 1]
 
         def begin(client: int, under_way: int) -> None:
@@ -303,16 +303,16 @@ def test_a_full_service_ends_a_party_s_second_request_and_then_the_one_longest_u
             settle(under_way)
 
         def settle(under_way: int) -> None:
-            while metrics(service)["opacus_shuffle_requests_under_way"] != under_way:
+            while metrics(service)["opacus_shuffle_requests_in_progress"] != under_way:
                 time.sleep(0.01)
 
         def report(client: int) -> None:
-            FarShuffler(service.url, CLIENTS[client], attempts=1).submit(SUMS.encode(1, None))
+            RemoteShuffler(service.url, CLIENTS[client], attempts=1).submit(SUMS.encode(1, None))
             settle(3)
 
         for under_way, client in enumerate((0, 1, 0, 2), start=1):
             begin(client, under_way)
-        with pytest.raises(RefusedReportError, match="503: all places"):
+        with pytest.raises(RefusedReportError, match="503: server busy; retry"):
             report(1)  # its second one
         report(3)
         for client in (4, 5):
@@ -359,18 +359,18 @@ def metrics(service: ShufflerService) -> dict[str, float]:
 def test_a_service_that_is_ended_answers_what_has_begun_and_says_how_it_is(service):
     with connected(service, asking("/health", method="GET", secret="")) as client:
         assert answer(client).endswith(b"ok\n")
-    server = FarShuffler(service.url, SERVER)
+    server = RemoteShuffler(service.url, SERVER)
     server.open_round(1, SUMS.fingerprint)
     report = SUMS.encode(1, None)
     client = connected(service, asking("/report", f"Content-Length: {len(report)}"))
-    while not metrics(service)["opacus_shuffle_requests_under_way"]:
+    while not metrics(service)["opacus_shuffle_requests_in_progress"]:
         time.sleep(0.01)
     for wrong in (b"junk", SUMS.encode(2, None)):
         with pytest.raises(RefusedReportError):
-            FarShuffler(service.url, CLIENTS[1]).submit(wrong)
+            RemoteShuffler(service.url, CLIENTS[1]).submit(wrong)
     said = metrics(service)
     assert said['opacus_shuffle_requests_total{status="204"}'] == 1
-    reasons = ("malformed", "of another round")
+    reasons = ("malformed", "another round")
     assert all(said[f'opacus_shuffle_refused_total{{reason="{each}"}}'] == 1 for each in reasons)
     assert said.get("process_resident_memory_bytes", 1e9) > 2**20  # the interpreter's own is more
     end = threading.Thread(target=service.shutdown)
@@ -405,16 +405,16 @@ def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(c
     ).start() as service:
         assert service.url.startswith("https://")
         silent = [socket.create_connection(service.server_address) for _ in range(5)]
-        server = FarShuffler(service.url, SERVER, **trusted)
+        server = RemoteShuffler(service.url, SERVER, **trusted)
         server.open_round(1, SUMS.fingerprint)
         for secret in CLIENTS:
-            FarShuffler(service.url, secret, **trusted).submit(SUMS.encode(1, None))
+            RemoteShuffler(service.url, secret, **trusted).submit(SUMS.encode(1, None))
         assert server.close_round(1).num_reports == len(CLIENTS)
         with pytest.raises(OSError, match="certificate"):
-            FarShuffler(service.url, SERVER, attempts=1).open_round(2, SUMS.fingerprint)
+            RemoteShuffler(service.url, SERVER, attempts=1).open_round(2, SUMS.fingerprint)
         for names in ("certificate", "own_certificate"):
             with pytest.raises(ValueError, match=rf"{names}=.no\.crt. .*cannot be used"):
-                FarShuffler(service.url, SERVER, **{names: "no.crt"})
+                RemoteShuffler(service.url, SERVER, **{names: "no.crt"})
         for client in silent:
             client.close()
 
@@ -427,7 +427,7 @@ def test_over_tls_a_sender_that_does_not_close_holds_nothing_once_it_is_answered
     with ShufflerService(
         Shuffler(SUMS), clients=CLIENTS, server=SERVER, certificate=certificate, seconds=3600
     ).start() as service:
-        FarShuffler(service.url, SERVER, certificate=certificate).open_round(1, SUMS.fingerprint)
+        RemoteShuffler(service.url, SERVER, certificate=certificate).open_round(1, SUMS.fingerprint)
         for report, said in ((SUMS.encode(1, None), b" 204 "), (SUMS.encode(2, None), b" 400 ")):
             with (
                 connected(service, "") as tcp,
@@ -461,14 +461,16 @@ def test_a_service_on_ipv6_says_where_it_is(certificate):
     with ShufflerService(
         Shuffler(SUMS), clients=CLIENTS, server=SERVER, host="::1", certificate=certificate
     ) as service:
-        assert FarShuffler(service.url, SERVER).url == f"https://[::1]:{service.server_address[1]}"
+        assert (
+            RemoteShuffler(service.url, SERVER).url == f"https://[::1]:{service.server_address[1]}"
+        )
 
 
 def test_where_both_sides_show_certificates_a_secret_is_not_enough(certificate):
     both = {"certificate": certificate, "client_certificates": certificate}
     with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER, **both).start() as service:
         trusting = functools.partial(
-            FarShuffler, service.url, SERVER, certificate=certificate, attempts=1
+            RemoteShuffler, service.url, SERVER, certificate=certificate, attempts=1
         )
         trusting(own_certificate=certificate).open_round(1, SUMS.fingerprint)
         with pytest.raises(OSError, match="no shuffler at"):
@@ -482,22 +484,22 @@ PART = '[{"url": "https://x", "secret-file": "server.txt", "own-certificate": "n
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"settings": "{"}, "settings.txt is no JSON file"),
+        ({"settings": "{"}, "settings.txt is not a JSON file"),
         (
-            {"settings": json.dumps({**SUMS.settings, "kind": "shared_bit_sums"})},
+            {"settings": json.dumps({**SUMS.settings, "kind": "shared_sum_reports"})},
             "--book is missing",
         ),
         ({"settings": json.dumps({**SUMS.settings, "maxnorm": 1})}, "did you mean max_norm"),
         ({"secrets": "\n".join(CLIENTS[:3])}, "got 3"),
         ({"server": "\n".join(CLIENTS)}, "server must be a secret"),
         ({"server": None}, "server.txt"),
-        ({"parts": '["https://elsewhere"]'}, "parts.txt must be a list of shufflers"),
-        ({"parts": "["}, "parts.txt is no JSON file"),
+        ({"shards": '["https://elsewhere"]'}, "shards.txt must be a list of shufflers"),
+        ({"shards": "["}, "shards.txt is not a JSON file"),
         (
-            {"parts": '[{"url": "https://x", "certifcate": "x"}]'},
+            {"shards": '[{"url": "https://x", "certifcate": "x"}]'},
             "certifcate=.x.; .*did you mean certificate",
         ),
-        ({"parts": PART}, "own_certificate='no.pem' cannot be used"),
+        ({"shards": PART}, "own_certificate='no.pem' cannot be used"),
         ({"book": "{}"}, "--book is for an aggregator"),
     ],
 )
@@ -509,7 +511,7 @@ def test_the_command_says_in_a_line_what_is_wrong_with_its_files(
         if content is not None:
             (tmp_path / f"{name}.txt").write_text(content)
     flags = {"--settings": "settings", "--secrets": "secrets", "--server-secret": "server"}
-    flags |= {f"--{name}": name for name in ("parts", "book") if name in changed}
+    flags |= {f"--{name}": name for name in ("shards", "book") if name in changed}
     with pytest.raises(SystemExit):
         main([f"{flag}={tmp_path / name}.txt" for flag, name in flags.items()])
     assert re.search(said, capsys.readouterr().err)
@@ -523,7 +525,7 @@ def test_every_flag_of_the_command_reaches_the_service(tmp_path, monkeypatch):
         raise ValueError("as the test has seen enough")
 
     monkeypatch.setattr("opacus_shuffle.federated.serve.ShufflerService", stop)
-    shared = json.dumps({**SUMS.settings, "kind": "shared_bit_sums"})
+    shared = json.dumps({**SUMS.settings, "kind": "shared_sum_reports"})
     for name, content in {**FILES, "settings": shared}.items():
         (tmp_path / name).write_text(content)
     files = {"--settings": "settings", "--secrets": "secrets", "--server-secret": "server"}
@@ -581,7 +583,7 @@ def on(host: str, act, *arguments):
 
 @pytest.mark.zoo
 def test_between_hosts_every_round_is_accounted_whoever_is_cut_off_or_started_anew(hosts, tmp_path):
-    far = functools.partial(FarShuffler, "https://10.77.0.1:9095", certificate="shuffler.crt")
+    far = functools.partial(RemoteShuffler, "https://10.77.0.1:9095", certificate="shuffler.crt")
     shell("start_shuffler")
     ledger = ledger_of(SUMS, far(SERVER), path=tmp_path / "book")
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, SecretReports, Shuffler
+from opacus_shuffle.federated import (
+    GaussianReports,
+    Ledger,
+    SecretReports,
+    ShuffledSumReports,
+    Shuffler,
+)
 
 GAUSSIAN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=6)
-SUMS = BitSums(
+SUMS = ShuffledSumReports(
     dimension=3,
     max_norm=1.0,
     noise_multiplier=2.0,

@@ -23,10 +23,10 @@ from flwr.serverapp import Grid, ServerApp
 from local_grid import LocalGrid
 from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format, trained
 
-from opacus_shuffle.federated import FarShuffler, Ledger, ReportFormat, Shuffler, ShufflerService
+from opacus_shuffle.federated import Ledger, RemoteShuffler, ReportFormat, Shuffler, ShufflerService
 from opacus_shuffle.federated.flower import ReportMod, ShuffledStrategy
 
-NOISE = {"bit_sums": 3.0, "secret_reports": 0.4}
+NOISE = {"shuffled_sum_reports": 3.0, "secret_reports": 0.4}
 
 
 def client_app(
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument(
-        "--reports", choices=list(NOISE), default="bit_sums", help="what clients send"
+        "--reports", choices=list(NOISE), default="shuffled_sum_reports", help="what clients send"
     )
     parser.add_argument(
         "--noise-multiplier",
@@ -110,7 +110,7 @@ def main() -> None:
         url, server = service.url, ServerApp()
 
         def submit(context: Context, report: bytes) -> None:
-            FarShuffler(url, tokens[int(context.node_config["partition-id"])]).submit(report)
+            RemoteShuffler(url, tokens[int(context.node_config["partition-id"])]).submit(report)
 
         @server.main()
         def _(grid: Grid, context: Context) -> None:

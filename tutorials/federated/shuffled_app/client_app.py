@@ -7,7 +7,7 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from opacus_shuffle.federated import FarShuffler
+from opacus_shuffle.federated import RemoteShuffler
 from opacus_shuffle.federated.flower import ReportMod
 from shuffled_app.task import SETTINGS, report_format, trained
 
@@ -20,7 +20,7 @@ def submit(context: Context, report: bytes) -> None:
     settings = context.node_config
     certificate = str(settings.get("certificate", "")) or None
     secret = Path(str(settings["secret-file"])).read_text()
-    FarShuffler(str(settings["shuffler"]), secret, certificate=certificate).submit(report)
+    RemoteShuffler(str(settings["shuffler"]), secret, certificate=certificate).submit(report)
 
 
 def book(context: Context) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from flwr.app import Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from opacus_shuffle.federated import FarShuffler, Ledger
+from opacus_shuffle.federated import Ledger, RemoteShuffler
 from opacus_shuffle.federated.flower import ShuffledStrategy
 from shuffled_app.client_app import CLIENTS, ROUNDS
 from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format
@@ -21,7 +21,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = context.run_config
     certificate = str(settings["certificate"]) or None
     secret = Path(str(settings["secret-file"])).read_text()
-    shuffler = FarShuffler(str(settings["shuffler"]), secret, certificate=certificate)
+    shuffler = RemoteShuffler(str(settings["shuffler"]), secret, certificate=certificate)
     ledger = Ledger(report_format(), shuffler, delta=DELTA, path=str(settings["book"]) or None)
     result = ShuffledStrategy(ledger, min_nodes=CLIENTS).start(
         grid=grid,

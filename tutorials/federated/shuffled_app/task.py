@@ -17,7 +17,7 @@ logging.getLogger("flwr").propagate = False  # Opacus's logging would say everyt
 
 DELTA = 1e-5
 SETTINGS = {
-    "kind": "bit_sums",
+    "kind": "shuffled_sum_reports",
     "dimension": 26_010,
     "max_norm": 0.5,
     "noise_multiplier": 1.0,
@@ -43,7 +43,7 @@ class Network(nn.Sequential):
 def report_format(**changes: Any) -> ReportFormat:
     """What clients send: counts of bits, whose sum is as private as a trusted server's, by default."""
     settings = {**SETTINGS, **changes}
-    if settings["kind"] != "bit_sums":  # the others have no tails to share
+    if settings["kind"] != "shuffled_sum_reports":  # the others have no tails to share
         settings = {name: settings[name] for name in settings if name not in ("delta", "rounds")}
     return ReportFormat.of_settings(settings)
 

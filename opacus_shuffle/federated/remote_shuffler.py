@@ -1,7 +1,7 @@
-"""``FarShuffler``: a client's or the server's view of a shuffler in another process.
+"""``RemoteShuffler``: a client's or the server's connection to a shuffler in another process.
 
-It asks a :class:`~opacus_shuffle.federated.shuffler_service.ShufflerService` over HTTP by the
-standard library alone, and raises what a shuffler in this process would raise.
+It sends HTTP requests to a :class:`~opacus_shuffle.federated.shuffler_service.ShufflerService` and
+raises the errors that a local shuffler would raise. It uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 
 from opacus_shuffle.core.validation import instance_of, integer, positive
 from opacus_shuffle.federated.credentials import LOOPBACK, checked_secret
-from opacus_shuffle.federated.shuffler import RefusedReportError, Released, UnknownRoundError
+from opacus_shuffle.federated.shuffler import RefusedReportError, ReleasedRound, UnknownRoundError
 
 
-class FarShuffler:
-    """A client's or the server's view of a :class:`ShufflerService` elsewhere.
+class RemoteShuffler:
+    """A client's or the server's connection to a :class:`ShufflerService` in another process.
 
     Args:
-        url: ``https://host:port``. ``http://`` is taken for this machine alone.
-        secret: The client's, or the server's.
+        url: ``https://host:port``; ``http://`` is allowed for this machine alone.
+        secret: The secret of the client or the server.
         certificate: File of the certificates to trust; by default the system's.
-        own_certificate: File of the certificate and key to show, where the service asks for one.
+        own_certificate: File of the certificate and key to present if the service requires one.
         timeout: Seconds for a call with all of its attempts, even if the answer arrives slowly.
-        attempts: How often to ask where the network fails or the shuffler has no place free: a
-            report that came twice is taken once.
-        most_bytes: The most bytes of an answer that holds a round or its tags. All others are
+        attempts: The number of attempts if the network fails or the shuffler is busy. A report that
+            arrives twice is counted once.
+        most_bytes: The largest size of an answer with a round or its tags. Other answers are
             limited to 64 KiB.
     """
 
-    # It is a process of its own, and its randomness is not seen from here.
+    # The shuffler runs in another process, whose randomness cannot be inspected from here.
     simulated: bool = False
     predictable: tuple[str, ...] = ()
 
@@ -54,13 +54,12 @@ class FarShuffler:
         most_bytes: int = 2**32,
     ) -> None:
         parts = urllib.parse.urlsplit(instance_of("url", url, (str,)))
-        far = parts.scheme == "https"
-        if not (far and parts.hostname) and not (
-            parts.scheme == "http" and parts.hostname in LOOPBACK
-        ):
+        encrypted = parts.scheme == "https"
+        local = parts.scheme == "http" and parts.hostname in LOOPBACK
+        if not (encrypted and parts.hostname) and not local:
             raise ValueError(
-                f"url must begin with https://, got {url!r}: else whoever is on the way sees who "
-                "reports"
+                f"url must begin with https://, got {url!r}: without TLS the network "
+                "sees who reports"
             )
         self.url, self._secret = url.rstrip("/"), checked_secret("secret", secret)
         self.attempts, self._path = integer("attempts", attempts), parts.path.rstrip("/")
@@ -70,7 +69,7 @@ class FarShuffler:
         )
         options: dict[str, Any] = {"host": parts.hostname, "port": parts.port}
         connection: Any = http.client.HTTPConnection
-        if far:
+        if encrypted:
             try:
                 options["context"] = ssl.create_default_context(cafile=certificate)
                 if own_certificate is not None:
@@ -81,42 +80,42 @@ class FarShuffler:
                     f"{str(own_certificate)!r} cannot be used: {error}"
                 ) from None
             connection = http.client.HTTPSConnection
-        # No redirection is followed and no proxy asked: the secret is for one shuffler.
+        # Redirections and proxies are not followed: the secret is for one shuffler only.
         self._connect = functools.partial(connection, **options)
 
     def submit(self, report: bytes) -> None:
         """Sends this client's report.
 
         Raises:
-            RefusedReportError: If it is not taken.
+            RefusedReportError: If the shuffler refuses it.
         """
-        self._ask("/report", report, refused=RefusedReportError)
+        self._post("/report", report, refused=RefusedReportError)
 
     def open_round(self, number: int, fingerprint: bytes) -> None:
-        """Begins to take reports of a round; see :meth:`Shuffler.open_round`."""
-        self._ask(f"/rounds/{number}/open", fingerprint)
+        """Opens a round for reports; see :meth:`Shuffler.open_round`."""
+        self._post(f"/rounds/{number}/open", fingerprint)
 
     def tags(self, number: int) -> bytes:
-        """Asks an aggregator what it has; see :meth:`Aggregator.tags`."""
-        return self._ask(f"/rounds/{number}/tags", most=self.most_bytes)
+        """Returns the tags of an aggregator's shares; see :meth:`Aggregator.tags`."""
+        return self._post(f"/rounds/{number}/tags", most=self.most_bytes)
 
-    def close_round(self, number: int, chosen: bytes = b"") -> Released:
-        """Gets a round; see :meth:`Shuffler.close_round` and :meth:`Aggregator.close_round`."""
-        content = self._ask(f"/rounds/{number}/close", chosen, most=self.most_bytes)
-        return Released(number, int.from_bytes(content[:4], "little"), content[4:])
+    def close_round(self, number: int, chosen: bytes = b"") -> ReleasedRound:
+        """Closes a round; see :meth:`Shuffler.close_round` and :meth:`Aggregator.close_round`."""
+        content = self._post(f"/rounds/{number}/close", chosen, most=self.most_bytes)
+        return ReleasedRound(number, int.from_bytes(content[:4], "little"), content[4:])
 
     def forget_round(self, number: int) -> None:
-        """Has the service destroy what it handed over; see :meth:`Shuffler.forget_round`."""
-        self._ask(f"/rounds/{number}/forget")
+        """Destroys the stored output of a round; see :meth:`Shuffler.forget_round`."""
+        self._post(f"/rounds/{number}/forget")
 
-    def _ask(
+    def _post(
         self,
         path: str,
         body: bytes = b"",
         refused: type[ValueError] = ValueError,
         most: int = 65536,
     ) -> bytes:
-        """Sends a request, each time over a connection of its own, and returns the answer."""
+        """Sends a request, with a new connection for each attempt, and returns the answer."""
         deadline = time.monotonic() + self.timeout
         for attempts_left in reversed(range(self.attempts)):
             try:
@@ -129,8 +128,8 @@ class FarShuffler:
                         body,
                         {"Authorization": f"Bearer {self._secret}", "Connection": "close"},
                     )
-                    received, chunk = io.BytesIO(), b"the first"
-                    # http.client would wait anew for every byte, and read any number of them.
+                    received, chunk = io.BytesIO(), b"first"
+                    # http.client restarts its timeout at every byte, and reads without limit.
                     while chunk and received.tell() <= most and time.monotonic() < deadline:
                         connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
                         chunk = connection.sock.recv(65536)
@@ -138,13 +137,14 @@ class FarShuffler:
                 if received.tell() > most:
                     raise ValueError(
                         f"the answer of {self.url} is longer than {most} bytes: raise "
-                        f"most_bytes={self.most_bytes} if a round has more"
+                        f"most_bytes={self.most_bytes} if a round is larger"
                     )
-                whole = types.SimpleNamespace(makefile=lambda _, got=received: got.seek(0) or got)
-                answer = http.client.HTTPResponse(whole, method="POST")  # type: ignore[arg-type]
+                # HTTPResponse parses a socket; this object gives it the bytes received.
+                socket = types.SimpleNamespace(makefile=lambda _, got=received: got.seek(0) or got)
+                answer = http.client.HTTPResponse(socket, method="POST")  # type: ignore[arg-type]
                 answer.begin()
                 content = answer.read()
-                if answer.status != 503 or not attempts_left:  # else there is no place free now
+                if answer.status != 503 or not attempts_left:  # The shuffler is busy.
                     break
             except (OSError, http.client.HTTPException) as error:
                 if not attempts_left or time.monotonic() >= deadline:
@@ -152,12 +152,12 @@ class FarShuffler:
                         f"no shuffler at {self.url} after {self.attempts - attempts_left} attempts "
                         f"in timeout={self.timeout} seconds: {error!r}"
                     ) from error
-            # Clients must not all ask again at once, nor beyond the deadline.
+            # A random pause, so that clients do not retry all at once; not beyond the deadline.
             time.sleep(
                 random.SystemRandom().uniform(0.1, 1.0)
                 * min(1.0, max(0.0, deadline - time.monotonic()))
             )
         if answer.status not in (200, 204):
-            kind = UnknownRoundError if answer.status == 404 else refused
-            raise kind(f"the shuffler answers {answer.status}: {content.decode(errors='replace')}")
+            error_type = UnknownRoundError if answer.status == 404 else refused
+            raise error_type(f"shuffler: {answer.status}: {content.decode(errors='replace')}")
         return content
