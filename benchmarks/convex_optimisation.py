@@ -180,10 +180,10 @@ class RidgedEnvelope(MoreauEnvelope):
     Its proximal point is one of the absolute loss alone, nearer to 0 and with more weight.
     """
 
-    def __init__(self, smoothness: float, dimension: int, lipschitz: float) -> None:
+    def __init__(self, smoothness: float, dimension: int) -> None:
         loss = Objective.from_loss(ridged(absolute_loss), dimension=dimension)
-        super().__init__(loss, smoothness, lipschitz=lipschitz)
-        self.accuracy, self.weight = 0.0, smoothness + RIDGE
+        super().__init__(loss, smoothness)
+        self.weight = smoothness + RIDGE
         plain = Objective.from_loss(absolute_loss, dimension=dimension)
         self.inner = MoreauEnvelope(plain, self.weight)
 
@@ -204,9 +204,7 @@ def _problem(people: Population, seed: int, count: int) -> Problem:
     lipschitz = 1.0 + strong
     envelope = None
     if strong and people.smoothness is None:
-        envelope = functools.partial(
-            RidgedEnvelope, dimension=people.dimension, lipschitz=lipschitz
-        )
+        envelope = functools.partial(RidgedEnvelope, dimension=people.dimension)
     return Problem(
         people.loss,
         people.users(count, generator),

@@ -1,15 +1,14 @@
-"""Shuffle-private convex optimisation: a problem and a privacy budget in, an estimate out.
+"""Shuffle-private convex optimisation: optimisers take a problem and a privacy budget.
 
 The paper is "Shuffle Private Stochastic Convex Optimization" (Cheu, Joseph, Mao, Peng, ICLR 2022),
-SCO for short. Its sums of bounded vectors by multi-message shuffling are
-:mod:`opacus_shuffle.protocols`; ``docs/sums_and_optimisation.rst`` has examples.
+SCO for short. Its sums of bounded vectors by multi-message shuffling are in
+:mod:`opacus_shuffle.protocols`. ``docs/sums_and_optimisation.rst`` has examples.
 """
 
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball
 from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
 from opacus_shuffle.sco.losses import absolute_loss, hinge_loss, logistic_loss, squared_loss
-from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
@@ -21,7 +20,6 @@ __all__ = [
     "Constraint",
     "Estimate",
     "L2Ball",
-    "ModuleObjective",
     "MoreauEnvelope",
     "Objective",
     "PrivacyBudget",

@@ -1,17 +1,16 @@
-"""``shuffle_accelerated_sgd``: accelerated SGD, every user in one round.
+"""``shuffle_accelerated_sgd``: accelerated SGD, with every user in one round.
 
 Algorithm 4 and Theorems 4.3 and 4.7 of Cheu, Joseph, Mao and Peng's shuffle-private convex
-optimisation (SCO): for a β-smooth loss directly; for one that is not smooth, on its Moreau
-envelope, where every user smooths its own loss. The iteration is accelerated stochastic
-approximation (AC-SA, Lan 2012). Its bound is a number that ``docs/proofs/20_accelerated_sgd.md``
-proves, with the noise that the protocol really has. That page also says why L_t is not what the
-paper prints.
+optimisation (SCO). A β-smooth loss is minimised directly. A loss that is not smooth is replaced by
+its Moreau envelope, and every user smooths its own loss. The iteration is accelerated stochastic
+approximation (AC-SA, Lan 2012). Its bound is proved in ``docs/proofs/20_accelerated_sgd.md``, with
+the noise that the protocol really has. That page also explains why L_t is not what the paper
+prints.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -28,14 +27,15 @@ def shuffle_accelerated_sgd(
     """Minimises users' mean loss by one pass of accelerated SGD over shuffled sums of gradients.
 
     Args:
-        problem: What is to be minimised: directly if ``problem.smoothness`` is known (Theorem 4.3),
+        problem: The problem, minimised directly if ``problem.smoothness`` is known (Theorem 4.3),
             else smoothed (Theorem 4.7).
-        budget: What may be revealed.
-        batch_size: b, users per round; by default the proved bound's best.
+        budget: The privacy of the run.
+        batch_size: b, users per round; by default the one with the smallest proved bound.
 
     Returns:
         The estimate; :func:`accelerated_bound` (plus L²/(2β) if smoothed) is its excess loss. Users
-        beyond the last whole batch are not used; ``privacy.num_users`` says how many were.
+        beyond the last whole batch are not used; ``privacy.num_users`` is the number of users that
+        were.
 
     Raises:
         ValueError: If an argument is out of range, or a gradient is too long (without ``clip``).
@@ -53,7 +53,7 @@ class AcceleratedSGD(Solver):
     algorithm = "accelerated SGD"
 
     def schedule(self, num_users: int, start: Start) -> tuple[int, int]:
-        """Returns the caller's batch size, or the proved bound's best, and the whole batches."""
+        """Returns the batch size (the caller's, or the best) and the number of whole batches."""
         best = accelerated_batch_size(
             self.oracle(self.planned_variance()),
             num_users=num_users,
@@ -74,30 +74,27 @@ class AcceleratedSGD(Solver):
             rounds=rounds, smoothness=smoothness, deviation=deviation, distance=distance
         )
         gap = problem.lipschitz * distance
-        if start.gap is not None:  # the envelope lies below the loss, by no more than the cost
+        if start.gap is not None:  # the envelope is below the loss, by at most the smoothing cost
             gap = min(gap, start.gap + objective.smoothing_cost(problem.lipschitz))
         bound = accelerated_bound(
-            steps,
+            rounds=rounds,
             smoothness=smoothness,
             deviation=deviation,
             distance=distance,
             start_gap=gap,
-            diameter=problem.constraint.diameter,
-            bias=objective.gradient_error,
         )
-        chosen = {
+        choices = {
             "batch_size": batch_size,
             "rounds": rounds,
             "inverse_step_sizes": steps,
             "smoothness": smoothness,
         }
-        return Plan(objective, steps, chosen, bound)
+        return Plan(objective, steps, choices, bound)
 
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
         """Makes a round of AC-SA with each group, and returns the aggregate.
 
-        The sequences are as in SCO Algorithm 4. Algorithm 6 prints a middle, where gradients are
-        taken, that is undefined at first, then the aggregate over again.
+        The sequences are those of SCO Algorithm 4.
         """
         theta = aggregate = start.theta
         for step, (group, inverse_step) in enumerate(zip(groups, plan.steps, strict=True), 1):
@@ -112,55 +109,46 @@ class AcceleratedSGD(Solver):
 def accelerated_step_sizes(
     *, rounds: int, smoothness: float, deviation: float, distance: float
 ) -> list[float]:
-    """Returns L_1, …, L_T = (2β + s)/(t+1) with the s that minimises :func:`accelerated_bound`."""
+    """Returns the inverse steps L_1, …, L_T = (2β + s)/(t+1), with the s of the smallest bound."""
     noise = deviation / distance * math.sqrt((rounds + 1) * (rounds + 2) * (2 * rounds + 3) / 6)
     return [(2 * smoothness + noise) / (step + 1) for step in range(1, rounds + 1)]
 
 
 def accelerated_bound(
-    inverse_step_sizes: Sequence[float],
-    *,
-    smoothness: float,
-    deviation: float,
-    distance: float,
-    start_gap: float,
-    diameter: float,
-    bias: float = 0.0,
-) -> float | None:
-    """Returns an upper bound on the expected excess loss of AC-SA; None where nothing is proved.
+    *, rounds: int, smoothness: float, deviation: float, distance: float, start_gap: float
+) -> float:
+    """Returns an upper bound on the expected excess loss of AC-SA with those step sizes.
 
-    The claim of ``docs/proofs/20_accelerated_sgd.md``, whose names these are. It takes L_t > α_t·β
-    for all t.
+    The claim of ``docs/proofs/20_accelerated_sgd.md``, for weights (t+1)·L_t that are constant, and
+    estimates of the gradient without bias.
 
     Args:
-        inverse_step_sizes: L_1, …, L_T; a step itself is 1/L_t.
+        rounds: T.
         smoothness: β.
         deviation: σ.
         distance: D.
         start_gap: The excess loss at the start.
-        diameter: Of the set; counts only if (t+1)L_t grows, or against the bias.
-        bias: The gradients' errors have an expectation no longer than that.
     """
-    steps = np.asarray(inverse_step_sizes, dtype=np.float64)
-    times = np.arange(1, len(steps) + 1)
-    spare = steps - 2 / (times + 2) * smoothness
-    if np.any(spare < 0) or (deviation > 0 and np.any(spare == 0)):
-        return None
-    weights = (times + 1) * steps
-    # Weights that are constant but for rounding count as constant.
-    rising = np.maximum(np.diff(weights) - 1e-12 * weights[1:], 0).sum()
-    moves = weights[0] * distance**2 / 2 + rising * diameter**2 / 2
-    noise = float(((times + 1) / spare).sum()) * deviation**2 / 2 if deviation > 0 else 0.0
-    gamma = 2 / ((len(steps) + 1) * (len(steps) + 2))
-    return gamma * (start_gap + float(moves) + noise) + bias * diameter
+    steps = np.array(
+        accelerated_step_sizes(
+            rounds=rounds, smoothness=smoothness, deviation=deviation, distance=distance
+        )
+    )
+    times = np.arange(1, rounds + 1)
+    moves = 2 * steps[0] * distance**2 / 2
+    noise = 0.0
+    if deviation > 0:
+        margins = steps - 2 / (times + 2) * smoothness
+        noise = float(((times + 1) / margins).sum()) * deviation**2 / 2
+    return 2 / ((rounds + 1) * (rounds + 2)) * (start_gap + float(moves) + noise)
 
 
 def accelerated_batch_size(
     oracle: Oracle, *, num_users: int, smoothness: float | None, distance: float
 ) -> int:
-    """Returns the batch size with the least bound at T = ⌊n/b⌋ rounds.
+    """Returns the batch size with the smallest bound at T = ⌊n/b⌋ rounds.
 
-    With β None the smoothing is chosen with it.
+    If β is None, the smoothing is chosen with it.
     """
     # All batch sizes, or a geometric grid of them.
     candidates = np.geomspace(1, num_users, min(num_users, _CANDIDATES))
@@ -180,5 +168,5 @@ def accelerated_batch_size(
 
 
 def best_smoothing(*, rounds: int, lipschitz: float, distance: float) -> float:
-    """Returns the β that balances 2βD²/((T+1)(T+2)) against what smoothing costs, L²/(2β)."""
+    """Returns the β that balances 2βD²/((T+1)(T+2)) against the cost of smoothing, L²/(2β)."""
     return lipschitz / (2 * distance) * math.sqrt((rounds + 1) * (rounds + 2))

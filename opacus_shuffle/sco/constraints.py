@@ -1,4 +1,4 @@
-"""The convex sets that optimisers stay in, with their Euclidean projections and diameters."""
+"""The convex sets that constrain optimisers, with their projections and diameters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from opacus_shuffle.sco.records import check_point, real_vector
 class Constraint(Protocol):
     """A closed convex set with its Euclidean projection.
 
-    An object of yours with these two members is one. If its set is not convex, or its projection
-    is another, that costs the bounds on the loss, never privacy.
+    Any object with these two members is one. If its set is not convex, or its projection is not
+    the Euclidean one, the bounds on the loss do not hold. Privacy is not affected.
     """
 
     @property
     def diameter(self) -> float:
-        """The largest distance between two points of the set, or more."""
+        """An upper bound on the distance between two points of the set."""
         ...
 
     def project(self, theta: Tensor) -> Tensor:
-        """The point of the set that is nearest to ``theta`` (d,)."""
+        """Returns the point of the set that is nearest to ``theta`` (d,)."""
         ...
 
 
@@ -39,7 +39,7 @@ class L2Ball:
         center: Vector of shape (d,), by default the origin (of any dimension).
 
     Raises:
-        ValueError: The radius is not positive, or the centre is no finite vector.
+        ValueError: If the radius is not positive, or the centre is not a finite vector.
     """
 
     radius: float
@@ -52,7 +52,7 @@ class L2Ball:
 
     @property
     def dimension(self) -> int | None:
-        """The centre's dimension; None if any will do."""
+        """The centre's dimension; None for any."""
         return None if self.center is None else len(self.center)
 
     @property
@@ -61,13 +61,13 @@ class L2Ball:
         return 2 * self.radius
 
     def project(self, theta: Tensor) -> Tensor:
-        """Returns the nearest point of the set; points of the set stay as they are.
+        """Returns the nearest point of the set; points of the set are returned unchanged.
 
         Args:
             theta: A floating-point tensor (d,), or (B, d), whose rows are projected one by one.
 
         Raises:
-            ValueError: If it is no such tensor, or not finite.
+            ValueError: If it is not such a tensor, or not finite.
         """
         check_point(theta, self.dimension)
         center = torch.zeros_like(theta) if self.center is None else self.center.to(theta)
@@ -84,11 +84,11 @@ class Box:
     Args:
         low: A number for all coordinates, or a vector (d,).
         high: A number or a vector; nowhere below ``low``, and above it somewhere.
-        dimension: d. A :class:`~opacus_shuffle.sco.problem.Problem` tells it to a box between two
+        dimension: d. A :class:`~opacus_shuffle.sco.problem.Problem` sets it for a box between two
             numbers.
 
     Raises:
-        ValueError: The bounds are not finite, are out of order, or do not fit each other.
+        ValueError: If the bounds are not finite, are out of order, or do not fit each other.
     """
 
     low: float | Tensor
@@ -144,12 +144,12 @@ class Box:
 
 
 def check_constraint(value: Any) -> Constraint:
-    """Returns a constraint, and refuses what is none.
+    """Returns a constraint after checking that it is one.
 
     Raises:
         ValueError: If it has no ``project``, or no positive ``diameter``.
     """
-    # A class has these members, too.
+    # A class has these members as well.
     if isinstance(value, type) or not isinstance(value, Constraint):
         raise ValueError(
             "constraint must be an L2Ball, a Box, or an object with project(theta) and diameter, "
@@ -157,10 +157,3 @@ def check_constraint(value: Any) -> Constraint:
         )
     positive("constraint.diameter", value.diameter)
     return value
-
-
-def project_rows(constraint: Constraint, points: Tensor) -> Tensor:
-    """Returns every row's projection, (B, d)."""
-    if isinstance(constraint, L2Ball | Box):
-        return constraint.project(points)
-    return torch.stack([constraint.project(point) for point in points]) if len(points) else points

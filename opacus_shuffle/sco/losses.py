@@ -1,4 +1,4 @@
-"""Convex losses of a linear score, with what the theorems ask of them.
+"""Convex losses of a linear score, with their Lipschitz constants and proximal points.
 
 Each is h(⟨θ, x⟩, y) with a convex *link* h, of θ (d,) and a batch of features (B, d) and targets
 (B,). If ``|h′|`` ≤ l, ``|h″|`` ≤ m and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz and
@@ -20,18 +20,18 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Link:
-    """A convex function h(s, y) of a score s, and what is known of it.
+    """A convex function h(s, y) of a score s, with its properties.
 
-    All functions work on whole batches, entry by entry: what they compute for a record depends on
-    that record alone, on which the privacy of the optimisers rests.
+    All functions work on whole batches, entry by entry: the result for a record depends on that
+    record only. The privacy of the optimisers requires this.
 
     Attributes:
         name: For messages.
         value: h, from scores (B,) and targets (B,) to (B,).
-        derivative: h′ in the score, any subgradient at a kink.
-        lipschitz: The largest ``|h′|``; None if there is none.
+        derivative: h′ with respect to the score; any subgradient at a kink.
+        lipschitz: The largest ``|h′|``; None if h′ is unbounded.
         coefficient: The proximal point in closed form: from scores s, targets and κ > 0 (all (B,))
-            to the a with a ∈ ∂h(s − κa). None where it is found by bisection.
+            to the a with a ∈ ∂h(s − κa). None: it is found by bisection.
         signed: Whether targets must be −1 or +1.
     """
 
@@ -45,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class LinearLoss:
-    """A loss h(⟨θ, x⟩, y) of θ (d,) and a batch: one number per record, (B,)."""
+    """A loss h(⟨θ, x⟩, y) of θ (d,) and a batch; it returns one number per record, (B,)."""
 
     link: Link
 
@@ -58,7 +58,7 @@ class LinearLoss:
 logistic_loss = LinearLoss(
     Link(
         "logistic",
-        # softplus would drop the last 2e-9 beyond its threshold.
+        # PyTorch's softplus is linear beyond a threshold, with an error of 2e-9.
         lambda s, y: -logsigmoid(y * s),
         lambda s, y: -y * torch.sigmoid(-y * s),
         lipschitz=1.0,
@@ -73,7 +73,7 @@ absolute_loss = LinearLoss(
         lambda s, y: (s - y).abs(),
         lambda s, y: torch.sign(s - y),
         lipschitz=1.0,
-        # The residual shrinks by κ, but not beyond zero.
+        # The proximal step reduces the residual by κ, but not beyond zero.
         coefficient=lambda s, y, k: ((s - y) / k).clamp(-1, 1),
     )
 )
@@ -85,7 +85,7 @@ hinge_loss = LinearLoss(
         lambda s, y: (1 - y * s).clamp_min(0),
         lambda s, y: -y * (y * s < 1),
         lipschitz=1.0,
-        # The margin grows by κ, but not beyond one.
+        # The proximal step increases the margin by κ, but not beyond one.
         coefficient=lambda s, y, k: -y * ((1 - y * s) / k).clamp(0, 1),
         signed=True,
     )

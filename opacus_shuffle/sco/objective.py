@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.sco.losses import LinearLoss, Link
-from opacus_shuffle.sco.records import check_point, described, map_data, number_of_users
+from opacus_shuffle.sco.records import check_point, describe, map_data, number_of_users
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -20,22 +20,18 @@ Loss = Callable[[Tensor, Any], Tensor]
 class Objective(ABC):
     """The losses of single records at a point θ, and their gradients.
 
-    Subclasses write ``_evaluate``. Data are a tensor, or a tuple, list or dict of such (nested as
-    you like), all with one leading dimension: the users. Floating-point data are converted to
-    double precision, which θ and the gradients have.
+    Subclasses write ``_evaluate``. Data are a tensor, or a tuple, list or dict of such (with any
+    nesting). The first dimension of every tensor is the users. Floating-point data are converted to
+    double precision, the precision of θ and the gradients.
 
     Attributes:
         dimension: d, of θ.
-        chunk_size: How many records are worked on at once, which bounds the memory used beside the
+        chunk_size: How many records are evaluated at once. This limits the memory used beside the
             result; set it lower for losses that need much.
-        rounding: The relative error of the arithmetic that losses are computed in.
-        gradient_error: No gradient's error is longer than this; above 0 for some envelopes only.
     """
 
     dimension: int
     chunk_size: int = 1024
-    rounding: float = 2.0**-52
-    gradient_error: float = 0.0
 
     @staticmethod
     def from_loss(loss: Loss, *, dimension: int | None) -> Objective:
@@ -43,18 +39,27 @@ class Objective(ABC):
 
         Args:
             loss: From θ (d,) and a batch to the records' losses, of shape (B,), or for a batch of
-                one a number. It is called on batches of one, so that it cannot mix records, all at
-                once by ``torch.func.vmap``: write it with PyTorch operations, and no ``item()``.
-                The losses of :mod:`opacus_shuffle.sco.losses` are recognised, and faster.
+                one a number. It is called on batches of one, so it cannot mix records.
+                ``torch.func.vmap`` runs it on many records at once: write it with PyTorch
+                operations, without ``item()``. The losses of :mod:`opacus_shuffle.sco.losses` are
+                recognised, and faster.
             dimension: d.
 
         Raises:
-            ValueError: The loss cannot be called, or the dimension is missing.
+            ValueError: If the loss cannot be called or is a module, or the dimension is missing.
         """
-        if isinstance(loss, type | torch.nn.Module) or not callable(loss):
+        module = next(iter(loss), None) if isinstance(loss, tuple | list) else loss
+        if isinstance(module, nn.Module):
             raise ValueError(
-                "loss must be a function loss(theta, batch) that returns one loss per record, an "
-                f"Objective or a pair (module, criterion), got {described(loss)}"
+                "loss must be a function loss(theta, batch), got the module "
+                f"{type(module).__name__}: write its loss as a function of a flat theta with "
+                "torch.func.functional_call, or train the network with "
+                "opacus_shuffle.PrivacyEngine(accountant='shuffled_sums')"
+            )
+        if isinstance(loss, type) or not callable(loss):
+            raise ValueError(
+                "loss must be a function loss(theta, batch) that returns one loss per record, or "
+                f"an Objective, got {describe(loss)}"
             )
         if dimension is None:
             raise ValueError(
@@ -63,9 +68,7 @@ class Objective(ABC):
             )
         if isinstance(loss, LinearLoss):
             return LinearObjective(loss.link, dimension=dimension)
-        size = integer("dimension", dimension)
-        remedy = f"; theta has shape ({size},): is the dimension right?"
-        return RecordObjective(loss, size, what="loss", remedy=remedy)
+        return RecordObjective(loss, dimension=dimension)
 
     def losses(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns the losses (B,), for the arguments of :meth:`losses_and_gradients`."""
@@ -83,20 +86,21 @@ class Objective(ABC):
             batch: B records.
 
         Raises:
-            ValueError: The shapes do not fit, or a loss or gradient is not finite.
+            ValueError: If the shapes do not fit, or a loss or gradient is not finite.
         """
         count = number_of_users(batch)
         check_point(theta, self.dimension, count)
-        theta, batch = theta.detach().to("cpu", torch.float64), self._prepare(batch)
+        theta, batch = theta.detach().to("cpu", torch.float64), map_data(_on_cpu, batch)
         losses = torch.zeros(count, dtype=torch.float64)
         gradients = torch.zeros(count, self.dimension, dtype=torch.float64)
         for start in range(0, count, self.chunk_size):
-            part = slice(start, start + self.chunk_size)
-            points = theta if theta.ndim == 1 else theta[part]
-            records = map_data(operator.itemgetter(part), batch)
-            losses[part], gradients[part] = self._evaluate(points, records)
+            chunk = slice(start, start + self.chunk_size)
+            points = theta if theta.ndim == 1 else theta[chunk]
+            records = map_data(operator.itemgetter(chunk), batch)
+            losses[chunk], gradients[chunk] = self._evaluate(points, records)
         for name, values in (("losses", losses), ("gradients", gradients)):
-            # Not which one, nor how many: a message may be published. NaN is both its ends.
+            # The message does not say which record it is, nor how many: it may be published.
+            # aminmax returns NaN for both ends if a value is NaN.
             if values.numel() and not bool(torch.stack(values.aminmax()).isfinite().all()):
                 raise ValueError(
                     f"{name} must be finite, got NaN or infinity among them: look for divisions "
@@ -109,20 +113,11 @@ class Objective(ABC):
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns losses (B,) and gradients (B, d) of a chunk; θ is (d,) or (B, d), in double."""
 
-    def _prepare(self, batch: Any) -> Any:
-        """Returns the data on the CPU, floating-point ones in double precision."""
-        return map_data(
-            lambda tensor: tensor.detach().to(
-                "cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype
-            ),
-            batch,
-        )
-
     def smoothing_cost(self, lipschitz: float) -> float:
-        """Returns by how much the excess of the loss behind an envelope may exceed the envelope's.
+        """Returns the most by which the original loss exceeds this one; 0 without smoothing.
 
         Args:
-            lipschitz: L, of the loss.
+            lipschitz: L, of the original loss.
         """
         return 0.0
 
@@ -144,7 +139,7 @@ class LinearObjective(Objective):
         """Returns ⟨θ, x⟩ (B,), the features and the targets of a batch.
 
         Raises:
-            ValueError: If the batch is no such pair, or a label is not among those of the link.
+            ValueError: If the batch is not such a pair, or the link does not take a label.
         """
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError("batch must be a pair (x, y) for a generalised linear loss")
@@ -156,11 +151,11 @@ class LinearObjective(Objective):
         ):
             raise ValueError(
                 f"x must be a floating-point tensor of shape (B, {self.dimension}), got "
-                f"{described(features)}; the second is the dimension of theta"
+                f"{describe(features)}; the second is the dimension of theta"
             )
         if not isinstance(targets, Tensor) or targets.ndim != 1:
-            raise ValueError(f"y must be a tensor of shape (B,), got {described(targets)}")
-        # With labels of 0 and 1 the hinge and logistic losses would be silently wrong.
+            raise ValueError(f"y must be a tensor of shape (B,), got {describe(targets)}")
+        # With labels of 0 and 1 the hinge and logistic losses would be wrong without an error.
         if self.link.signed and not bool((targets.abs() == 1).all()):
             raise ValueError(
                 f"y must hold -1 and +1 only, in shape (B,), for the {self.link.name} loss; use "
@@ -178,47 +173,50 @@ class LinearObjective(Objective):
 class RecordObjective(Objective):
     """The losses of a function that ``torch.func`` differentiates on all records at once.
 
-    It is called on one record at a time, so nothing in it can mix records; what vmap cannot run
+    The function is called on one record at a time, so it cannot mix records. What vmap cannot run
     (branches on values, random numbers) is refused.
 
     Args:
         loss: From θ (d,) and a batch of one record to its loss, a tensor of one entry.
         dimension: d.
-        what: What messages call the function.
-        remedy: What they say besides where vmap cannot run it.
     """
 
-    def __init__(self, loss: Loss, dimension: int, *, what: str, remedy: str) -> None:
-        self._loss, self.dimension, self._what, self._remedy = loss, dimension, what, remedy
+    def __init__(self, loss: Loss, *, dimension: int) -> None:
+        self._loss, self.dimension = loss, integer("dimension", dimension)
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         in_dims = (None if theta.ndim == 1 else 0, 0)
-        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=in_dims)
+        per_record = torch.func.vmap(torch.func.grad_and_value(self._loss_of_one), in_dims=in_dims)
         try:
-            gradients, losses = both(theta, batch)
+            gradients, losses = per_record(theta, batch)
         except torch.OutOfMemoryError:
-            raise  # no record's fault
+            raise  # not the fault of a record
         except RuntimeError as error:
-            said = str(error).splitlines()[0]
-            if "randomness" in said:
+            reason = str(error).splitlines()[0]
+            if "randomness" in reason:
                 raise ValueError(
-                    f"{self._what} must not draw random numbers, got one that does; take them out "
-                    "(dropout: p=0, or eval())"
+                    "loss must not draw random numbers, got one that does; remove them"
                 ) from error
             raise ValueError(
-                f"{self._what} must run under torch.func.vmap on one record at a time, but PyTorch "
-                f"says: {said[:200]}; write it with PyTorch operations and no branches on values"
-                f"{self._remedy}"
+                "loss must run under torch.func.vmap on one record at a time, but PyTorch says: "
+                f"{reason[:200]}; write it with PyTorch operations and without branches on values; "
+                f"theta has shape ({self.dimension},): is the dimension right?"
             ) from error
         return losses.detach(), gradients.detach()
 
-    def _one(self, theta: Tensor, record: Any) -> Tensor:
-        """Returns the loss of a record, whose tensors lack the users' dimension, as a number."""
+    def _loss_of_one(self, theta: Tensor, record: Any) -> Tensor:
+        """Returns the loss of one record, a number; its tensors lack the users' dimension."""
         loss = self._loss(theta, map_data(lambda tensor: tensor.unsqueeze(0), record))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
-                f"{self._what} must return one loss per record (it is called with one record at a "
-                f"time), got {described(loss)}: sum or average over everything but the records, "
-                "with reduction='sum' or 'mean' say"
+                "loss must return one loss per record (it is called with one record at a time), "
+                f"got {describe(loss)}: sum or average over all dimensions except the records, for "
+                "example with reduction='sum' or 'mean'"
             )
         return loss.reshape(())
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Returns a tensor on the CPU, in double precision if it has a floating-point type."""
+    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype)

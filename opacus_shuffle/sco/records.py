@@ -15,7 +15,7 @@ def number_of_users(data: Any) -> int:
     """Returns the number of records.
 
     Raises:
-        ValueError: If the data hold no tensor, or tensors whose leading dimensions differ.
+        ValueError: If the data have no tensor, or tensors with different first dimensions.
     """
     shapes: list[torch.Size] = []
     map_data(lambda tensor: shapes.append(tensor.shape), data)
@@ -31,7 +31,7 @@ def number_of_users(data: Any) -> int:
 
 
 def take(data: Any, users: Any) -> Any:
-    """Returns the records of these users, in the structure of the data."""
+    """Returns the records of some users, by their numbers, in the structure of the data."""
     rows = torch.as_tensor(users, dtype=torch.long)
     return map_data(lambda tensor: tensor[rows.to(tensor.device)], data)
 
@@ -43,15 +43,15 @@ def map_data(function: Callable[[Tensor], Any], data: Any) -> Any:
     if isinstance(data, dict):
         return {key: map_data(function, value) for key, value in data.items()}
     if isinstance(data, tuple | list):
-        parts = [map_data(function, value) for value in data]
-        return parts if isinstance(data, list) else tuple(parts)
+        mapped = [map_data(function, value) for value in data]
+        return mapped if isinstance(data, list) else tuple(mapped)
     raise ValueError(
         f"data must be a tensor, or a tuple, list or dict of tensors, got {type(data).__name__}; "
         "torch.as_tensor converts arrays, and a TensorDataset has .tensors"
     )
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Returns a tensor's type and shape, or an object's type, for messages."""
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
@@ -62,7 +62,7 @@ def real_vector(name: str, value: Any, size: int | None = None) -> Tensor:
     """Returns a copy of a finite vector, float64, on the CPU.
 
     Raises:
-        ValueError: If it is none, or not of this size.
+        ValueError: If the value is not such a vector, or not of this size.
     """
     vector = real_numbers(name, value)
     if vector.ndim != 1 or not len(vector) or size not in (None, len(vector)):
@@ -79,11 +79,11 @@ def check_point(theta: Any, dimension: int | None, rows: int | None = None) -> N
 
     Args:
         theta: The point or points.
-        dimension: d; None if any will do.
-        rows: B; None if any number of points will do.
+        dimension: d; None for any.
+        rows: B; None for any.
 
     Raises:
-        ValueError: If θ is no floating-point tensor of such a shape, or not finite.
+        ValueError: If θ is not a floating-point tensor of such a shape, or not finite.
     """
     fits = (
         isinstance(theta, Tensor)
@@ -95,7 +95,7 @@ def check_point(theta: Any, dimension: int | None, rows: int | None = None) -> N
     if not fits:
         raise ValueError(
             f"theta must be a floating-point tensor of shape ({dimension or 'd'},), or have such "
-            f"a row for each record, got {described(theta)}"
+            f"a row for each record, got {describe(theta)}"
         )
     if not bool(theta.isfinite().all()):
         raise ValueError("theta must be finite, got NaN or infinity in it; take smaller steps")

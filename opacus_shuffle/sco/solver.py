@@ -1,4 +1,4 @@
-"""``Solver``: what all optimisers share; it spends users on a problem in phases."""
+"""``Solver``: the base class of all optimisers; it spends users on a problem in phases."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.records import take
 
 _BLOCK = 2**23
-"""Entries of per-user gradients that are held at a time."""
+"""The most entries of per-user gradients in memory at a time."""
 _CACHED = 2**17
-"""So many that a processor's cache holds, and the protocol rounds at a time: more are slower."""
-_MOST_ROUNDS = 10**7
+"""The usual number: it fits into a processor's cache, and larger blocks are slower to round."""
+_MAX_ROUNDS = 10**7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The outcome of a shuffle-private optimiser.
+    """The result of a shuffle-private optimiser.
 
     Attributes:
         theta: The estimate, float64, shape (d,).
-        privacy: What the run reveals, to whom.
-        history: Every round's norm of the noisy mean gradient; it is computed from shuffled
-            messages alone, so that it may be published.
-        choices: What was used: batch size, step size, smoothness, …
+        privacy: The guarantee of the run.
+        history: The norm of each round's noisy mean gradient. It is computed from shuffled
+            messages only, so it may be published.
+        choices: The settings: batch size, step size, smoothness, …
         excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of
             a fresh user, the expectation is over users and randomness, and the minimum is over the
             constraint set. Proved if all users follow the protocol and are independent with one
             distribution, every user's loss is convex, and Lipschitz and smooth as stated, and
-            ``diameter``, where given, is at least the distance from the start to a minimiser. It
-            never depends on the data: it reveals nothing, nor notices when this fails (a
-            ``clip=True`` that cuts, say). None where nothing is proved: steps that are too long, or
-            practical.
+            ``diameter``, if given, is at least the distance from the start to a minimiser. It never
+            depends on the data: it reveals nothing, and it does not notice if an assumption fails
+            (for example if ``clip=True`` cuts gradients). None if nothing is proved, because steps
+            are too long or practical.
     """
 
     theta: Tensor
@@ -58,7 +58,7 @@ class Estimate:
     def __str__(self) -> str:
         numbers = {name: f"{x:.4g}" for name, x in self.choices.items() if isinstance(x, float)}
         plain = {name: x for name, x in self.choices.items() if isinstance(x, int | str)}
-        used = ", ".join(f"{name}={value}" for name, value in {**plain, **numbers}.items())
+        settings = ", ".join(f"{name}={value}" for name, value in {**plain, **numbers}.items())
         quality = "excess loss: nothing is proved for these settings"
         if self.excess_loss_bound is not None:
             quality = (
@@ -66,27 +66,23 @@ class Estimate:
                 "independent with one distribution; loss convex and as Lipschitz and smooth as "
                 "stated)"
             )
-        counted = f"estimate of {self.theta.numel()} parameters after {len(self.history)} rounds"
-        return f"{counted}\n{used}\n{quality}\n{self.privacy}"
+        summary = f"estimate of {self.theta.numel()} parameters after {len(self.history)} rounds"
+        return f"{summary}\n{settings}\n{quality}\n{self.privacy}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """How far a round's estimate of the mean gradient is off (SCO Definition B.1).
-
-    The estimate is unbiased but for ``bias``.
+    """The error of a round's unbiased estimate of the mean gradient (SCO Definition B.1).
 
     Attributes:
         lipschitz: No user's gradient is longer, L.
         dimension: d.
         variance: Per coordinate, of the sum of a batch's reports, V.
-        bias: The users' gradients are wrong by at most this (inexact proximal steps).
     """
 
     lipschitz: float
     dimension: int
     variance: float
-    bias: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -103,7 +99,7 @@ class Oracle:
 
 
 class Start(NamedTuple):
-    """The point and the distance that a phase starts from.
+    """The start of a phase.
 
     Attributes:
         theta: The point.
@@ -117,13 +113,13 @@ class Start(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The settings of one phase, known before it sees data.
+    """The settings of one phase, chosen before it sees data.
 
     Attributes:
-        objective: What is minimised: the loss, or an envelope of it.
+        objective: The function to minimise: the loss, or an envelope of it.
         steps: η_1, …, η_T, or the inverse steps L_1, …, L_T of accelerated SGD.
-        choices: For the estimate.
-        bound: The excess loss that is proved, without what smoothing costs; None if none is.
+        choices: The settings for ``Estimate.choices``.
+        bound: The proved excess loss, without the cost of smoothing; None if none is proved.
     """
 
     objective: Objective
@@ -133,12 +129,12 @@ class Plan(NamedTuple):
 
 
 class Solver(ABC):
-    """One way to spend users on a problem, in one phase or several.
+    """A method that spends users on a problem, in one phase or several.
 
     Args:
-        problem: What is to be minimised.
-        budget: What may be revealed.
-        batch_size: b; None takes what the proved bound likes best, as of the two that follow.
+        problem: The problem.
+        budget: The privacy of the run.
+        batch_size: b; None takes the one with the smallest proved bound, as for the next two.
         rounds: T.
         step_size: η.
         steps: ``"proved"`` or ``"practical"``.
@@ -163,7 +159,7 @@ class Solver(ABC):
         self.problem: Problem = instance_of("problem", problem, (Problem,))
         self.budget: PrivacyBudget = instance_of("budget", budget, (PrivacyBudget,))
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size)
-        self.rounds = None if rounds is None else integer("rounds", rounds, maximum=_MOST_ROUNDS)
+        self.rounds = None if rounds is None else integer("rounds", rounds, maximum=_MAX_ROUNDS)
         self.step_size = None if step_size is None else positive("step_size", step_size)
         self.steps: str = one_of("steps", steps, ("proved", "practical"))
         self.history: list[float] = []
@@ -173,7 +169,7 @@ class Solver(ABC):
 
     @abstractmethod
     def schedule(self, num_users: int, start: Start) -> tuple[int, int]:
-        """Returns how many users take part in each round of a phase, and the number of rounds."""
+        """Returns the number of users per round of a phase, and the number of rounds."""
 
     @abstractmethod
     def plan(self, batch_size: int, rounds: int, start: Start) -> Plan:
@@ -181,24 +177,24 @@ class Solver(ABC):
 
     @abstractmethod
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
-        """Makes one round with each group of users, and returns the answer (d,)."""
+        """Makes one round with each group of users, and returns the result (d,)."""
 
     def solve(self) -> Estimate:
         """Runs one phase on all users."""
         return self.run(self.order(), Start(self.problem.initial, self.problem.distance))
 
     def order(self) -> Tensor:
-        """Returns all users in the random order in which they take part."""
+        """Returns the numbers of all users, in random order."""
         return torch.from_numpy(permutation(self.problem.num_users, self.problem.generator))
 
     def run(self, users: Tensor, start: Start) -> Estimate:
-        """Runs a phase on users who have not taken part before."""
+        """Runs a phase on users who were in no phase before."""
         size, rounds = self.schedule(len(users), start)
         plan = self.plan(size, rounds, start)
-        # Unless everyone is in every round no two rounds share a user: on that rests what a
-        # sequential run promises.
-        full = self.interaction == "full"
-        groups = [users] * rounds if full else list(torch.split(users[: size * rounds], size))
+        if self.interaction == "full":
+            groups = [users] * rounds
+        else:  # The guarantee of a sequential run requires that no two rounds share a user.
+            groups = list(torch.split(users[: size * rounds], size))
         self.history = []
         return Estimate(
             theta=self.iterate(plan, groups, start),
@@ -210,7 +206,7 @@ class Solver(ABC):
                 "lipschitz": self.problem.lipschitz,
                 "distance": start.distance,
             },
-            excess_loss_bound=self._proved(plan),
+            excess_loss_bound=self._proved_loss(plan),
         )
 
     def statement(self, batch_size: int, rounds: int) -> Any:
@@ -227,29 +223,26 @@ class Solver(ABC):
 
     def bound(self, num_users: int, start: Start) -> float:
         """Returns the proved excess loss of a phase of so many users."""
-        proved = self._proved(self.plan(*self.schedule(num_users, start), start))
-        return self.problem.capped(math.inf) if proved is None else proved
+        proved = self._proved_loss(self.plan(*self.schedule(num_users, start), start))
+        return self.problem.cap(math.inf) if proved is None else proved
 
-    def _proved(self, plan: Plan) -> float | None:
-        """Returns the excess loss that is proved, with what smoothing costs."""
+    def _proved_loss(self, plan: Plan) -> float | None:
+        """Returns the proved excess loss, including the cost of smoothing."""
         if plan.bound is None:
             return None
-        cost = plan.objective.smoothing_cost(self.problem.lipschitz)
-        return self.problem.capped(plan.bound + cost)
+        return self.problem.cap(plan.bound + plan.objective.smoothing_cost(self.problem.lipschitz))
 
     def batches(self, num_users: int, best: int) -> tuple[int, int]:
-        """Returns the batch size and how many whole batches there are."""
+        """Returns the batch size and the number of whole batches."""
         size = best
         if self.batch_size is not None:
             size = integer("batch_size", self.batch_size, maximum=num_users)
         return size, num_users // size
 
-    def oracle(self, variance: float, bias: float = 0.0) -> Oracle:
-        """Returns how far a round is off whose sum has this variance."""
+    def oracle(self, variance: float) -> Oracle:
+        """Returns the error of a round whose sum has this variance."""
         problem = self.problem
-        return Oracle(
-            lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance, bias=bias
-        )
+        return Oracle(lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance)
 
     def protocol(self, num_users: int, rounds: int) -> ShuffleVectorSum:
         """Returns the protocol of a round of so many users."""
@@ -263,7 +256,7 @@ class Solver(ABC):
         variance = noise_variance(
             max_norm=self.problem.lipschitz, epsilon=self.budget.epsilon, delta=self.budget.delta
         )
-        # The noise of the other users comes on top, hence the division.
+        # The honest users' noise must suffice; that of the others is added to it.
         return variance / self.budget.honest_fraction
 
     def round_variance(self, batch_size: int, rounds: int) -> float:
@@ -274,10 +267,10 @@ class Solver(ABC):
         """Runs one round: these users report, and the protocol estimates their mean gradient (d,).
 
         Args:
-            plan: The phase's.
-            theta: Where the gradients are taken.
-            users: Their numbers.
-            rounds: Of the phase.
+            plan: The plan of the phase.
+            theta: The point of the gradients.
+            users: The users' numbers.
+            rounds: The number of rounds of the phase.
         """
         total = self.protocol(len(users), rounds).simulate(
             self.reports(plan, theta, users), self.problem.generator
@@ -287,9 +280,9 @@ class Solver(ABC):
         return mean
 
     def reports(self, plan: Plan, theta: Tensor, users: Tensor) -> Iterator[Tensor]:
-        """Yields these users' gradients, in blocks of rows that memory holds."""
+        """Yields these users' gradients, in blocks of rows that fit into memory."""
         problem = self.problem
-        most = max(1, _BLOCK // problem.dimension)
-        rows = min(most, max(plan.objective.chunk_size, _CACHED // problem.dimension))
+        limit = max(1, _BLOCK // problem.dimension)
+        rows = min(limit, max(plan.objective.chunk_size, _CACHED // problem.dimension))
         for block in torch.split(users, rows):
             yield problem.bounded_gradients(plan.objective, theta, take(problem.data, block))

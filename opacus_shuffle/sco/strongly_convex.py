@@ -1,8 +1,8 @@
-"""``shuffle_strongly_convex``: phases on disjoint groups of users, each from the last one's end.
+"""``shuffle_strongly_convex``: phases on disjoint groups of users, one after another.
 
 Theorems 4.8 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO):
-every phase starts nearer to the minimiser (``docs/proofs/20_accelerated_sgd.md``, Phases), and
-takes steps to suit.
+every phase starts where the previous one ended, nearer to the minimiser, and chooses its steps
+accordingly (``docs/proofs/20_accelerated_sgd.md``, Phases).
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ def shuffle_strongly_convex(
     rounds: int | None = None,
     batch_size: int | None = None,
 ) -> Estimate:
-    """Minimises users' mean loss, strongly convex, by phases of another method.
+    """Minimises users' mean loss, which is strongly convex, by phases of another method.
 
     Args:
-        problem: What is to be minimised; without a known smoothness every phase smooths the loss
-            anew.
-        budget: What the whole run may reveal.
+        problem: The problem; without a known smoothness every phase smooths the loss again.
+        budget: The privacy of the whole run.
         strong_convexity: λ: the mean loss less λ‖θ‖²/2 is convex on the set.
         method: ``"accelerated"`` (Theorem 4.8) or ``"gradient_descent"`` (Theorem 4.9; every user
             in every round of its phase).
-        phases: k; by default the one with the least proved bound (:func:`best_number_of_phases`).
+        phases: k; by default the number with the smallest proved bound.
         rounds: T of each phase, for ``"gradient_descent"`` only.
         batch_size: b of each phase, for ``"accelerated"`` only.
 
     Returns:
-        The estimate. ``choices["phases"]`` holds each phase's own. Excess loss: the last phase's
-        bound, whose distance is D_1 = min(D, 2L/λ), D_{j+1} = min(diameter, 2L/λ, √(2·bound_j/λ))
-        (in mean square, which is all that the bounds need).
+        The estimate. ``choices["phases"]`` has the choices of each phase. The excess loss is the
+        last phase's bound, with the distances D_1 = min(D, 2L/λ), D_{j+1} = min(diameter, 2L/λ,
+        √(2·bound_j/λ)) (in mean square, which suffices for the bounds).
 
     Raises:
         ValueError: If an argument is out of range, or a gradient is too long (without ``clip``).
@@ -79,31 +78,31 @@ def shuffle_strongly_convex(
             f"smoothness must be at least strong_convexity={convexity:g}, got "
             f"{problem.smoothness!r}"
         )
-    most = 2 * problem.lipschitz / problem.constraint.diameter
-    if convexity > most * (1 + 1e-9):
+    largest = 2 * problem.lipschitz / problem.constraint.diameter
+    if convexity > largest * (1 + 1e-9):
         raise ValueError(
-            f"strong_convexity must not exceed 2 * lipschitz / diameter = {most:g} of the "
-            f"constraint set, got {convexity:g}: no loss with gradients that short curves so much "
-            "across that diameter; take a smaller one, a smaller set or a larger lipschitz"
+            f"strong_convexity must not exceed 2 * lipschitz / diameter = {largest:g} of the "
+            f"constraint set, got {convexity:g}: no loss with gradients that short is so curved on "
+            "a set of that diameter; use a smaller one, a smaller set or a larger lipschitz"
         )
     objective = problem.objective
     if isinstance(objective, LinearObjective) and objective.link.lipschitz is not None:
         warnings.warn(
-            f"strong_convexity={convexity:g} of the {objective.link.name} loss is taken on trust, "
-            "and seldom true: it is flat where scores are large. Add "
-            f"{convexity / 2:g} * theta.square().sum() to a loss function of your own; else "
-            "nothing is proved of the excess loss (privacy does not depend on it)",
+            f"strong_convexity={convexity:g} of the {objective.link.name} loss is assumed, and "
+            "seldom true: this loss is flat where scores are large. Add "
+            f"{convexity / 2:g} * theta.square().sum() to a loss function of your own; otherwise "
+            "nothing is proved about the excess loss (privacy does not depend on it)",
             stacklevel=2,
         )
     if phases is None:
         phases = best_number_of_phases(solver, convexity)
     count = integer("phases", phases, maximum=problem.num_users)
-    share = problem.num_users // count
-    start, ran = _start(problem, convexity), list[Estimate]()
-    for group in torch.split(solver.order()[: share * count], share):
-        ran.append(solver.run(group, start))
-        start = _start(problem, convexity, ran[-1].theta, ran[-1].excess_loss_bound)
-    statements = [phase.privacy for phase in ran]
+    size = problem.num_users // count
+    start, estimates = _start(problem, convexity), list[Estimate]()
+    for group in torch.split(solver.order()[: size * count], size):
+        estimates.append(solver.run(group, start))
+        start = _start(problem, convexity, estimates[-1].theta, estimates[-1].excess_loss_bound)
+    statements = [phase.privacy for phase in estimates]
     privacy = dataclasses.replace(
         statements[-1],
         rounds=sum(statement.rounds for statement in statements),
@@ -114,32 +113,32 @@ def shuffle_strongly_convex(
     choices = {
         "algorithm": f"phases of {method}",
         "strong_convexity": convexity,
-        "phases": [dict(phase.choices) for phase in ran],
+        "phases": [dict(phase.choices) for phase in estimates],
     }
-    history = [norm for phase in ran for norm in phase.history]
-    return dataclasses.replace(ran[-1], privacy=privacy, history=history, choices=choices)
+    history = [norm for phase in estimates for norm in phase.history]
+    return dataclasses.replace(estimates[-1], privacy=privacy, history=history, choices=choices)
 
 
 def best_number_of_phases(solver: Solver, strong_convexity: float) -> int:
-    """Returns the number of phases whose proved bound is the least.
+    """Returns the number of phases with the smallest proved bound.
 
-    That is a free choice, since it does not depend on the data. The paper's number, ⌈log₂ log₂ n⌉,
-    is among those tried.
+    The number may be chosen freely, because the bound does not depend on the data. The paper's
+    number, ⌈log₂ log₂ n⌉, is among the candidates.
     """
 
-    def value(phases: int) -> float:
+    def bound(phases: int) -> float:
         try:
             return bound_of_phases(solver, strong_convexity, phases)
-        except ValueError:  # so few users that no protocol, or no batch of this size, suits them
+        except ValueError:  # too few users for a protocol, or for a batch of this size
             return math.inf
 
     users = solver.problem.num_users
-    papers = math.ceil(math.log2(math.log2(max(users, 4))))
-    return min(range(1, min(users, papers + 2) + 1), key=value)
+    published = math.ceil(math.log2(math.log2(max(users, 4))))
+    return min(range(1, min(users, published + 2) + 1), key=bound)
 
 
 def bound_of_phases(solver: Solver, strong_convexity: float, phases: int) -> float:
-    """Returns the excess loss to be proved for a run of so many phases."""
+    """Returns the proved excess loss of a run of so many phases."""
     problem = solver.problem
     start, bound = _start(problem, strong_convexity), math.inf
     for _ in range(phases):
@@ -154,14 +153,14 @@ def _start(
     theta: Tensor | None = None,
     bound: float | None = None,
 ) -> Start:
-    """Returns where a phase starts.
+    """Returns the start of a phase.
 
     Args:
-        problem: What is minimised.
+        problem: The problem.
         convexity: λ.
-        theta: Where the phase before ended; None for the first phase. That may be farther from the
+        theta: The end of the previous phase; None for the first phase. It may be farther from the
             minimiser than the first start.
-        bound: The excess loss proved there; None if none is.
+        bound: The proved excess loss of ``theta``; None if none is proved.
     """
     farthest = 2 * problem.lipschitz / convexity
     if theta is None:

@@ -108,16 +108,3 @@ def by_autograd(loss, theta, data):
         rows.append(torch.autograd.grad(value, point)[0])
         values.append(value.detach())
     return torch.stack(values), torch.stack(rows)
-
-
-def largest(theta, batch):
-    """max_k ⟨a_k, θ⟩ + b_k, convex, as Lipschitz as the longest a_k."""
-    slopes, offsets = batch
-    return (slopes @ theta + offsets).max(dim=1).values
-
-
-def pieces(users=4, count=6, dimension=3, seed=0):
-    slopes = normal(users, count, dimension, seed=seed)
-    return slopes / slopes.norm(dim=2, keepdim=True).clamp_min(1), normal(
-        users, count, seed=seed + 1
-    )

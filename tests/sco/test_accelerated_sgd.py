@@ -61,7 +61,7 @@ def test_the_bound_holds_without_noise_on_every_quadratic(curvatures, rounds, sl
         return float((curvatures * theta**2).sum() / 2)
 
     steps = accelerated_step_sizes(rounds=rounds, **known)
-    bound = accelerated_bound(steps, start_gap=value(start), diameter=1e9, **known)
+    bound = accelerated_bound(rounds=rounds, start_gap=value(start), **known)
     assert value(ac_sa(steps, lambda theta, t: curvatures * theta, start)) <= bound * (1 + 1e-9)
 
 
@@ -73,27 +73,13 @@ def test_the_bound_is_at_most_the_closed_form_and_its_weight_is_the_best(
 ):
     known = {"smoothness": smoothness, "deviation": deviation, "distance": distance}
     steps = accelerated_step_sizes(rounds=rounds, **known)
-    bound = accelerated_bound(steps, start_gap=3.0, diameter=1.0, **known)
+    bound = accelerated_bound(rounds=rounds, start_gap=3.0, **known)
     weight = best_weight(rounds, deviation, distance)
     assert 2 * steps[0] - 2 * smoothness == pytest.approx(weight, rel=1e-6, abs=1e-9 * smoothness)
     least = closed_form(rounds, smoothness, deviation, distance, 3.0, weight)
     assert bound <= least * (1 + 1e-9)
     for other in (0.9, 1.1):
         assert least <= closed_form(rounds, smoothness, deviation, distance, 3.0, other * weight)
-
-
-def test_rising_weights_cost_the_diameter_a_bias_too_and_too_long_steps_have_no_bound():
-    flat = [4.0 / (t + 1) for t in range(1, 6)]
-    rising = [4.0 * (1 + 0.1 * t) / (t + 1) for t in range(1, 6)]
-    options = {"smoothness": 1.0, "deviation": 0.3, "distance": 1.0, "start_gap": 1.0}
-    near, far = (accelerated_bound(flat, diameter=x, **options) for x in (1.0, 50.0))
-    assert near == far
-    near, far = (accelerated_bound(rising, diameter=x, **options) for x in (1.0, 50.0))
-    # Γ_5 = 2/42, and the weights rise from 4.4 to 6.
-    assert far - near == pytest.approx(2 / 42 * 1.6 * (50**2 - 1) / 2)
-    biased = accelerated_bound(flat, diameter=2.0, bias=0.1, **options)
-    assert biased == pytest.approx(accelerated_bound(flat, diameter=2.0, **options) + 0.2)
-    assert accelerated_bound([2 / 3], diameter=1.0, **options) is None
 
 
 @pytest.mark.parametrize("smoothness", [0.01, 1.0, 30.0, None])

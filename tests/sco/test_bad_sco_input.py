@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.bad_calls import require_named_refusals
 from helpers.convex_problems import BUDGET, half_square, solve
-from opacus.grad_sample import GradSampleModule
 from torch import nn
 
 from opacus_shuffle import sco
@@ -26,7 +25,6 @@ KNOWN = {"lipschitz": 1.0, "smoothness": 0.25, "dimension": 2, "clip": True}
 PARTS = {"loss": sco.logistic_loss, "data": DATA, "constraint": BALL, **KNOWN}
 RUN = {"problem": sco.Problem(**PARTS), "budget": sco.PrivacyBudget(2.0, 1e-6)}
 OBJECTIVE = sco.Objective.from_loss(sco.logistic_loss, dimension=2)
-NETWORK = {"module": nn.Linear(2, 1), "criterion": nn.MSELoss()}
 PRACTICAL = {"step_size": 0.1, "steps": "practical"}
 PHASES = {"strong_convexity": 0.1, "phases": 2}
 CALLS = {
@@ -45,20 +43,8 @@ CALLS = {
     "Box of numbers": (sco.Box, {"low": 0.0, "high": 1.0, "dimension": 2}, {}),
     "project": (BALL.project, {"theta": THETA}, {}),
     "from_loss": (sco.Objective.from_loss, {"loss": sco.logistic_loss, "dimension": 2}, {}),
-    "ModuleObjective": (sco.ModuleObjective, NETWORK, {}),
-    "load": (sco.ModuleObjective(**NETWORK).load, {"theta": torch.zeros(3)}, {}),
     "gradients": (OBJECTIVE.gradients, {"theta": THETA, "batch": DATA}, {"batch": ("data must",)}),
-    "MoreauEnvelope": (
-        sco.MoreauEnvelope,
-        {
-            "objective": OBJECTIVE,
-            "constraint": BALL,
-            "smoothness": 4.0,
-            "lipschitz": 1.0,
-            "accuracy": 0.1,
-        },
-        {},
-    ),
+    "MoreauEnvelope": (sco.MoreauEnvelope, {"objective": OBJECTIVE, "smoothness": 4.0}, {}),
     "sgd": (sco.shuffle_sgd, {**RUN, "batch_size": 10, **PRACTICAL}, {}),
     "accelerated": (sco.shuffle_accelerated_sgd, {**RUN, "batch_size": 10}, {}),
     "descent": (sco.shuffle_gradient_descent, {**RUN, "rounds": 2, **PRACTICAL}, {}),
@@ -91,32 +77,8 @@ def square(theta, x):
     return (x @ theta) ** 2
 
 
-def distance(theta, x):
-    return (theta - x).abs().sum(1)
-
-
-def concave(theta, x):
-    return -(1 + (theta - x) ** 2).sqrt().sum(1)
-
-
-def envelope(beta, loss=distance, dimension=1, **options):
-    options = {"lipschitz": 1.0, **options}
-    return sco.MoreauEnvelope(loss_of(loss, dimension), beta, **options)
-
-
-def by_network(network, criterion=None):
-    objective = sco.ModuleObjective(network, criterion or nn.CrossEntropyLoss())
-    return objective.losses(objective.initial, (torch.randn(4, 2), torch.tensor([0, 1, 1, 0])))
-
-
-def hooked():
-    network = nn.Sequential(nn.Linear(2, 2))
-    GradSampleModule(network)
-    return network
-
-
-def without_criterion():
-    return sco.ModuleObjective(nn.Linear(2, 2), None)
+def envelope(beta, loss=sco.hinge_loss, dimension=1):
+    return sco.MoreauEnvelope(loss_of(loss, dimension), beta)
 
 
 def run_with(run, **change):
@@ -129,16 +91,9 @@ def accelerated(**change):
     return run_with(sco.shuffle_accelerated_sgd, **{"batch_size": 10, **change})
 
 
+descent = functools.partial(run_with, sco.shuffle_gradient_descent, rounds=2)
 phases = functools.partial(run_with, sco.shuffle_strongly_convex, strong_convexity=1.0)
 ONE, RECORDS = torch.ones(1), torch.ones(3, 1)
-COUNTING = nn.Sequential(
-    nn.Linear(2, 4),
-    nn.Unflatten(1, (2, 2)),
-    nn.InstanceNorm1d(2, track_running_stats=True),
-    nn.Flatten(),
-    nn.Linear(4, 2),
-)
-LINE = sco.ModuleObjective(nn.Linear(1, 1), nn.MSELoss())
 UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
 
 
@@ -170,38 +125,18 @@ UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
         (lambda: check_constraint(sco.Box(0.0, 1.0)), "dimension must be given"),
         (lambda: sco.MoreauEnvelope(sco.absolute_loss, 1.0), "objective must be"),
         (lambda: envelope(0.0), "smoothness must be positive"),
-        (lambda: envelope(1.0, lipschitz=None), "lipschitz must be given"),
         (
-            lambda: sco.MoreauEnvelope(loss_of(sco.hinge_loss), 1.0, constraint=sco.L2Ball(1.0)),
-            "lipschitz must be given",
+            lambda: envelope(1.0, square),
+            "loss must be one of .*, got RecordObjective: pass smoothn",
         ),
-        (lambda: envelope(1.0, accuracy=1e-6), "must not need more than 1000000 steps"),
-        (lambda: envelope(1.0, accuracy=-1.0), "accuracy must be positive"),
-        (lambda: envelope(1.0, constraint=abs), "constraint must be"),
-        (
-            lambda: envelope(1.0, lipschitz=0.5).gradients(torch.zeros(1), torch.ones(3, 1)),
-            "lipschitz must bound every subgradient",
-        ),
-        (
-            lambda: envelope(1.0, constraint=sco.L2Ball(1.0)).losses(
-                2 * torch.ones(1), torch.ones(3, 1)
-            ),
-            "theta must lie",
-        ),
-        (
-            lambda: sco.MoreauEnvelope(loss_of(concave), 0.1, lipschitz=1.0).gradients(
-                torch.full((1,), 0.5), torch.zeros(1, 1)
-            ),
-            "convex",
-        ),
-        (
-            lambda: sco.MoreauEnvelope(loss_of(sco.hinge_loss), 1.0).losses(
-                torch.zeros(1), torch.zeros(3, 1)
-            ),
-            "pair",
-        ),
+        (lambda: envelope(1.0).losses(torch.zeros(1), torch.zeros(3, 1)), "pair"),
         (lambda: loss_of(3), "loss must be a function"),
-        (lambda: loss_of(torch.nn.Linear(1, 1)), "loss must be a function"),
+        (lambda: loss_of(sco.L2Ball), "loss must be a function"),
+        (
+            lambda: loss_of(nn.Linear(1, 1)),
+            "got the module Linear: write its loss .*functional_call",
+        ),
+        (lambda: loss_of((nn.Linear(1, 1), nn.MSELoss())), "the module Linear.*'shuffled_sums'"),
         (lambda: loss_of(square, 0), "dimension"),
         (lambda: loss_of(square, None), "dimension must be given"),
         (
@@ -224,7 +159,7 @@ UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
         (lambda: loss_of(lambda t, x: (x + torch.rand(1)) @ t).losses(ONE, RECORDS), "random"),
         (
             lambda: loss_of(lambda t, x: x @ t if x.sum().item() else x).losses(ONE, RECORDS),
-            "must run under torch.func.vmap .*no branches on values",
+            "must run under torch.func.vmap .*without branches on values",
         ),
         (
             lambda: loss_of(square, 3).gradients(torch.zeros(3), torch.zeros(4, 2)),
@@ -251,35 +186,6 @@ UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
         (lambda: number_of_users((torch.zeros(2), torch.zeros(3))), r"\[2, 3\]"),
         (lambda: number_of_users(()), "no tensor"),
         (lambda: number_of_users([1, 2]), "got int"),
-        (
-            lambda: by_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
-            "1 mixes the records",
-        ),
-        (
-            lambda: by_network(nn.BatchNorm1d(2, track_running_stats=False).eval()),
-            "itself mixes the records",
-        ),
-        (lambda: by_network(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))), "random numbers"),
-        (
-            lambda: by_network(nn.Sequential(nn.Linear(2, 2), nn.RReLU())),
-            "module .*must run under .*rrelu",
-        ),
-        (lambda: by_network(COUNTING), "module with its criterion must run under"),
-        (
-            lambda: by_network(nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)),
-            "trainable parameter",
-        ),
-        (lambda: by_network(GradSampleModule(nn.Linear(2, 2))), "must not carry Opacus's hooks"),
-        (lambda: by_network(hooked()), "must not carry Opacus's hooks.*cleanup\\(\\)"),
-        (lambda: by_network("network"), "module must be a Module"),
-        (without_criterion, "criterion must be a callable"),
-        (
-            lambda: by_network(nn.Linear(2, 2), lambda outputs, targets: outputs),
-            "criterion must return one loss per",
-        ),
-        (lambda: LINE.load(torch.zeros(3)), r"theta must have shape \(2,\)"),
-        (lambda: LINE.load(torch.full((2,), math.nan)), "theta must hold 2 finite"),
-        (lambda: LINE.losses(torch.zeros(2), torch.zeros(3, 1)), "pair"),
         (lambda: accelerated(epsilon=16.0), "epsilon must not exceed 15"),
         (lambda: accelerated(delta=0.5), "delta must be at least 1e-200 and below 1/2"),
         (lambda: accelerated(honest_fraction=0.2), "honest_fraction must lie in \\[1/3, 1\\]"),
@@ -314,15 +220,20 @@ UNBOUNDED = type("Unbounded", (), {"project": lambda self, theta: theta})()
             "what envelope returns must be a MoreauEnvelope, got NoneT",
         ),
         (
-            lambda: accelerated(
-                envelope=lambda beta: envelope(beta, sco.hinge_loss, 3), smoothness=None
-            ),
+            lambda: accelerated(envelope=lambda beta: envelope(beta, dimension=3), smoothness=None),
             "envelope must return one of dimension 2, got 3",
         ),
         (lambda: accelerated(envelope=lambda beta: None), "envelope must be left out"),
         (lambda: accelerated(clip=1), "clip must be True or False"),
         (lambda: accelerated(generator=0), "generator must be a Generator"),
         (lambda: accelerated(loss=nn.Linear(2, 1)), "loss must be a function"),
+        *(
+            (
+                lambda run=run: run(smoothness=None),
+                "loss must be one of .*shuffle_sgd, which needs no",
+            )
+            for run in (accelerated, descent, phases)
+        ),
         (lambda: accelerated(data=torch.zeros(0, 2)), "at least one user"),
         (lambda: phases(rounds=3), "rounds goes with method='gradient_descent'"),
         (

@@ -91,5 +91,5 @@ def test_the_promise_that_a_flat_loss_is_strongly_convex_is_doubted_aloud(loss, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shuffle_strongly_convex(problem, PrivacyBudget(4.0, 1e-6), strong_convexity=0.5, phases=1)
-    told = "strong_convexity=0.5 of the logistic loss is taken on trust"
+    told = "strong_convexity=0.5 of the logistic loss is assumed"
     assert sum(told in str(warning.message) for warning in caught) == doubts
