@@ -40,9 +40,7 @@ Inside = dict[Axis, set[Axis]]
 """The free atoms, each with those for whose every position it has a permutation of its own."""
 
 
-def build_spec(
-    run: TracedRun, level: str, reads: tuple[str, ...] = ()
-) -> PermutationSpec:
+def build_spec(run: TracedRun, level: str, reads: tuple[str, ...] = ()) -> PermutationSpec:
     """Returns the specification that the axes allow at one of :data:`LEVELS`.
 
     What the run never reached, and what the level leaves out, is fixed.
