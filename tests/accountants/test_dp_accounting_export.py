@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import numpy as np
 import pytest
-from scipy.stats import norm
+from helpers.hockey_sticks import gaussian_delta
 
 from opacus_shuffle import RandomAllocation, ShuffledSums, ShuffleGauss
 from opacus_shuffle.accountants import compute_bound, to_dp_accounting
@@ -18,11 +17,6 @@ distributions = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution
 
 def allocated(batches, sigma, steps=None):
     return [(RandomAllocation(noise_multiplier=sigma, num_batches=batches), steps or batches)]
-
-
-def gaussian_delta(mu, epsilon):
-    """δ of the Gaussian mechanism at any ε."""
-    return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 import pytest
 from helpers.accountants import compute_baseline
 from helpers.command_json import checked_answer
-from scipy.special import ndtr
+from helpers.hockey_sticks import gaussian_delta
 
 from opacus_shuffle.accountants import compute_bound
 from opacus_shuffle.accountants.mechanism import sent_per_user
@@ -102,11 +102,6 @@ def test_one_batch_and_more_batches_than_users_are_no_random_allocation():
 
 
 # --- ten users in every round, where all but the shuffler's row has a closed form
-
-
-def gaussian_delta(mu, epsilon):
-    """δ(ε) of the Gaussian mechanism."""
-    return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
 
 
 def test_ten_users_take_the_noise_of_the_gaussian_mechanism():

@@ -15,6 +15,7 @@ from helpers.accountants import (
     every_accountant,
     every_shuffler_of_reports,
 )
+from helpers.hockey_sticks import gaussian_delta
 from helpers.pictures import check_layout
 
 from opacus_shuffle import Guarantee, PrivacyReport
@@ -219,11 +220,6 @@ def test_a_report_says_how_noisy_the_gradient_is_by_which_training_steps():
 
 
 # --- sums of reports, of rounds by coins
-
-
-def gaussian_delta(mu, epsilon):
-    normal = scipy.stats.norm
-    return normal.cdf(mu / 2 - epsilon / mu) - np.exp(epsilon) * normal.cdf(-mu / 2 - epsilon / mu)
 
 
 def exact_delta(run, rounds, epsilon):

@@ -8,8 +8,8 @@ import math
 import pytest
 from helpers.accountants import compute_baseline
 from helpers.changed_files import through_json
+from helpers.hockey_sticks import gaussian_delta
 from opacus.accountants import create_accountant
-from scipy.special import ndtr
 
 from opacus_shuffle import Guarantee, ShuffledSums, ShuffleVectorSum
 from opacus_shuffle.accountants import ShuffleAccountant, compute_bound
@@ -54,11 +54,6 @@ def accountant_of(protocol=TIGHT, *, users=1000, steps=20):
     accountant.plan(mechanism_of(protocol, users))
     accountant.record(accountant.planned, steps)
     return accountant
-
-
-def gaussian_delta(mu, epsilon):
-    """δ(ε) of the Gaussian mechanism."""
-    return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
 
 
 # --- bounds

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.optimize import brentq
@@ -209,35 +209,3 @@ kinds = st.builds(
 @given(st.lists(st.tuples(kinds, st.integers(1, 11)), min_size=1, max_size=6))
 def test_steps_are_cut_into_epochs_in_the_order_in_which_they_ran(rounds):
     assert [kind for kind, count in epochs_of(rounds) for _ in range(count)] == step_by_step(rounds)
-
-
-@settings(max_examples=2)
-@given(
-    sigma=st.floats(0.5, 5.0),
-    batches=st.integers(2, 300),
-    steps=st.integers(1, 900),
-    delta=st.floats(math.log(1e-8), math.log(1e-2)).map(math.exp),
-    adjacency=st.sampled_from(["zero_out", "replace"]),
-)
-def test_it_costs_less_with_more_noise_or_delta_and_more_with_more_steps(
-    sigma, batches, steps, delta, adjacency
-):
-    asked = {"noise_multiplier": sigma, "num_batches": batches, "steps": steps, "delta": delta}
-
-    def epsilon(**changed):
-        return compute_epsilon("random_allocation", adjacency=adjacency, **{**asked, **changed})
-
-    spent, close = epsilon(), 1 + 0.01  # both ends are rounded up by the grids, by 0.5 % at most
-    assert epsilon(noise_multiplier=1.2 * sigma) <= close * spent
-    assert epsilon(delta=2 * delta) <= close * spent
-    assert spent <= close * epsilon(steps=steps + batches)
-    whole = -(-steps // batches) * batches
-    assert spent == epsilon(steps=whole)
-    assert spent <= compute_epsilon(
-        "shuffle_gauss",
-        noise_multiplier=sigma,
-        num_users=1,
-        steps=whole // batches,
-        delta=delta,
-        adjacency=adjacency,
-    )

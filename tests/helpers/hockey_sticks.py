@@ -1,10 +1,16 @@
-"""The two hockey sticks of a distribution of the likelihood ratio R."""
+"""Hockey sticks of the Gaussian mechanism, and of a distribution of the likelihood ratio R."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+from scipy.special import ndtr
+
+
+def gaussian_delta(mu, epsilon):
+    """Returns δ(ε) of the Gaussian mechanism."""
+    return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
 
 
 def hockey_stick(distribution, epsilon):
