@@ -3,6 +3,7 @@
 There is one clone. Everything is in standard deviations of a report: z ~ N(record/σ, 1), and the
 clone is N(0, 1) where ``side``·z ≥ −t. The theorems say that no excess is positive:
 
+>>> import itertools
 >>> settings = [(0.6, 0.8), (1.0, 1.6), (3.0, 2.4)]
 >>> records = [(1.0, 0.0), (0.5, 0.0), (1.0, -1.0), (0.5, -1.0)]
 >>> cases = itertools.product(settings, records, SIDES)
