@@ -263,8 +263,8 @@ def _known_texts(
             f"{best.mechanism}: {best.meaning}", str(report.sent or "")
         ),
         "trust_assumptions": _sentences(trust),
-        "release_type_details": f"The statement covers {report.kind.released} of the whole run, "
-        f"{all_rounds}, and nothing that is computed from the data afterwards.",
+        "release_type_details": f"The statement covers {report.mechanism_class.released} of the "
+        f"whole run, {all_rounds}, and nothing that is computed from the data afterwards.",
         "tuning": _sentences(texts["tuning"], texts["preprocessing"]),
         "mechanisms": _sentences(
             f"{'; '.join(ran[:3])}{'; and others' if ran[3:] else ''}",

@@ -120,12 +120,12 @@ def _of_epsilons(rounds: Rounds, adjacency: str, interval: float) -> PrivacyLoss
             f"{max(deltas) * interval:.3g}: use {max(deltas) * interval / LARGEST_LOSS:.1g} or more"
         )
     # Below 0, δ(−ε) of one direction is 1 − e^−ε + e^−ε·δ(ε) of the other.
-    for place, height in list(deltas.items()):
-        loss = place * interval
-        deltas.setdefault(-place, math.exp(-loss) * height - math.expm1(-loss))
-    places = sorted(deltas)
-    heights = np.minimum.accumulate([deltas[place] for place in places])
-    pmf = pld_pmf.create_pmf_pessimistic_connect_dots(interval, places, heights)
+    for index, delta_at in list(deltas.items()):
+        loss = index * interval
+        deltas.setdefault(-index, math.exp(-loss) * delta_at - math.expm1(-loss))
+    indices = sorted(deltas)
+    deltas_at = np.minimum.accumulate([deltas[index] for index in indices])
+    pmf = pld_pmf.create_pmf_pessimistic_connect_dots(interval, indices, deltas_at)
     return distributions.PrivacyLossDistribution(pmf)
 
 

@@ -156,7 +156,7 @@ class PrivacyReport:
     ) -> None:
         self.entries = entries_of(mechanism_type(rounds)) if entries is None else list(entries)
         self.rounds = tuple(rounds)
-        self.kind: type[Mechanism] = type(self.rounds[0][0])
+        self.mechanism_class: type[Mechanism] = type(self.rounds[0][0])
         self.delta = open_unit_interval("delta", delta)
         self.adjacency = Adjacency(adjacency)
         self.simulated, self.clients = boolean("simulated", simulated), boolean("clients", clients)
@@ -186,9 +186,9 @@ class PrivacyReport:
     def best(self) -> PrivacyBound:
         """The smallest ε of the mechanism itself that is proved for every data set: to quote."""
         baselines = [entry.name for entry in self.entries if entry.baseline]
-        own = [bound for bound in self.bounds if bound.bound not in baselines]
-        proved = [bound for bound in own if bound.guarantee is Guarantee.PROVED]
-        return min(proved or own, key=lambda bound: bound.epsilon)
+        of_mechanism = [bound for bound in self.bounds if bound.bound not in baselines]
+        proved = [bound for bound in of_mechanism if bound.guarantee is Guarantee.PROVED]
+        return min(proved or of_mechanism, key=lambda bound: bound.epsilon)
 
     @property
     def noisiest(self) -> Mechanism:
@@ -228,7 +228,7 @@ class PrivacyReport:
         best = self.best
         ran = (
             f"{model} was trained by {plural(best.rounds, 'round')} of "
-            f"{self.kind.name} ({self._settings()})."
+            f"{self.mechanism_class.name} ({self._settings()})."
         )
         if best.guarantee is Guarantee.PROVED:
             subject = (
@@ -289,7 +289,7 @@ class PrivacyReport:
     def _changed(self) -> str:
         """What the adjacency compares with."""
         return (
-            self.kind.zeroed
+            self.mechanism_class.zeroed
             if self.adjacency is Adjacency.ZERO_OUT
             else "one record is any other record"
         )
@@ -410,7 +410,7 @@ class PrivacyReport:
             )
         scale = "log" if any(curves.values()) else "linear"  # where every epsilon is 0
         ax.set(xscale="log", yscale=scale, xlabel="rounds", ylabel=f"ε at δ = {self.delta:.3g}")
-        title = f"{self.kind.name}, {self.adjacency} adjacency"
+        title = f"{self.mechanism_class.name}, {self.adjacency} adjacency"
         ax.set_title("\n".join([title, *textwrap.wrap(self._settings(), 80)]), fontsize=10)
         ax.grid(which="major", alpha=0.3)
         ax.legend(
@@ -438,8 +438,8 @@ class PrivacyReport:
             else f"a factor of {round_up(factor, 2)}"
         )
         return (
-            f"{quote}. The probability of whatever someone concludes from {self.kind.released} "
-            f"changes by {change} at most, plus delta, when {self._changed()}."
+            f"{quote}. The probability of any conclusion from {self.mechanism_class.released} "
+            f"changes by at most {change}, plus delta, when {self._changed()}."
         )
 
     def _noise(self) -> str:

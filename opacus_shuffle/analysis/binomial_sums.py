@@ -244,9 +244,9 @@ def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high:
     """
     low -= 1
     while high - low > 1:  # many places at a time, as SciPy takes as long for one
-        places = np.unique(np.linspace(low, high, 64).round())
-        holds = np.append(condition(places[1:-1]), True)
-        low, high = (int(place) for place in places[np.argmax(holds) :][:2])
+        points = np.unique(np.linspace(low, high, 64).round())
+        holds = np.append(condition(points[1:-1]), True)
+        low, high = (int(point) for point in points[np.argmax(holds) :][:2])
     return high
 
 

@@ -77,11 +77,11 @@ def mean_of_atoms(
             arrays short.
     """
     masses, moments = np.zeros(len(cuts)), np.zeros(len(cuts))
-    parts, others = first[0] * weight, second[0] * (1 - weight)
-    rows, passed = max(1, _PAIRS_AT_A_TIME // len(others)), np.arange(1.0, len(cuts))
-    for start in range(0, len(parts), rows):
+    first_terms, second_terms = first[0] * weight, second[0] * (1 - weight)
+    rows, passed = max(1, _PAIRS_AT_A_TIME // len(second_terms)), np.arange(1.0, len(cuts))
+    for start in range(0, len(first_terms), rows):
         after = start if first is second else 0
-        sums = np.add.outer(parts[start : start + rows], others[after:])
+        sums = np.add.outer(first_terms[start : start + rows], second_terms[after:])
         products = np.multiply.outer(first[1][start : start + rows], second[1][after:])
         if first is second:
             products[:, rows:] *= 2  # a pair with an atom after these rows, in both orders

@@ -9,7 +9,7 @@ Rounds, sampling and replacement are 1.5 and 1.8 to 1.15. Few clones (σ below a
 mean no certified gain.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=9.48, num_users=60_000), 1)]
->>> for clones in KINDS:
+>>> for clones in CLONE_TYPES:
 ...     print(clones, round(compute_epsilon(rounds, delta=1 / 60_000, clones=clones), 5))
 mended 0.00096
 truncated 0.00086
@@ -48,7 +48,7 @@ from opacus_shuffle.core.validation import one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
 Clones = Literal["mended", "truncated"]
-KINDS: tuple[Clones, ...] = ("mended", "truncated")
+CLONE_TYPES: tuple[Clones, ...] = ("mended", "truncated")
 
 _LARGEST_STRETCH = 30.0
 """Truncated clones whose factor would be above e to this are of no use, and count as lost."""
@@ -58,13 +58,13 @@ _MOST_MARGINS, _SMALL_GAIN = 10, 3e-3
 """Another margin is tried until ε falls by less than this of itself."""
 MOST_USERS = 10**9
 """More users hide better, so a larger number is computed as this one (1.17)."""
-_FINE, _MANY_KINDS, _COARSE = (7, 0.04), (5, 0.06), (5, 0.1)
+_FINE, _MANY_TYPES, _COARSE = (7, 0.04), (5, 0.06), (5, 0.1)
 """To how many significant bits pool sizes are rounded down, and the resolution of grids.
 
 Seven bits are 0.6 % on average, 0.3 % in ε. The others are rounded up as ever, by about 1 % of ε
 more: for histories of many kinds of rounds, and where a search for noise begins.
 """
-_FEW_KINDS = 4
+_FEW_TYPES = 4
 """Histories with more kinds of rounds than that have many."""
 
 
@@ -100,7 +100,7 @@ def compute_epsilon(
     """
     delta = open_unit_interval("delta", delta)
     distance = Adjacency(adjacency).distance
-    one_of("clones", clones, KINDS)
+    one_of("clones", clones, CLONE_TYPES)
     merged = merge(rounds)
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
     return min(best, _with_clones(merged, delta, clones, distance, coarse)) if best else 0.0
@@ -118,13 +118,13 @@ def smallest_epsilon(
     :func:`compute_epsilon` describes.
     """
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=Adjacency(adjacency).distance)
-    if all(_clones(kind, _SMALLEST_MARGIN) < _FEWEST_CLONES for kind, _ in rounds):
+    if all(_clones(round_, _SMALLEST_MARGIN) < _FEWEST_CLONES for round_, _ in rounds):
         return unshuffled, None
     promised = {
         clones: estimate_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
-        for clones in KINDS
+        for clones in CLONE_TYPES
     }
-    first, second = sorted(KINDS, key=promised.__getitem__)
+    first, second = sorted(CLONE_TYPES, key=promised.__getitem__)
     compute = functools.partial(compute_epsilon, rounds, delta=delta, adjacency=adjacency)
     best, proof = compute(clones=first, coarse=coarse), first
     if not coarse and (promised[second] <= 1.05 * best or best >= unshuffled):
@@ -172,9 +172,9 @@ def clone_probability(noise_multiplier: float, margin: float) -> float:
     return math.exp(min(exponent, 0.0))
 
 
-def _clones(kind: ShuffledRound, margin: float) -> float:
+def _clones(round_: ShuffledRound, margin: float) -> float:
     """Returns how many of the others in a round are clones, on average."""
-    return kind.others * clone_probability(kind.noise_multiplier, margin)
+    return round_.others * clone_probability(round_.noise_multiplier, margin)
 
 
 @functools.lru_cache(maxsize=512)
@@ -191,14 +191,14 @@ def _with_clones(
         return math.inf
     # Of a sample of fixed size, _pools takes no more users than these (1.17).
     rounds = tuple(
-        (dataclasses.replace(kind, num_users=MOST_USERS), count)
-        if kind.num_users > MOST_USERS and kind.sampling != "fixed_size"
-        else (kind, count)
-        for kind, count in coarsen(rounds, "upper")
+        (dataclasses.replace(round_, num_users=MOST_USERS), count)
+        if round_.num_users > MOST_USERS and round_.sampling != "fixed_size"
+        else (round_, count)
+        for round_, count in coarsen(rounds, "upper")
     )
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=distance)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
-    precision = _COARSE if coarse else _FINE if len(rounds) <= _FEW_KINDS else _MANY_KINDS
+    precision = _COARSE if coarse else _FINE if len(rounds) <= _FEW_TYPES else _MANY_TYPES
 
     # The slack is multiplied by e^ε: the margin has to be made for an ε that is not below what
     # comes out, nor far above it.
@@ -206,11 +206,11 @@ def _with_clones(
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)
-        if all(_clones(kind, margin) < _FEWEST_CLONES for kind, _ in rounds):
+        if all(_clones(round_, margin) < _FEWEST_CLONES for round_, _ in rounds):
             break
         mixtures = [
-            (_mixture(kind, margin, clones, budget, tail, distance, precision), count)
-            for kind, count in rounds
+            (_mixture(round_, margin, clones, budget, tail, distance, precision), count)
+            for round_, count in rounds
         ]
         lost = sum(count * mixture.lost for mixture, count in mixtures)
         mass = math.exp(min(2 * lost, 1.0))  # where half is lost, all is
@@ -244,14 +244,14 @@ def _slack(
     """
     missing = float(ndtr(-margin))
     if clones == "mended":
-        sigmas = [(kind.noise_multiplier, count * kind.others) for kind, count in rounds]
+        sigmas = [(round_.noise_multiplier, count * round_.others) for round_, count in rounds]
         distance = sum(
             others * clone_probability(sigma, margin) * missing for sigma, others in sigmas
         )
         return distance, distance
     gained = lost = absent = 0.0
-    for kind, count in rounds:
-        shift, rate = 1 / kind.noise_multiplier, kind.sample_rate
+    for round_, count in rounds:
+        shift, rate = 1 / round_.noise_multiplier, round_.sample_rate
         gained += count * rate * _mass(max(margin, shift / 2) - shift, shift)
         lost += count * rate * _mass(margin, shift)
         absent += count * (1 - rate) * missing
@@ -275,25 +275,25 @@ def _best_margin(
 
     def epsilon(margin: float) -> float:
         moved, unmoved = _slack(rounds, margin, clones, delta)
-        left = delta - moved - math.exp(min(guess, 600.0)) * unmoved
-        if not left > 0:
+        remaining = delta - moved - math.exp(min(guess, 600.0)) * unmoved
+        if not remaining > 0:
             return 1e9 - 1e7 * margin
         variance = 0.0
-        for kind, count in rounds:
-            size = 1 + _clones(kind, margin)
+        for round_, count in rounds:
+            size = 1 + _clones(round_, margin)
             stretch = (
                 math.exp(min(-float(log_ndtr(margin)) * size, 10.0))
                 if clones == "truncated"
                 else 1.0
             )
-            u = kind.noise_multiplier**-2
+            u = round_.noise_multiplier**-2
             spread = math.expm1(min(u, 600.0)) if distance == 1 else 4 * math.sinh(min(u, 600.0))
-            variance += count * math.log1p(stretch**2 * kind.sample_rate**2 * spread / size)
+            variance += count * math.log1p(stretch**2 * round_.sample_rate**2 * spread / size)
         mu = math.sqrt(variance)
-        spent = gaussian.compute_epsilon(mu=mu, delta=left)
+        spent = gaussian.compute_epsilon(mu=mu, delta=remaining)
         # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0
         # or not by chance (10.4).
-        return spent if spent > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(left)
+        return spent if spent > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(remaining)
 
     best = minimize_scalar(
         epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3}
@@ -302,7 +302,7 @@ def _best_margin(
 
 
 def _mixture(
-    kind: ShuffledRound,
+    round_: ShuffledRound,
     margin: float,
     clones: Clones,
     budget: float,
@@ -314,16 +314,16 @@ def _mixture(
 
     ``budget`` of probability may be lost to rare ones.
     """
-    sigma, stretch = kind.noise_multiplier, 0.0
+    sigma, stretch = round_.noise_multiplier, 0.0
     probability = clone_probability(sigma, margin)
     if clones == "truncated":
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
     bits, resolution = precision
     if distance == 2:  # each size takes longer: no more of them than four per standard deviation
-        bits = min(bits, math.ceil(math.log2(4 * math.sqrt(kind.others * probability) + 2)))
-    parts, lost = [], 0.0
-    for weight, users, rates in _pools(kind, probability, budget, bits):
+        bits = min(bits, math.ceil(math.log2(4 * math.sqrt(round_.others * probability) + 2)))
+    components, lost = [], 0.0
+    for weight, users, rates in _pools(round_, probability, budget, bits):
         if users == 0:
             lost += weight
             continue
@@ -354,24 +354,24 @@ def _mixture(
                         * factor
                         * float(distribution.masses[ratio.offsets <= -ratio.centre].sum())
                     )
-            parts.append((weight * share, ratio))
-    return Mixture(tuple(parts), lost)
+            components.append((weight * share, ratio))
+    return Mixture(tuple(components), lost)
 
 
 def _pools(
-    kind: ShuffledRound, probability: float, budget: float, bits: int
+    round_: ShuffledRound, probability: float, budget: float, bits: int
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
     """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]).
 
     For what is lost, users is 0.
     """
-    n, gamma = kind.num_users, kind.sample_rate
+    n, gamma = round_.num_users, round_.sample_rate
     chance, trials = probability, n - 1
-    if kind.sampling == "fixed_size":
+    if round_.sampling == "fixed_size":
         trials = min(round(n * gamma), MOST_USERS)
-    elif kind.sampling == "poisson":
+    elif round_.sampling == "poisson":
         chance = gamma * probability
-    others = trials - 1 if kind.sampling == "fixed_size" else trials
+    others = trials - 1 if round_.sampling == "fixed_size" else trials
     inside, outside = scipy.stats.binom(others, chance), scipy.stats.binom(trials, chance)
     each_way = [likely_range(number, chance, budget / 8) for number in (others, trials)]
     low = int(min(fewest for fewest, _ in each_way))
@@ -384,7 +384,7 @@ def _pools(
         outside.cdf(low - 1) + outside.sf(high + 1)
     )
     yield float(max(rare, 0.0)), 0, []
-    rates, lowest, highest = _membership(kind, probability, sizes, present, weights, budget)
+    rates, lowest, highest = _membership(round_, probability, sizes, present, weights, budget)
     dropped = np.maximum(
         np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (bits - 1), 0
     )  # bits of each size
@@ -402,17 +402,17 @@ def _pools(
             total,
             int(group),
             [
-                (part, (largest, rate))
-                for part, rate in ((1 - share, floor), (share, ceiling))
-                if part > 0
+                (share_of_size, (largest, rate))
+                for share_of_size, rate in ((1 - share, floor), (share, ceiling))
+                if share_of_size > 0
             ],
         )
-    if kind.sampling == "poisson":
+    if round_.sampling == "poisson":
         yield budget / 4, 0, []  # the absent users' number outside the range that _membership takes
 
 
 def _membership(
-    kind: ShuffledRound,
+    round_: ShuffledRound,
     clone: float,
     sizes: Counts,
     present: Vector,
@@ -428,8 +428,8 @@ def _membership(
         return np.divide(above, below, out=np.zeros(len(sizes)), where=below > 0)
 
     mean = ratio(present, weights)
-    n, gamma = kind.num_users, kind.sample_rate
-    if kind.sampling != "poisson" or gamma == 1:
+    n, gamma = round_.num_users, round_.sample_rate
+    if round_.sampling != "poisson" or gamma == 1:
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
     fewest, _ = likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)

@@ -22,11 +22,11 @@ import numpy.typing as npt
 from opacus_shuffle.core.validation import integer
 
 Vector = npt.NDArray[np.float64]
-Places = npt.NDArray[Any]
-_Kind = TypeVar("_Kind")
+Indices = npt.NDArray[Any]
+_Round = TypeVar("_Round")
 
 
-def merge(rounds: Iterable[tuple[_Kind, int]]) -> tuple[tuple[_Kind, int], ...]:
+def merge(rounds: Iterable[tuple[_Round, int]]) -> tuple[tuple[_Round, int], ...]:
     """Counts equal rounds together, in one order whatever theirs was, as roundings follow it.
 
     Args:
@@ -35,19 +35,19 @@ def merge(rounds: Iterable[tuple[_Kind, int]]) -> tuple[tuple[_Kind, int], ...]:
     Raises:
         ValueError: If a number of repetitions is none.
     """
-    counts: dict[_Kind, int] = {}
-    for kind, count in rounds:
-        counts[kind] = counts.get(kind, 0) + integer("repetitions", count)
+    counts: dict[_Round, int] = {}
+    for round_, count in rounds:
+        counts[round_] = counts.get(round_, 0) + integer("repetitions", count)
     return tuple(sorted(counts.items(), key=repr))
 
 
 def grouped(
     rows: Vector,
-    counts: Sequence[int] | Places,
+    counts: Sequence[int] | Indices,
     size: Callable[[Vector], Vector],
     *,
     most: int,
-) -> Iterator[tuple[Vector, Places, int]]:
+) -> Iterator[tuple[Vector, Indices, int]]:
     """Splits different rounds into groups, each of which is computed as its worst.
 
     Again and again the group that wastes most is cut in two, where that saves most.
@@ -64,7 +64,7 @@ def grouped(
     """
     number = np.asarray(counts)
 
-    def wasted(members: Places) -> float:
+    def wasted(members: Indices) -> float:
         """Returns what a group costs more than its members do one by one."""
         worst = rows[members].max(axis=0, keepdims=True)
         return float((size(worst) - size(rows[members])) @ number[members])
@@ -79,8 +79,8 @@ def grouped(
 
 
 def _halves(
-    rows: Vector, number: Places, size: Callable[[Vector], Vector], members: Places
-) -> tuple[Places, Places]:
+    rows: Vector, number: Indices, size: Callable[[Vector], Vector], members: Indices
+) -> tuple[Indices, Indices]:
     """Cuts a group where its halves cost least together, sorted by any one of the numbers."""
     cheapest, halves = np.inf, (members[:1], members[1:])
     for column in rows.T:

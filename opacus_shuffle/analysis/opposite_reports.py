@@ -102,25 +102,25 @@ def opposite_reports(
     end = math.asinh(_LARGEST_LOSS / (_GROWTH * deviation)) * _GROWTH / _STEP
     epsilons = _GROWTH * deviation * np.sinh(np.arange(math.ceil(end)) * (_STEP / _GROWTH))
     # A hockey stick falls as ε grows, so what holds at a smaller ε holds at a larger one, too.
-    held = np.minimum(epsilons, _LARGEST_ON_SLOPES)
-    thetas = np.tanh(held / 2)
+    capped = np.minimum(epsilons, _LARGEST_ON_SLOPES)
+    thetas = np.tanh(capped / 2)
     resolution = (_RESOLUTION if noise_multiplier >= 2 else _COARSER) * (2 if coarse else 1)
     means = functools.partial(_mean, shape, users=num_users, tail=tail, resolution=resolution)
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
     multiples = _SLOPES if num_users >= _FEW_USERS else _MORE_SLOPES
     slopes = [0.0, *(math.tanh(multiple * unit / 2) for multiple in multiples), 1.0]
     farther = 1 + multiples[0] / multiples[-1]
-    alone = np.ones(len(epsilons))
+    single = np.ones(len(epsilons))
     if isinstance(shape, GaussianShift):
-        alone = _one_hockey_stick(epsilons, noise_multiplier, sample_rate)
+        single = _one_hockey_stick(epsilons, noise_multiplier, sample_rate)
     sticks_of_slopes = [_hockey_sticks(means(slope), thetas / sample_rate) for slope in slopes]
     while True:
         sticks = np.array(sticks_of_slopes)
-        places = np.clip(np.searchsorted(slopes, thetas, side="right") - 1, 0, len(slopes) - 2)
-        share = (thetas - np.take(slopes, places)) / np.take(np.diff(slopes), places)
+        indices = np.clip(np.searchsorted(slopes, thetas, side="right") - 1, 0, len(slopes) - 2)
+        share = (thetas - np.take(slopes, indices)) / np.take(np.diff(slopes), indices)
         columns = np.arange(len(thetas))
-        chords = (1 - share) * sticks[places, columns] + share * sticks[places + 1, columns]
-        curve = factor * np.minimum(sample_rate * (1 + np.exp(held)) * chords, alone)
+        chords = (1 - share) * sticks[indices, columns] + share * sticks[indices + 1, columns]
+        curve = factor * np.minimum(sample_rate * (1 + np.exp(capped)) * chords, single)
         curve = np.minimum.accumulate(
             np.minimum(curve, 1.0)
         )  # hockey sticks are at most 1, and fall
@@ -145,8 +145,8 @@ def _mean(
         return _one_report(shape, slope, tail, resolution)
     small = users // 2
     halves = [
-        _mean(shape, slope, users=part, tail=tail, resolution=resolution)
-        for part in (small, users - small)
+        _mean(shape, slope, users=number, tail=tail, resolution=resolution)
+        for number in (small, users - small)
     ]
     (first, infinite), (second, other) = halves
     weight = small / users
@@ -193,10 +193,10 @@ def _one_report(shape: Shape, slope: float, tail: float, resolution: float) -> t
 
 def _hockey_sticks(mean: tuple[Atoms, float], thresholds: Vector) -> Vector:
     """Returns E(W − threshold)₊ at many thresholds."""
-    (places, masses), infinite = mean
-    at = np.searchsorted(places, thresholds, side="right")
+    (indices, masses), infinite = mean
+    at = np.searchsorted(indices, thresholds, side="right")
     above, moments = (
-        np.append(np.cumsum(weights[::-1])[::-1], 0.0) for weights in (masses, masses * places)
+        np.append(np.cumsum(weights[::-1])[::-1], 0.0) for weights in (masses, masses * indices)
     )
     return np.maximum(moments[at] - thresholds * above[at], 0.0) + infinite
 

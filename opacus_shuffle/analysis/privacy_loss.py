@@ -66,12 +66,12 @@ class Mixture:
     It is the same one in both data sets.
 
     Attributes:
-        parts: (probability, distribution) pairs.
+        components: (probability, distribution) pairs.
         lost: Probability with which the adversary learns everything. The probabilities and it add
             up to 1, or to 1 + ``lost`` at most where an upper bound counts something in both.
     """
 
-    parts: tuple[tuple[float, RatioDistribution], ...]
+    components: tuple[tuple[float, RatioDistribution], ...]
     lost: float = 0.0
 
     @classmethod
@@ -82,19 +82,22 @@ class Mixture:
     def clipped(self, budget: float, side: Side) -> Mixture:
         """The mixture with the tails of every part clipped."""
         return dataclasses.replace(
-            self, parts=tuple((weight, part.clipped(budget, side)) for weight, part in self.parts)
+            self,
+            components=tuple(
+                (weight, component.clipped(budget, side)) for weight, component in self.components
+            ),
         )
 
     @property
     def span(self) -> float:
         """The range of finite losses; infinite if there is none, where everything is learnt."""
-        logs = np.concatenate([distribution.log_ratios for _, distribution in self.parts])
+        logs = np.concatenate([distribution.log_ratios for _, distribution in self.components])
         finite = logs[np.isfinite(logs)]
         return float(np.ptp(finite)) if finite.size else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
-class OnGrid:
+class GridDistribution:
     """Probabilities of log R, or of a loss, at the points of an even grid around 0.
 
     Attributes:
@@ -131,7 +134,9 @@ def compute_epsilon(
     return _epsilon(rounds, delta, slack, "upper")
 
 
-def losses_above(mixture: Mixture, *, step: float, clipped: float) -> tuple[OnGrid, OnGrid]:
+def losses_above(
+    mixture: Mixture, *, step: float, clipped: float
+) -> tuple[GridDistribution, GridDistribution]:
     """Returns a round above a mixture of upper distributions, by its losses on a grid.
 
     Args:
@@ -168,12 +173,12 @@ def lower_epsilon(rounds: Rounds, *, delta: float) -> float:
 def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], side: Side) -> float:
     """Returns ε in the larger direction."""
     total = sum(count for _, count in rounds)
-    if not all(mixture.parts for mixture, _ in rounds):
+    if not all(mixture.components for mixture, _ in rounds):
         return math.inf
     rounds = [(mixture.clipped(_CLIPPED * delta / total, side), count) for mixture, count in rounds]
     deviation = math.sqrt(
         sum(
-            count * sum(weight * part.scale**2 for weight, part in mixture.parts)
+            count * sum(weight * component.scale**2 for weight, component in mixture.components)
             for mixture, count in rounds
         )
     )
@@ -208,12 +213,12 @@ def _direction_epsilon(
         if width * coarser > _WIDEST:
             break
         losses = [_loss(mixture, width * coarser, side, reverse) for mixture, _ in rounds]
-        left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
+        remaining = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
         # Where the lost part counts beside the rest, a round's masses add up to 1 + 2·infinite at
         # most: over all rounds to e^(2·left), for what else is lost.
         if side == "upper":
-            left *= math.exp(min(2 * left, 1.0))
-        if left + sum(slack) >= delta:
+            remaining *= math.exp(min(2 * remaining, 1.0))
+        if remaining + sum(slack) >= delta:
             return math.inf
         if not any(
             np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses
@@ -221,12 +226,12 @@ def _direction_epsilon(
             return 0.0
         composed = _compose(losses, counts, width * coarser, math.log(delta))
         if composed is not None:
-            return _smallest_epsilon(composed, delta, left, slack, side)
+            return _smallest_epsilon(composed, delta, remaining, slack, side)
     return math.inf if side == "upper" else 0.0
 
 
 def _smallest_epsilon(
-    composed: _Composed, delta: float, left: float, slack: tuple[float, float], side: Side
+    composed: _Composed, delta: float, remaining: float, slack: tuple[float, float], side: Side
 ) -> float:
     """Returns where log δ(ε) meets log δ.
 
@@ -235,7 +240,7 @@ def _smallest_epsilon(
     sign = 1.0 if side == "upper" else -1.0
 
     def excess(epsilon: float) -> float:
-        return composed.log_delta(epsilon, sign, left, slack) - math.log(delta)
+        return composed.log_delta(epsilon, sign, remaining, slack) - math.log(delta)
 
     ups = (composed.chernoff * 1.05**step for step in range(1, 62))
     downs = (composed.chernoff * 0.95 ** (2**step - 1) for step in range(1, 8))
@@ -255,26 +260,30 @@ def _smallest_epsilon(
     return math.nextafter(root * (1 + RELATIVE_ERROR), math.inf)
 
 
-def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> OnGrid:
+def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> GridDistribution:
     """Returns the mixture's loss on the grid.
 
     It is log R under the moved data set, or −log R under the other.
     """
-    place = _spread if side == "upper" else _gather
-    placed = [(weight, place(distribution, width)) for weight, distribution in mixture.parts]
-    first = min(part.first for _, part in placed)
-    end = max(part.first + len(part.masses) for _, part in placed)
+    discretize = _round_up if side == "upper" else _round_down
+    discretized = [
+        (weight, discretize(distribution, width)) for weight, distribution in mixture.components
+    ]
+    first = min(component.first for _, component in discretized)
+    end = max(component.first + len(component.masses) for _, component in discretized)
     masses = np.zeros(end - first)
-    for weight, part in placed:
-        masses[part.first - first : part.first - first + len(part.masses)] += weight * part.masses
-    zero = mixture.lost + sum(weight * part.zero for weight, part in placed)
-    infinite = mixture.lost + sum(weight * part.infinite for weight, part in placed)
+    for weight, component in discretized:
+        masses[component.first - first : component.first - first + len(component.masses)] += (
+            weight * component.masses
+        )
+    zero = mixture.lost + sum(weight * component.zero for weight, component in discretized)
+    infinite = mixture.lost + sum(weight * component.infinite for weight, component in discretized)
     if reverse:
-        return OnGrid(1 - end, masses[::-1], infinite, zero)
-    return OnGrid(first, masses * np.exp(np.arange(first, end) * width), zero, infinite)
+        return GridDistribution(1 - end, masses[::-1], infinite, zero)
+    return GridDistribution(first, masses * np.exp(np.arange(first, end) * width), zero, infinite)
 
 
-def _spread(distribution: RatioDistribution, width: float) -> OnGrid:
+def _round_up(distribution: RatioDistribution, width: float) -> GridDistribution:
     """Splits every atom between its neighbours on the grid, keeping its mean.
 
     The result is above the distribution (6.6).
@@ -282,7 +291,9 @@ def _spread(distribution: RatioDistribution, width: float) -> OnGrid:
     logs = distribution.log_ratios
     finite = np.isfinite(logs)
     if not finite.any():  # all is learnt: then it may be one part of several that are not
-        return OnGrid(0, np.zeros(1), float(distribution.masses.sum()), distribution.infinite)
+        return GridDistribution(
+            0, np.zeros(1), float(distribution.masses.sum()), distribution.infinite
+        )
     position = logs[finite] / width
     below = np.floor(position).astype(np.int64)
     upward = distribution.masses[finite] * np.clip(
@@ -294,10 +305,12 @@ def _spread(distribution: RatioDistribution, width: float) -> OnGrid:
         np.float64
     )
     masses += np.bincount(below - first + 1, upward, size)
-    return OnGrid(first, masses, float(distribution.masses[~finite].sum()), distribution.infinite)
+    return GridDistribution(
+        first, masses, float(distribution.masses[~finite].sum()), distribution.infinite
+    )
 
 
-def _gather(distribution: RatioDistribution, width: float) -> OnGrid:
+def _round_down(distribution: RatioDistribution, width: float) -> GridDistribution:
     """Merges (and splits) neighbouring atoms until every group's mean is a grid point.
 
     The result is below the distribution (6.6).
@@ -308,7 +321,7 @@ def _gather(distribution: RatioDistribution, width: float) -> OnGrid:
     mass_at: dict[int, float] = {}
     logs = distribution.log_ratios.tolist()
     point, target, mass, deficit = 0, 0.0, 0.0, 0.0
-    for log_ratio, left in zip(logs, distribution.masses.tolist(), strict=True):
+    for log_ratio, remaining in zip(logs, distribution.masses.tolist(), strict=True):
         ratio = math.exp(log_ratio)
         if mass:
             gain = (
@@ -316,21 +329,21 @@ def _gather(distribution: RatioDistribution, width: float) -> OnGrid:
                 if abs(log_ratio - point * width) > 0.1
                 else target * math.expm1(log_ratio - point * width)
             )
-            if gain * left < deficit:
-                mass, deficit = mass + left, deficit - gain * left
+            if gain * remaining < deficit:
+                mass, deficit = mass + remaining, deficit - gain * remaining
                 continue
             used = deficit / gain
             mass_at[point] = mass_at.get(point, 0.0) + mass + used
-            left, mass = left - used, 0.0
+            remaining, mass = remaining - used, 0.0
         point = math.ceil(log_ratio / width)
         target = math.exp(point * width)
-        mass, deficit = left, target * -math.expm1(log_ratio - point * width) * left
+        mass, deficit = remaining, target * -math.expm1(log_ratio - point * width) * remaining
     if not mass_at:  # the distribution is narrower than one step: all of it at its mean
-        return OnGrid(0, np.ones(1), 0.0, 0.0)
+        return GridDistribution(0, np.ones(1), 0.0, 0.0)
     first = min(mass_at)
     masses = np.zeros(max(mass_at) - first + 1)
     masses[np.array(list(mass_at)) - first] = list(mass_at.values())
-    return OnGrid(first, masses, 0.0, 0.0)
+    return GridDistribution(first, masses, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +368,7 @@ class _Composed:
         return np.exp(-beyond) * tilt, -np.expm1(-beyond) * tilt
 
     def log_delta(
-        self, epsilon: float, sign: float, left: float, slack: tuple[float, float]
+        self, epsilon: float, sign: float, remaining: float, slack: tuple[float, float]
     ) -> float:
         """Returns log of δ(ε), with the errors added (sign 1) or taken off (sign −1)."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
@@ -374,13 +387,15 @@ class _Composed:
             return -1e6
         log_inside = math.log(inside) + self.log_norm - self.theta * epsilon
         rest = (
-            sign * left + slack[0] + (math.exp(min(epsilon, 700.0)) * slack[1] if slack[1] else 0.0)
+            sign * remaining
+            + slack[0]
+            + (math.exp(min(epsilon, 700.0)) * slack[1] if slack[1] else 0.0)
         )
         return float(np.logaddexp(log_inside, math.log(rest))) if rest > 0 else log_inside
 
 
 def _compose(
-    losses: Sequence[OnGrid], counts: Sequence[int], width: float, log_delta: float
+    losses: Sequence[GridDistribution], counts: Sequence[int], width: float, log_delta: float
 ) -> _Composed | None:
     """Tilts, convolves, and bounds what window and rounding may lose (6.7); ``None``: too large."""
     filled = [np.flatnonzero(loss.masses) for loss in losses]

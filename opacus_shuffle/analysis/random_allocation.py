@@ -21,7 +21,7 @@ import functools
 from opacus_shuffle.analysis import privacy_loss
 from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
-from opacus_shuffle.analysis.privacy_loss import Mixture, OnGrid
+from opacus_shuffle.analysis.privacy_loss import GridDistribution, Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import (
     Merged,
@@ -68,7 +68,7 @@ def zero_out_epsilon(epochs: Rounds, *, delta: float) -> tuple[float, float]:
 
 def zero_out_losses(
     epochs: Rounds, *, step: float, clipped: float
-) -> list[tuple[tuple[OnGrid, OnGrid], int]]:
+) -> list[tuple[tuple[GridDistribution, GridDistribution], int]]:
     """Returns losses on a grid that bound one epoch of each kind, with the number of such epochs.
 
     Args:
@@ -86,13 +86,13 @@ def zero_out_losses(
     return [
         (
             privacy_loss.losses_above(
-                Mixture.of(mean_distribution(**dataclasses.asdict(kind))),
+                Mixture.of(mean_distribution(**dataclasses.asdict(round_))),
                 step=step,
                 clipped=clipped,
             ),
             count,
         )
-        for kind, count in coarsen(merge(epochs), "upper")
+        for round_, count in coarsen(merge(epochs), "upper")
     ]
 
 
@@ -117,10 +117,10 @@ def _replacement_epsilon(epochs: Merged, delta: float) -> float:
         return most
     negligible = NEGLIGIBLE * delta / sum(count for _, count in epochs)
     mixtures = []
-    for kind, count in coarsen(epochs, "upper"):
+    for round_, count in coarsen(epochs, "upper"):
         ratio = opposite_reports(
-            noise_multiplier=kind.noise_multiplier,
-            num_users=kind.num_users,
+            noise_multiplier=round_.noise_multiplier,
+            num_users=round_.num_users,
             tail=tail,
             negligible=negligible,
         )

@@ -173,7 +173,8 @@ def _distribution(
         return _one_report(shape, rate, side, resolution, tail)
     small = users // 2
     first, second = (
-        _distribution(shape, rate, part, side, resolution, tail) for part in (small, users - small)
+        _distribution(shape, rate, number, side, resolution, tail)
+        for number in (small, users - small)
     )
     weight, scale, centre = small / users, _scale(shape, rate, users), first.centre
     lows = [half.offsets[half.offsets > -centre].min() for half in (first, second)]
@@ -192,7 +193,7 @@ def _distribution(
         centre=centre,
         negligible=float(ndtr(-tail)),
     )
-    mean = _settle(masses, moments, cuts, centre=centre, scale=scale, side=side)
+    mean = _discretize(masses, moments, cuts, centre=centre, scale=scale, side=side)
     infinite = mean.infinite + weight * first.infinite + (1 - weight) * second.infinite
     return dataclasses.replace(mean, infinite=infinite)
 
@@ -222,19 +223,19 @@ def _one_report(
     unit = min(scale, 1 / shape.noise_multiplier)
     # R = 1 is among its points.
     grid = growing_grid(_WIDENING * unit, *shape.log_range(tail), unit * resolution)
-    z = np.concatenate([[-np.inf], shape.places(grid), [np.inf]])
+    z = np.concatenate([[-np.inf], shape.inverse(grid), [np.inf]])
     masses, moments = normal_masses(z), shape.moments(z, centre=centre)
     if rate < 1:
         masses, moments = masses * rate, moments * rate
         at_one = int(np.searchsorted(grid, 0.0, side="right"))
         masses[at_one] += 1 - rate
         moments[at_one] += (1 - rate) * (1 - centre)
-    return _settle(
+    return _discretize(
         masses, moments, _offsets_of(grid, centre), centre=centre, scale=scale, side=side
     )
 
 
-def _settle(
+def _discretize(
     masses: Vector, moments: Vector, cuts: Vector, *, centre: float, scale: float, side: Side
 ) -> RatioDistribution:
     """Returns atoms from cells [cuts₀, cuts₁), …, [cuts_k, ∞).

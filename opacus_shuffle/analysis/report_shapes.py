@@ -63,7 +63,7 @@ class GaussianShift:
         root = sign / self.noise_multiplier
         return lognormal_moments(ends, root) if centre else normal_masses(ends - root)
 
-    def places(self, log_ratios: Vector) -> Vector:
+    def inverse(self, log_ratios: Vector) -> Vector:
         """Returns z from log X."""
         root = 1 / self.noise_multiplier
         return (log_ratios + root * root / 2) / root
@@ -109,26 +109,26 @@ class LinearTilt:
         return 1 / float(_density(t) - t * ndtr(-t))
 
     @property
-    def one(self) -> float:
+    def unit_point(self) -> float:
         """Where X = 1: t + 1/a, without cancellation for t far below 0."""
         t = self.threshold
         return float(_density(t) + t * ndtr(t))
 
     def excess(self, z: Vector) -> Vector:
         """Returns X − 1."""
-        return np.maximum(self.slope * (z - self.one), -1.0)
+        return np.maximum(self.slope * (z - self.unit_point), -1.0)
 
     def moments(self, ends: Vector, *, centre: float = 1.0, sign: float = 1.0) -> Vector:
         """Returns E[X(sign·z) − 1; z in a cell] of the cells between neighbouring ends."""
         if sign < 0:
             return self.moments(-ends[::-1])[::-1]
         kept = np.maximum(ends, self.threshold)
-        above = self.slope * (-np.diff(_density(kept)) - self.one * normal_masses(kept))
+        above = self.slope * (-np.diff(_density(kept)) - self.unit_point * normal_masses(kept))
         return above - normal_masses(np.minimum(ends, self.threshold))
 
-    def places(self, log_ratios: Vector) -> Vector:
+    def inverse(self, log_ratios: Vector) -> Vector:
         """Returns z from log X."""
-        return self.one + np.expm1(log_ratios) / self.slope
+        return self.unit_point + np.expm1(log_ratios) / self.slope
 
     def log_range(self, tail: float) -> tuple[float, float]:
         """Returns the range of log X as far as z has tails; ratios below 1e-4 are next to none."""
@@ -188,7 +188,7 @@ class StepTilt:
             np.minimum(ends, threshold)
         )
 
-    def places(self, log_ratios: Vector) -> Vector:
+    def inverse(self, log_ratios: Vector) -> Vector:
         """Returns from which z on X is at least that: −∞, t or ∞."""
         threshold, below, above = self.levels
         excess = np.expm1(log_ratios)

@@ -36,7 +36,7 @@ from opacus_shuffle.analysis.merge import grouped, merge
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, tail_for
+from opacus_shuffle.analysis.shuffled_rounds import MOST_TYPES, ShuffledRound, tail_for
 from opacus_shuffle.core.solve import bracket, log_excess, safe_root
 from opacus_shuffle.core.validation import (
     integer,
@@ -171,7 +171,7 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> Rounds:
 
     Each has the largest μ, γ and loss of those that it stands for (h grows with μ and γ).
     """
-    if len(rounds) <= MOST_KINDS:
+    if len(rounds) <= MOST_TYPES:
         return rounds
     rows = np.array(
         [(sampled_sum.mu, sampled_sum.sample_rate, sampled_sum.lost) for sampled_sum, _ in rounds]
@@ -182,7 +182,7 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> Rounds:
 
     merged = []
     for worst, members, together in grouped(
-        rows, [count for _, count in rounds], size, most=MOST_KINDS
+        rows, [count for _, count in rounds], size, most=MOST_TYPES
     ):
         mu, rate, lost = (float(number) for number in worst)
         # What holds for a sample of fixed size holds for coins, too.
@@ -218,18 +218,20 @@ def largest_mu(
             "larger delta"
         )
 
-    left = delta - count * lost
+    remaining = delta - count * lost
 
     def excess(log_mu: float) -> float:
         mu = math.exp(log_mu)
-        spent = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=left)
+        spent = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=remaining)
         if spent > target:  # a sample may cost less than everyone
             sampled_sum = SampledSum(mu=mu, sample_rate=sample_rate, lost=lost)
             spent = min(spent, compute_epsilon([(sampled_sum, count)], delta=delta))
         return log_excess(spent, target)
 
     # Samples cost no more than everyone, who keep to the budget a rounding below this.
-    everyone = math.log(gaussian.largest_mu(epsilon=target, delta=left) / math.sqrt(count)) - 1e-6
+    everyone = (
+        math.log(gaussian.largest_mu(epsilon=target, delta=remaining) / math.sqrt(count)) - 1e-6
+    )
     more = (min(everyone + 2.0 * step, math.log(1e6)) for step in range(1, 20))
     unsafe, safe = bracket(excess, everyone, towards_safe=(), towards_unsafe=more)
     if unsafe is None or safe is None:

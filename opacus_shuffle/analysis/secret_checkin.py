@@ -110,14 +110,14 @@ def unshuffled(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
 def estimate_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
     """Returns an estimate of ε, as if log R were Gaussian; it is no bound: searches begin there."""
     variance = 0.0
-    for kind, count in rounds:
-        pool = 1 + (kind.num_users - 1) * (1 - kind.sample_rate)
-        shape = shape_of(kind.report, kind.noise_multiplier)
+    for round_, count in rounds:
+        pool = 1 + (round_.num_users - 1) * (1 - round_.sample_rate)
+        shape = shape_of(round_.report, round_.noise_multiplier)
         log_square = shape.log_variance
         if distance == 2:
             log_square = math.log(4 * shape.opposed_variance(0.0))
         variance += count * math.log1p(
-            math.exp(min(2 * math.log(kind.sample_rate) + log_square - math.log(pool), 600.0))
+            math.exp(min(2 * math.log(round_.sample_rate) + log_square - math.log(pool), 600.0))
         )
     return gaussian.compute_epsilon(mu=math.sqrt(variance), delta=delta)
 
@@ -128,91 +128,95 @@ def _epsilon(rounds: Merged, delta: float, distance: float, *, alone: bool) -> f
 
     No clones is also what others' dishonesty would leave, and holds anyhow.
     """
-    never = sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)
+    never = sum(count * math.log1p(-min(round_.sample_rate, 1 - 1e-16)) for round_, count in rounds)
     if delta >= -math.expm1(never):
         return 0.0  # user 1 takes part in no round at all but with probability δ
     most = min(
         _moment_epsilon(rounds, delta),
         sum(
             count
-            * pure_epsilon(shape_of(kind.report, kind.noise_multiplier), kind.sample_rate, distance)
-            for kind, count in rounds
+            * pure_epsilon(
+                shape_of(round_.report, round_.noise_multiplier), round_.sample_rate, distance
+            )
+            for round_, count in rounds
         ),
     )
     if not alone:
         most = _epsilon(rounds, delta, distance, alone=True)
-    if all(kind.report == "gaussian" for kind, _ in rounds):
-        everyone = [(dataclasses.replace(kind, sample_rate=1.0), count) for kind, count in rounds]
+    if all(round_.report == "gaussian" for round_, _ in rounds):
+        everyone = [
+            (dataclasses.replace(round_, sample_rate=1.0), count) for round_, count in rounds
+        ]
         most = min(most, unshuffled_epsilon(everyone, delta=delta, distance=distance))
     tail = tail_for(rounds, delta)
     if most == 0 or tail is None:
         return most
     budget = _NEGLIGIBLE * delta / sum(count for _, count in rounds)
     mixtures = [
-        (_mixture(kind, budget, tail, distance, alone=alone), count)
-        for kind, count in _coarsen(rounds, "upper")
+        (_mixture(round_, budget, tail, distance, alone=alone), count)
+        for round_, count in _coarsen(rounds, "upper")
     ]
     return min(most, privacy_loss.compute_epsilon(mixtures, delta=delta))
 
 
 def _moment_epsilon(rounds: Merged, delta: float) -> float:
     """Returns an ε by second moments, which is there where no grid holds the losses (12.7)."""
-    if any(kind.sample_rate == 1 for kind, _ in rounds):
+    if any(round_.sample_rate == 1 for round_, _ in rounds):
         return math.inf
     log_moment = 0.0
-    for kind, count in rounds:
-        shape = shape_of(kind.report, kind.noise_multiplier)
-        square = np.logaddexp(0.0, 2 * math.log(kind.sample_rate) + shape.log_variance)
-        log_moment += count * (float(square) - math.log1p(-kind.sample_rate))
+    for round_, count in rounds:
+        shape = shape_of(round_.report, round_.noise_multiplier)
+        square = np.logaddexp(0.0, 2 * math.log(round_.sample_rate) + shape.log_variance)
+        log_moment += count * (float(square) - math.log1p(-round_.sample_rate))
     return (log_moment - math.log(delta)) * (1 + 1e-9)
 
 
 def _coarsen(rounds: Merged, side: Side) -> Merged:
     """Leaves few different rounds of each shape of report (12.4)."""
-    shapes = dict.fromkeys(kind.report for kind, _ in rounds)
+    shapes = dict.fromkeys(round_.report for round_, _ in rounds)
     alike = (tuple(entry for entry in rounds if entry[0].report == shape) for shape in shapes)
     return tuple(entry for some in alike for entry in coarsen(some, side))
 
 
 def _mixture(
-    kind: SecretRound, budget: float, tail: float, distance: float, *, alone: bool
+    round_: SecretRound, budget: float, tail: float, distance: float, *, alone: bool
 ) -> Mixture:
     """Returns the round's R, mixed over how many clones there are (12.1)."""
-    parts, lost = [], 0.0
-    for weight, pool in [(1.0, 1)] if alone else _pools(kind, budget):
+    components, lost = [], 0.0
+    for weight, pool in [(1.0, 1)] if alone else _pools(round_, budget):
         if pool == 0:
             lost += weight
         elif distance == 2:
             ratio = opposite_reports(
-                noise_multiplier=kind.noise_multiplier,
+                noise_multiplier=round_.noise_multiplier,
                 num_users=pool,
-                sample_rate=kind.sample_rate,
-                report=kind.report,
+                sample_rate=round_.sample_rate,
+                report=round_.report,
                 tail=tail,
                 negligible=budget,
             )
-            parts.append((weight, ratio))
+            components.append((weight, ratio))
         else:
             mean = mean_distribution(
-                noise_multiplier=kind.noise_multiplier,
+                noise_multiplier=round_.noise_multiplier,
                 num_users=pool,
-                report=kind.report,
+                report=round_.report,
                 resolution=_RESOLUTION,
                 tail=tail,
             )
-            parts.append((weight, mean.scaled(kind.sample_rate)))
-    return Mixture(tuple(parts), lost)
+            components.append((weight, mean.scaled(round_.sample_rate)))
+    return Mixture(tuple(components), lost)
 
 
-def _pools(kind: SecretRound, budget: float) -> Iterator[tuple[float, int]]:
+def _pools(round_: SecretRound, budget: float) -> Iterator[tuple[float, int]]:
     """Yields (probability, at least how many reports hide user 1's, itself included).
 
     There are 0 with the probability that is lost.
     """
-    others, chance = min(kind.num_users, MOST_USERS) - 1, 1 - kind.sample_rate
+    others, chance = min(round_.num_users, MOST_USERS) - 1, 1 - round_.sample_rate
     clones = scipy.stats.binom(others, chance)
     low, _ = likely_range(others, chance, budget)
-    mean, variance = others * chance, others * chance * kind.sample_rate
+    mean, variance = others * chance, others * chance * round_.sample_rate
     deviation = math.sqrt(max(variance, 1e-12))
     edges = np.unique(np.clip(np.ceil(mean + deviation * np.array(_EDGES)), low, others + 1))
     yield float(clones.cdf(low - 1)), 0
@@ -232,13 +236,13 @@ def _lower_epsilon(rounds: Merged, delta: float) -> float:
         return 0.0
     side: Side = "lower"
     composition = []
-    for kind, count in _coarsen(rounds, side):
+    for round_, count in _coarsen(rounds, side):
         mean = mean_distribution(
-            noise_multiplier=kind.noise_multiplier,
-            num_users=kind.num_users,
-            report=kind.report,
+            noise_multiplier=round_.noise_multiplier,
+            num_users=round_.num_users,
+            report=round_.report,
             side=side,
             tail=tail,
         )
-        composition.append((Mixture.of(mean.scaled(kind.sample_rate)), count))
+        composition.append((Mixture.of(mean.scaled(round_.sample_rate)), count))
     return privacy_loss.lower_epsilon(composition, delta=delta)

@@ -40,7 +40,7 @@ from opacus_shuffle.analysis.ratio_distribution import (
 )
 from opacus_shuffle.core.validation import open_unit_interval
 
-MOST_KINDS, MOST_SHUFFLED_KINDS = 40, 10
+MOST_TYPES, MOST_SHUFFLED_TYPES = 40, 10
 """Histories with more different rounds are computed as so few kinds, on the safe side.
 
 The second number is for bounds of which each kind takes long.
@@ -84,7 +84,7 @@ class ShuffledRound:
 
 Rounds = Sequence[tuple[ShuffledRound, int]]
 Merged = tuple[tuple[ShuffledRound, int], ...]
-_Kind = TypeVar("_Kind", bound=ShuffledRound)
+_Round = TypeVar("_Round", bound=ShuffledRound)
 
 
 def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
@@ -121,11 +121,11 @@ def estimate_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
     variance = sum(
         count
         * math.log1p(
-            kind.sample_rate**2
-            * math.expm1(min(kind.noise_multiplier**-2, 600.0))
-            / max(kind.others, 1.0)
+            round_.sample_rate**2
+            * math.expm1(min(round_.noise_multiplier**-2, 600.0))
+            / max(round_.others, 1.0)
         )
-        for kind, count in rounds
+        for round_, count in rounds
     )
     return gaussian.compute_epsilon(mu=math.sqrt(variance), delta=delta)
 
@@ -148,8 +148,8 @@ def epsilon_bracket(
 
     def composition(side: Side) -> list[tuple[Mixture, int]]:
         return [
-            (Mixture.of(distribution(kind, side, tail)), count)
-            for kind, count in coarsen(rounds, side)
+            (Mixture.of(distribution(round_, side, tail)), count)
+            for round_, count in coarsen(rounds, side)
         ]
 
     upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), most)
@@ -171,17 +171,19 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
     """
     delta = open_unit_interval("delta", delta)
     rounds = merge(rounds)
-    mu = distance * math.sqrt(sum(count / kind.noise_multiplier**2 for kind, count in rounds))
+    mu = distance * math.sqrt(sum(count / round_.noise_multiplier**2 for round_, count in rounds))
     everyone = gaussian.compute_epsilon(mu=mu, delta=delta)
-    if all(kind.sample_rate == 1.0 for kind, _ in rounds) or any(
-        kind.noise_multiplier / distance < 1e-6 for kind, _ in rounds
+    if all(round_.sample_rate == 1.0 for round_, _ in rounds) or any(
+        round_.noise_multiplier / distance < 1e-6 for round_, _ in rounds
     ):
         return everyone
     if delta >= -math.expm1(
-        sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)
+        sum(count * math.log1p(-min(round_.sample_rate, 1 - 1e-16)) for round_, count in rounds)
     ):
         return 0.0  # the user takes part in no round at all but with probability δ
-    scaled = [(kind.with_noise(kind.noise_multiplier / distance), count) for kind, count in rounds]
+    scaled = [
+        (round_.with_noise(round_.noise_multiplier / distance), count) for round_, count in rounds
+    ]
     return min(everyone, _one_user_epsilon(merge(scaled), delta, sample_seen=True))
 
 
@@ -195,18 +197,18 @@ def _one_user_epsilon(rounds: Merged, delta: float, *, sample_seen: bool) -> flo
     if (tail := tail_for(rounds, delta)) is None:
         return math.inf
     alone = merge(
-        (dataclasses.replace(kind, num_users=1, sampling="poisson"), count)
-        for kind, count in rounds
+        (dataclasses.replace(round_, num_users=1, sampling="poisson"), count)
+        for round_, count in rounds
     )
     mixtures = []
-    for kind, count in coarsen(alone, "upper", most=MOST_KINDS):
-        report = mean_distribution(noise_multiplier=kind.noise_multiplier, num_users=1, tail=tail)
-        mixture = Mixture.of(report.scaled(kind.sample_rate))
+    for round_, count in coarsen(alone, "upper", most=MOST_TYPES):
+        report = mean_distribution(noise_multiplier=round_.noise_multiplier, num_users=1, tail=tail)
+        mixture = Mixture.of(report.scaled(round_.sample_rate))
         if sample_seen:
             nothing = RatioDistribution(
                 np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0
             )
-            mixture = Mixture(((kind.sample_rate, report), (1 - kind.sample_rate, nothing)))
+            mixture = Mixture(((round_.sample_rate, report), (1 - round_.sample_rate, nothing)))
         mixtures.append((mixture, count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
@@ -230,14 +232,14 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     delta = open_unit_interval("delta", delta)
     merged = merge(rounds)
     everyone = unshuffled_epsilon(merged, delta=delta)
-    if all(kind.sample_rate == 1.0 for kind, _ in merged):
+    if all(round_.sample_rate == 1.0 for round_, _ in merged):
         return everyone
     return min(everyone, _one_user_epsilon(merged, delta, sample_seen=False))
 
 
 def coarsen(
-    rounds: tuple[tuple[_Kind, int], ...], side: Side, *, most: int = MOST_SHUFFLED_KINDS
-) -> tuple[tuple[_Kind, int], ...]:
+    rounds: tuple[tuple[_Round, int], ...], side: Side, *, most: int = MOST_SHUFFLED_TYPES
+) -> tuple[tuple[_Round, int], ...]:
     """Leaves few different rounds.
 
     Those that are grouped become one kind that tells more than each, or less (1.18).
@@ -254,17 +256,17 @@ def coarsen(
     """
     if len(rounds) <= most:
         return rounds
-    few: list[tuple[_Kind, int]] = []
-    for sampling in dict.fromkeys(kind.sampling for kind, _ in rounds):
+    few: list[tuple[_Round, int]] = []
+    for sampling in dict.fromkeys(round_.sampling for round_, _ in rounds):
         few += _grouped(
-            [(kind, count) for kind, count in rounds if kind.sampling == sampling], side, most
+            [(round_, count) for round_, count in rounds if round_.sampling == sampling], side, most
         )
     return merge(few)
 
 
 def _grouped(
-    rounds: Sequence[tuple[_Kind, int]], side: Side, most: int
-) -> Iterable[tuple[_Kind, int]]:
+    rounds: Sequence[tuple[_Round, int]], side: Side, most: int
+) -> Iterable[tuple[_Round, int]]:
     """Yields a few kinds in place of rounds whose users are drawn in the same way."""
     like = rounds[0][0]
     fixed, sign = like.sampling == "fixed_size", 1.0 if side == "upper" else -1.0
@@ -276,21 +278,21 @@ def _grouped(
             drawn * np.expm1(np.minimum(noise**-2, 600.0)) / users ** (2 if fixed else 1)
         )
 
-    def numbers(kind: ShuffledRound) -> tuple[float, int, float]:
-        drawn = round(kind.sample_rate * kind.num_users) if fixed else kind.sample_rate
-        return -kind.noise_multiplier, -kind.num_users, drawn
+    def numbers(round_: ShuffledRound) -> tuple[float, int, float]:
+        drawn = round(round_.sample_rate * round_.num_users) if fixed else round_.sample_rate
+        return -round_.noise_multiplier, -round_.num_users, drawn
 
-    rows = sign * np.array([numbers(kind) for kind, _ in rounds])  # the larger, the safer
+    rows = sign * np.array([numbers(round_) for round_, _ in rounds])  # the larger, the safer
     most *= max(int(np.count_nonzero(np.ptp(rows, axis=0))), 1)
     for worst, _, together in grouped(rows, [count for _, count in rounds], size, most=most):
         noise, users, drawn = (float(number) for number in np.abs(worst))
-        kind = dataclasses.replace(
+        round_ = dataclasses.replace(
             like,
             noise_multiplier=noise,
             num_users=int(users),
             sample_rate=min(drawn / users, 1.0) if fixed else drawn,
         )
-        yield kind, together
+        yield round_, together
 
 
 def tail_for(rounds: Rounds, delta: float) -> float | None:
@@ -302,11 +304,11 @@ def tail_for(rounds: Rounds, delta: float) -> float | None:
     tail = next((tail for tail in TAILS if ndtr(-tail) <= smallest), None)
     # A tenth of σ leaves room for coarsening.
     fits = tail is not None and all(
-        has_distribution(0.9 * kind.noise_multiplier, tail) for kind, _ in rounds
+        has_distribution(0.9 * round_.noise_multiplier, tail) for round_, _ in rounds
     )
     return tail if fits else None
 
 
-def _distribution(kind: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
+def _distribution(round_: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
     """Returns the distribution of R of one round."""
-    return mean_distribution(**dataclasses.asdict(kind), side=side, tail=tail)
+    return mean_distribution(**dataclasses.asdict(round_), side=side, tail=tail)

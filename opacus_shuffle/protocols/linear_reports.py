@@ -65,7 +65,7 @@ def _tilted_linearly(larger: Vector, smaller: Vector, shape: LinearTilt) -> Vect
     # From t ≥ 0 on there is no lower tail, but an end, near which the upper chance says all.
     upper = (larger < smaller) | (threshold >= 0)
     sign, chance = np.where(upper, 1.0, -1.0), np.where(upper, larger, smaller)
-    whole = np.where(upper, 0.0, shape.one)
+    whole = np.where(upper, 0.0, shape.unit_point)
     low = np.full_like(chance, max(threshold, -_FARTHEST))
     high = np.full_like(chance, max(threshold, 0.0) + _FARTHEST)
     parts = (low + high) / 2

@@ -12,7 +12,7 @@ from opacus_shuffle.accountants import bounds_of, compute_bound
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.analysis.merge import grouped, merge
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import MOST_SHUFFLED_KINDS, ShuffledRound, coarsen
+from opacus_shuffle.analysis.shuffled_rounds import MOST_SHUFFLED_TYPES, ShuffledRound, coarsen
 
 
 def test_those_are_grouped_that_cost_least_together():
@@ -42,7 +42,7 @@ def test_noise_is_rounded_to_the_safe_side_and_no_round_is_lost(side, sign):
     sigmas = np.geomspace(0.5, 50, 1500).tolist()
     rounds = merge([(ShuffledRound(noise_multiplier=x, num_users=100), 2) for x in sigmas])
     few = coarsen(rounds, side)
-    assert len(few) <= MOST_SHUFFLED_KINDS
+    assert len(few) <= MOST_SHUFFLED_TYPES
     exact, rounded = (
         sorted(sign * kind.noise_multiplier for kind, count in kinds for _ in range(count))
         for kinds in (rounds, few)
@@ -75,7 +75,7 @@ def test_rounds_that_differ_in_everything_become_few_that_are_worse_in_everythin
 
     rounds = merge([(one(), 1) for _ in range(1200)])
     few = coarsen(rounds, side)
-    assert len(few) <= 3 * MOST_SHUFFLED_KINDS
+    assert len(few) <= 3 * MOST_SHUFFLED_TYPES
     assert sum(count for _, count in few) == 1200
     assert all(any(tells(kind, true) for kind, _ in few) for true, _ in rounds)
 

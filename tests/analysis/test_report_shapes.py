@@ -63,9 +63,9 @@ def test_shapes_are_the_ratios_that_the_pages_say(report, sigma):
     logs = np.linspace(-3, 3, 7)
     if report == "step":  # from which z on X is at least so much
         reached = shape.excess(z) >= np.expm1(logs)[:, None]
-        assert np.array_equal(z >= shape.places(logs)[:, None], reached)
+        assert np.array_equal(z >= shape.inverse(logs)[:, None], reached)
     else:  # at σ = 0.2 the rounding of z is multiplied by a slope of 10⁷
-        assert np.log1p(shape.excess(shape.places(logs))) == pytest.approx(logs, abs=1e-7)
+        assert np.log1p(shape.excess(shape.inverse(logs))) == pytest.approx(logs, abs=1e-7)
 
 
 @every_shape
@@ -103,7 +103,7 @@ def test_less_noise_and_longer_vectors_tell_more_in_convex_order(report):
     tails = []
     for sigma in SIGMAS:
         shape = shape_of(report, sigma)
-        edges = shape.places(np.log(strikes))
+        edges = shape.inverse(np.log(strikes))
         beyond = [float(shape.moments(np.array([edge, np.inf]))[0]) for edge in edges]
         tails.append(np.array(beyond) + (1 - strikes) * ndtr(-edges))
         assert tails[-1] == pytest.approx(call(RATIOS[report](sigma), strikes), abs=1e-12)

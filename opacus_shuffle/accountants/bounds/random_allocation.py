@@ -54,9 +54,9 @@ def epochs_of(
         if more:
             sigma_so_far = epochs[-1][0].noise_multiplier
             epochs[-1] = epoch(noise_of_epoch(sigma_so_far, sigma), batches), 1
-        whole, part = divmod(steps - more, batches)
-        epochs += [(epoch(sigma, batches), count) for count in (whole, min(part, 1)) if count]
-        missing = batches - part if part else missing - more
+        whole, begun = divmod(steps - more, batches)
+        epochs += [(epoch(sigma, batches), count) for count in (whole, min(begun, 1)) if count]
+        missing = batches - begun if begun else missing - more
     return epochs
 
 
@@ -105,7 +105,8 @@ def _shuffled_batches(
 ) -> Answer:
     """One record is in one batch of every epoch; what is known of the others' places helps none."""
     whole = [
-        (epoch(kind.noise_multiplier, kind.num_users), count) for kind, count in epochs_of(rounds)
+        (epoch(round_.noise_multiplier, round_.num_users), count)
+        for round_, count in epochs_of(rounds)
     ]
     return Answer(
         shuffled_rounds.unshuffled_epsilon(whole, delta=delta, distance=adjacency.distance)

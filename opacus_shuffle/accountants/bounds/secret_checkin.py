@@ -61,10 +61,10 @@ def _estimate(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
 def _certified(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    kinds = secret_rounds(rounds)
+    honest_rounds = secret_rounds(rounds)
     if adjacency is Adjacency.REPLACE:
-        return Answer(secret_checkin.replacement_epsilon(kinds, delta=delta))
-    lower, upper = secret_checkin.zero_out_epsilon(kinds, delta=delta)
+        return Answer(secret_checkin.replacement_epsilon(honest_rounds, delta=delta))
+    lower, upper = secret_checkin.zero_out_epsilon(honest_rounds, delta=delta)
     return Answer(upper, lower)
 
 
@@ -83,8 +83,10 @@ _baseline = functools.partial(
 def _local(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    kinds = secret_rounds(rounds)
-    return Answer(secret_checkin.unshuffled(kinds, delta=delta, distance=adjacency.distance))
+    honest_rounds = secret_rounds(rounds)
+    return Answer(
+        secret_checkin.unshuffled(honest_rounds, delta=delta, distance=adjacency.distance)
+    )
 
 
 @_baseline(

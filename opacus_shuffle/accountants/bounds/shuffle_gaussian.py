@@ -59,7 +59,7 @@ FEW = 0.01
 """
 
 
-def printed_rdp(kind: ShuffledRound, orders: Vector) -> Vector:
+def printed_rdp(round_: ShuffledRound, orders: Vector) -> Vector:
     """Returns the RDP by the paper's formulas, one round.
 
     Theorem 1, for a round of everyone, is exact already.
@@ -67,10 +67,10 @@ def printed_rdp(kind: ShuffledRound, orders: Vector) -> Vector:
     Never below the pair's exact value: Theorem 3 as printed would be, for fewer than one expected
     report.
     """
-    exact = mean_ratio.compute_rdp(orders=orders, **dataclasses.asdict(kind))
-    if kind.sampling is None:
+    exact = mean_ratio.compute_rdp(orders=orders, **dataclasses.asdict(round_))
+    if round_.sampling is None:
         return exact
-    return np.maximum(subsampling.compute_rdp(orders=orders, **dataclasses.asdict(kind)), exact)
+    return np.maximum(subsampling.compute_rdp(orders=orders, **dataclasses.asdict(round_)), exact)
 
 
 def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
@@ -87,7 +87,7 @@ def _estimate_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -
         gaussian_clones.estimate_epsilon(
             shuffled(rounds), delta=delta, adjacency=adjacency.value, clones=clones
         )
-        for clones in gaussian_clones.KINDS
+        for clones in gaussian_clones.CLONE_TYPES
     )
 
 
@@ -134,11 +134,11 @@ def _published(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
     different = shuffled_rounds.coarsen(
-        merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_KINDS
+        merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_TYPES
     )
 
     def composed(vector: Vector) -> Vector:
-        return np.sum([count * printed_rdp(kind, vector) for kind, count in different], axis=0)
+        return np.sum([count * printed_rdp(round_, vector) for round_, count in different], axis=0)
 
     if orders is None:
         return Answer(composition.epsilon_from_rdp(composed, delta=delta)[0])
@@ -201,11 +201,11 @@ def _secure_aggregation(
     A round by coins has at least the number of reports counted on, but for a small share of δ.
     """
     ran = merge(shuffled(rounds))
-    sampled = any(kind.sample_rate < 1 for kind, _ in ran)
-    by_coins = any(kind.sample_rate < 1 and kind.sampling == "poisson" for kind, _ in ran)
+    sampled = any(round_.sample_rate < 1 for round_, _ in ran)
+    by_coins = any(round_.sample_rate < 1 and round_.sampling == "poisson" for round_, _ in ran)
     few = FEW * delta if by_coins else 0.0
     share = few / sum(count for _, count in ran)
-    noised = [(_of_sum(kind, fewest_reports(kind, share)), count) for kind, count in ran]
+    noised = [(_of_sum(round_, fewest_reports(round_, share)), count) for round_, count in ran]
     epsilon = unshuffled_epsilon(noised, delta=delta - few, distance=adjacency.distance)
     if by_coins:  # a sum is no more than its reports
         epsilon = min(epsilon, unshuffled_epsilon(ran, delta=delta, distance=adjacency.distance))
@@ -213,16 +213,16 @@ def _secure_aggregation(
 
 
 @functools.lru_cache(maxsize=256)
-def fewest_reports(kind: ShuffledRound, probability: float) -> float:
+def fewest_reports(round_: ShuffledRound, probability: float) -> float:
     """Returns k: a record's round has fewer than k reports with at most this probability.
 
     A record that takes part makes one report; by coins the others make a binomial number, whose
     tail is rounded down.
     """
-    if kind.sampling != "poisson" or kind.sample_rate == 1:
-        return kind.num_users * kind.sample_rate
-    others = scipy.stats.binom(kind.num_users - 1, kind.sample_rate)
-    tail = probability / kind.sample_rate * (1 - 1e-6)
+    if round_.sampling != "poisson" or round_.sample_rate == 1:
+        return round_.num_users * round_.sample_rate
+    others = scipy.stats.binom(round_.num_users - 1, round_.sample_rate)
+    tail = probability / round_.sample_rate * (1 - 1e-6)
     fewer = max(0, int(others.ppf(min(tail, 0.5))))
     while fewer and others.cdf(fewer - 1) > tail:
         fewer -= 1
@@ -242,8 +242,8 @@ def _central(
 ) -> Answer:
     """DP-SGD: the sampled Gaussian mechanism with the noise of the sum, √B·σ."""
     server = [
-        (_of_sum(kind, kind.num_users * kind.sample_rate), count)
-        for kind, count in shuffled(rounds)
+        (_of_sum(round_, round_.num_users * round_.sample_rate), count)
+        for round_, count in shuffled(rounds)
     ]
     if adjacency is Adjacency.ZERO_OUT:
         epsilon = sampled_gaussian_epsilon(server, delta=delta)
@@ -265,7 +265,7 @@ def _central(
     )
 
 
-def _of_sum(kind: ShuffledRound, reports: float) -> ShuffledRound:
+def _of_sum(round_: ShuffledRound, reports: float) -> ShuffledRound:
     """The round with the noise of the sum of so many reports."""
     largest = 1e12  # that any mechanism takes
-    return kind.with_noise(min(math.sqrt(max(reports, 1.0)) * kind.noise_multiplier, largest))
+    return round_.with_noise(min(math.sqrt(max(reports, 1.0)) * round_.noise_multiplier, largest))

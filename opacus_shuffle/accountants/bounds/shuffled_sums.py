@@ -43,7 +43,7 @@ from opacus_shuffle.accountants.mechanisms import RandomAllocation, ShuffledSums
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum
 from opacus_shuffle.analysis.sampled_sums import SampledSum
-from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, unshuffled_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import MOST_TYPES, ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, NotCovered
 from opacus_shuffle.core.rounding import round_up
 
@@ -103,13 +103,13 @@ def _lower(
     samples of fixed size: it goes from one end to the other, where all others are. Of very many
     different rounds, those that tell most: what the others tell is left out, which only lowers it.
     """
-    kinds = {
+    samplings = {
         (mechanism.sampling if mechanism.sample_rate < 1 else None, mechanism.sample_rate)
         for mechanism, _ in rounds
     }
-    if len(kinds) > 1 or any(mechanism.honest_fraction < 1 for mechanism, _ in rounds):
+    if len(samplings) > 1 or any(mechanism.honest_fraction < 1 for mechanism, _ in rounds):
         return None
-    sampling, rate = kinds.pop()
+    sampling, rate = samplings.pop()
     if sampling == "random_allocation":
         return None
     zeroed = sampling == "poisson" or adjacency is Adjacency.ZERO_OUT
@@ -126,8 +126,8 @@ def _lower(
             ),
             count,
         )
-        for mechanism, count in sorted(rounds, key=lambda kind: -kind[1] * kind[0].mu ** 2)[
-            :MOST_KINDS
+        for mechanism, count in sorted(rounds, key=lambda entry: -entry[1] * entry[0].mu ** 2)[
+            :MOST_TYPES
         ]
     ]
     return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rate)
@@ -189,7 +189,7 @@ def _allocated_epsilons(
         ValueError: If nothing is left of δ.
     """
     if lost >= delta:
-        raise _nothing_left(lost, rounds, delta)
+        raise _delta_exhausted(lost, rounds, delta)
     server = [
         (
             RandomAllocation(
@@ -199,9 +199,9 @@ def _allocated_epsilons(
         )
         for mechanism, count in rounds
     ]
-    left = delta - lost
-    seen = unshuffled_epsilon(epochs_of(server), delta=left, distance=adjacency.distance)
-    secret = compute_bound(server, delta=left, adjacency=adjacency.value).epsilon
+    remaining = delta - lost
+    seen = unshuffled_epsilon(epochs_of(server), delta=remaining, distance=adjacency.distance)
+    secret = compute_bound(server, delta=remaining, adjacency=adjacency.value).epsilon
     return {_SEEN: seen, _BATCHES: secret}
 
 
@@ -240,11 +240,11 @@ def gaussian_epsilons(
         epsilon = unshuffled_epsilon(seen, delta=delta - lost, distance=adjacency.distance)
         epsilons[_EVERYONE if everyone else _SEEN] = epsilon
     if not epsilons or not math.isfinite(min(epsilons.values())):
-        raise _nothing_left(lost, rounds, delta)
+        raise _delta_exhausted(lost, rounds, delta)
     return epsilons
 
 
-def _nothing_left(lost: float, rounds: Sequence[tuple[object, int]], delta: float) -> ValueError:
+def _delta_exhausted(lost: float, rounds: Sequence[tuple[object, int]], delta: float) -> ValueError:
     """Returns what to raise where the rounds' tails take all of δ."""
     return ValueError(
         f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in "
