@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         PrivacyBound,
     )
     from opacus_shuffle.engine.privacy_engine import PrivacyEngine
-    from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
+    from opacus_shuffle.engine.weights.shuffler import ShuffleGradSampleModule
     from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
     from opacus_shuffle.networks.position_ids import prepare_model
     from opacus_shuffle.networks.token_loss import token_loss
@@ -98,7 +98,7 @@ _HOMES = {
     "networks.position_ids": "prepare_model",
     "networks.token_loss": "token_loss",
     "engine.privacy_engine": "PrivacyEngine",
-    "engine.weights.module": "ShuffleGradSampleModule",
+    "engine.weights.shuffler": "ShuffleGradSampleModule",
     "engine.weights.weight_shuffling": "WeightShuffling",
     "permutation.find": "find_permutations",
     "permutation.spec": "PermutationSpec",

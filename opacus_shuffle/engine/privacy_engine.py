@@ -70,7 +70,7 @@ from opacus_shuffle.engine.sampling.samplers import INDEPENDENT
 from opacus_shuffle.engine.schemes import Scheme, scheme_of
 from opacus_shuffle.engine.schemes.base import LEFT_OUT
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
-from opacus_shuffle.engine.weights.module import make_plain, make_shuffled
+from opacus_shuffle.engine.weights.shuffler import make_plain, make_shuffled
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.training_check import modes_of

@@ -127,10 +127,6 @@ def _trace_all(network: nn.Module, calls: Sequence[Call]) -> _Traces:
             return traces
 
 
-class DoesNotRunError(ValueError):
-    """Raised where a network does not run on a sample, with the network's own error."""
-
-
 class _Traces:
     """The runs of a network, traced into one record of its axes.
 
@@ -156,7 +152,7 @@ class _Traces:
                 except Exception as error:
                     name = f"more_samples[{number - 1}]" if number else "sample_input"
                     mode = "training" if training else "evaluation"
-                    raise DoesNotRunError(
+                    raise ValueError(
                         f"{name} does not run through {type(self._network).__name__} in {mode} "
                         f"mode: {type(error).__name__}: {error}"
                     ) from error
@@ -268,10 +264,9 @@ def _nothing_found(
     because = f"What fixed them: {'; '.join(stay)}." if stay else "It has no hidden axis."
     if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
         because += f" Operations without a rule keep what they touch in place: {unknown}."
-    if spec.unreached:
-        because += f" {spec.describe_unreached()}"
     return ValueError(
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. "
-        f"Looked at: {', '.join(shapes[:20]) or 'nothing'}. {because} Leave shuffle_weights "
-        "out, or write the network with PyTorch's own operations."
+        f"Looked at: {', '.join(shapes[:20]) or 'nothing'}. {because} "
+        f"{spec.describe_unreached()}Leave shuffle_weights out, or write the network with "
+        "PyTorch's own operations."
     )

@@ -18,6 +18,9 @@ from opacus_shuffle.permutation.float64_check import check_calls
 from opacus_shuffle.permutation.group import PermutationGroup
 from opacus_shuffle.permutation.moving.layout import Block
 
+MOST_NAMED = 5
+"""How many unreached parameters a message names."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PermutationSpec(PermutationGroup):
@@ -143,7 +146,7 @@ class PermutationSpec(PermutationGroup):
             met = ", ".join(f"{name} ({count} calls)" for name, count in self.unknown.items())
             lines.append(f"Kept in place by operations without a rule: {met}.")
         if self.unreached:
-            lines.append(self.describe_unreached())
+            lines.append(self.describe_unreached().rstrip())
         if self.reads:
             lines.append(
                 f"Python reads values at {', '.join(self.reads)}. Where they decide what the "
@@ -158,12 +161,15 @@ class PermutationSpec(PermutationGroup):
         return "\n".join(lines)
 
     def describe_unreached(self) -> str:
-        """Says what no sample has reached, what stays for that, and what can be done about it."""
+        """Returns a sentence on what no sample has reached, with the remedy; empty if nothing."""
+        if not self.unreached:
+            return ""
+        more = len(self.unreached) - MOST_NAMED
         return (
-            f"Not reached by the sample: {', '.join(self.unreached)}. They stay, with every axis "
-            "whose size they have, "
-            "since nobody knows what they do (pass more_samples to find_permutations that reach "
-            "them, or delete them)."
+            f"Not reached by the samples: {', '.join(self.unreached[:MOST_NAMED])}"
+            f"{f' and {more} more' if more > 0 else ''}. Their effect is unknown, so they stay, "
+            "with every axis that has the size of one of theirs (pass more_samples to "
+            "find_permutations that reach them, or delete them). "
         )
 
     def check(self, module: nn.Module, sample_input: Any = None) -> None:

@@ -179,7 +179,7 @@ def test_everything_is_put_back_when_the_loss_fails():
     shuffler = run["engine"].shuffler
 
     def failing(model, batch):
-        if shuffler.steps == 3:
+        if shuffler.shuffles == 3:
             raise RuntimeError("no more")
         return cross_entropy(model(batch[0]), batch[1])
 

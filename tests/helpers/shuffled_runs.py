@@ -186,7 +186,7 @@ def in_record(**keywords: Any) -> dict[str, Any]:
     """The same keywords of ``make_private``, those about shuffling in the record that it takes."""
     fields = {
         name: keywords.pop(name)
-        for name in ("batch_clip", "dimension", "unshuffled_noise_multiplier")
+        for name in ("batch_clip", "unshuffled_noise_multiplier")
         if name in keywords
     }
     if "shuffle_generator" in keywords:

@@ -44,8 +44,8 @@ def test_bad_arguments_of_specifications_are_named():
 
 def test_bad_arguments_of_weight_shuffling_are_named():
     options = {"groups": "residual", "generator": GENERATOR, "batch_clip": 1.0}
-    numbers = {"dimension": 7, "unshuffled_noise_multiplier": 2.0}
-    require_named_refusals(WeightShuffling, {**options, **numbers}, groups=None)
+    options["unshuffled_noise_multiplier"] = 2.0
+    require_named_refusals(WeightShuffling, options, groups=None)
 
 
 def test_bad_arguments_of_networks_that_shuffle_themselves_are_named():

@@ -55,7 +55,7 @@ from opacus_shuffle.engine.sampling.samplers import (
 )
 from opacus_shuffle.engine.sampling.tickets import TicketBook
 from opacus_shuffle.engine.training_plan import Budget, Request, Run
-from opacus_shuffle.engine.weights.module import start_shuffling
+from opacus_shuffle.engine.weights.shuffler import start_shuffling
 from opacus_shuffle.engine.weights.weight_shuffling import BatchClipPlan, find_spec
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
@@ -207,7 +207,7 @@ class Scheme:
         self, request: Request, spec: PermutationSpec | None
     ) -> BatchClipPlan | None:
         """Plans how a batch's sum is clipped: by default not at all."""
-        self.check_shuffling(request, "batch_clip", "dimension", "unshuffled_noise_multiplier")
+        self.check_shuffling(request, "batch_clip", "unshuffled_noise_multiplier")
         return None
 
     def check_shuffling(self, request: Request, *names: str) -> None:

@@ -138,7 +138,7 @@ class OpacusOwn(Scheme):
         self, request: Request, spec: PermutationSpec | None
     ) -> BatchClipPlan | None:
         """Plans the clipping of sums where it was asked for."""
-        self.check_shuffling(request, "dimension", "unshuffled_noise_multiplier")
+        self.check_shuffling(request, "unshuffled_noise_multiplier")
         shuffling, norm = request.shuffling, request.max_grad_norm
         if spec is None or shuffling.batch_clip is None:
             return None

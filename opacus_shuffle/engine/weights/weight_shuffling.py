@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import check_attention, check_ghost_ties
 from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.validation import instance_of, integer, noise_level, one_of, positive
+from opacus_shuffle.core.validation import instance_of, noise_level, one_of, positive
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.running import unwrap
@@ -24,35 +24,32 @@ from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.float64_check import check_calls
 from opacus_shuffle.permutation.network import check_ready
 
-MUCH = 0.1
-"""Where a larger share of the parameters stays although all was asked for, a warning says why."""
+LARGE_SHARE = 0.1
+"""A warning gives the reasons if a larger share of the parameters stays although all may move."""
 
-MOST_REASONS, MOST_NAMED = 3, 5
-"""How many reasons, and how many parameters that nothing reached, the warning names."""
+MOST_REASONS = 3
+"""How many reasons the warning gives."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightShuffling:
-    """The settings of ``make_private(shuffle_weights=...)``; True means ``WeightShuffling()``.
+    """The settings of ``make_private(shuffle_weights=...)``. True means ``WeightShuffling()``.
 
-    The last three fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1.
+    The last two fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1.
 
     Attributes:
         groups: What moves. True, the same as ``"residual"``, for every permutation that
             :func:`find_permutations` finds on the first records; ``"heads"`` or ``"paper"`` for
-            fewer; a ``PermutationSpec``, such as that of your own sample. False for nothing at all,
-            which tells ``shuffled_fw`` that plain DP-SGD is meant.
-        generator: On the CPU; by default secret, from the operating system.
-        batch_clip: c′, the norm that the **sum** of the shuffled parameters' gradients is clipped
-            to before the noise (line 12), in the units of ``max_grad_norm``. With ``shuffled_fw``
-            it is ``max_grad_norm`` itself by default, which takes a batch's sum down to the size of
-            one record's gradient; ``math.inf`` clips nothing (and leaves WS Theorem 6 no gain).
-            With Opacus's own accountants there is none by default.
-        dimension: ``shuffled_fw`` alone: the d of WS Theorem 6. ``"model"``: all shuffled
-            parameters together; ``"layers"``: each by itself, the smallest asking for most; or a
-            number.
-        unshuffled_noise_multiplier: ``shuffled_fw`` alone: σ₀ ≥ σ of parameters that are not
-            shuffled (line 16); by default σ.
+            fewer; or a ``PermutationSpec``, such as one found on a sample of your own. False moves
+            nothing; with ``shuffled_fw`` it asks for plain DP-SGD.
+        generator: A generator on the CPU. By default a secret one, from the operating system.
+        batch_clip: c′, the norm to which the **sum** of the shuffled parameters' gradients is
+            clipped before the noise is added (line 12), in the units of ``max_grad_norm``. With
+            ``shuffled_fw`` the default is ``max_grad_norm``, which scales a batch's sum down to the
+            size of one record's gradient. ``math.inf`` clips nothing, and then WS Theorem 6 gains
+            nothing. With Opacus's accountants the default is no clipping.
+        unshuffled_noise_multiplier: ``shuffled_fw`` only: σ₀ ≥ σ, for parameters that are not
+            shuffled (line 16). The default is σ.
 
     Raises:
         ValueError: If a field is out of range.
@@ -61,7 +58,6 @@ class WeightShuffling:
     groups: bool | str | PermutationSpec = True
     generator: torch.Generator | None = None
     batch_clip: float | None = None
-    dimension: str | int = "model"
     unshuffled_noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
@@ -75,20 +71,16 @@ class WeightShuffling:
             positive("batch_clip", self.batch_clip, infinite=True)
         if self.unshuffled_noise_multiplier is not None:
             noise_level("unshuffled_noise_multiplier", self.unshuffled_noise_multiplier)
-        if isinstance(self.dimension, str):
-            one_of("dimension", self.dimension, ("model", "layers"))
-        else:
-            integer("dimension", self.dimension)
         if self.groups is False:
             self.check_absent(
                 [field.name for field in dataclasses.fields(self)[1:]],
-                "is about shuffled parameters: pass shuffle_weights=True (or groups) too, or leave "
-                "it out",
+                "applies to shuffled parameters: pass shuffle_weights=True (or groups) too, or "
+                "leave it out",
             )
 
     @classmethod
     def of(cls, shuffle_weights: Any) -> WeightShuffling:
-        """Reads the argument ``shuffle_weights`` of ``make_private``."""
+        """Returns the settings that the argument ``shuffle_weights`` of ``make_private`` gives."""
         return shuffle_weights if isinstance(shuffle_weights, cls) else cls(groups=shuffle_weights)
 
     def check_absent(self, names: Sequence[str], why: str) -> None:
@@ -97,28 +89,30 @@ class WeightShuffling:
         Raises:
             ValueError: If one of them is not the default, with the reason.
         """
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in names}
-        given = [f"{name}={values[name]!r}" for name in names if values[name] != defaults[name]]
+        given = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if field.name in names and (value := getattr(self, field.name)) != field.default
+        ]
         if given:
             raise ValueError(f"{', '.join(given)} {why}")
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchClipPlan:
-    """How a batch's sum is clipped before the noise (WS Algorithm 1, lines 12 to 16).
+    """How a batch's sum is clipped before the noise is added (WS Algorithm 1, lines 12 to 16).
 
     Attributes:
         parameters: The trainable parameters that are shuffled.
-        dimension: WS's d: how many of their entries move, or one number per parameter.
-        clip: c, the norm of one record's gradient.
-        batch_clip: c′, the norm of their sum; infinite for no clipping.
+        dimension: WS's d, the number of their entries that move.
+        clip: c, the clipping norm of one record's gradient.
+        batch_clip: c′, the clipping norm of their sum; infinite for no clipping.
         unshuffled_noise_ratio: σ₀/σ of trainable parameters that stay; None if there are none.
-        orbit: The fewest places that an entry of a shuffled parameter can get to; None without any.
+        orbit: The size of the smallest orbit of an entry of a shuffled parameter; None without any.
     """
 
     parameters: tuple[torch.Tensor, ...]
-    dimension: int | tuple[int, ...]
+    dimension: int
     clip: float
     batch_clip: float
     unshuffled_noise_ratio: float | None
@@ -130,61 +124,57 @@ def plan_batch_clip(
     spec: PermutationSpec,
     module: nn.Module,
     *,
+    trained: Sequence[torch.Tensor],
     max_grad_norm: float | Sequence[float],
     noise_multiplier: float | None = None,
-    trained: Sequence[torch.Tensor] | None = None,
 ) -> BatchClipPlan:
     """Plans the clipping of the shuffled parameters' sum, by default to one record's norm.
 
-    The arguments are as of ``make_private``: ``noise_multiplier`` is σ of the shuffled parameters,
-    None while it is unknown. ``trained`` are the parameters that the optimizer trains, by default
-    all that require a gradient.
+    The arguments are those of ``make_private``. ``trained`` are the parameters that the optimizer
+    trains; ``noise_multiplier`` is σ of the shuffled parameters, None while it is unknown.
     """
-    network = unwrap(module)
-    if trained is None:
-        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     identities = set(map(id, trained))
-    tensors = spec.tensors(network).items()
+    tensors = spec.tensors(unwrap(module)).items()
     moving = {key: tensor for key, tensor in tensors if id(tensor) in identities}
     if not moving:
         raise ValueError(
             "shuffle_weights permutes no trainable parameter: unfreeze some, or use another "
             "accountant"
         )
-    stays = not identities <= set(map(id, moving.values()))
-    unshuffled, dimension = shuffling.unshuffled_noise_multiplier, shuffling.dimension
-    if unshuffled is not None and not stays:
+    some_stay = not identities <= set(map(id, moving.values()))
+    unshuffled = shuffling.unshuffled_noise_multiplier
+    if unshuffled is not None and not some_stay:
         raise ValueError(
-            f"unshuffled_noise_multiplier={unshuffled!r} is for parameters that stay, and all are "
-            "shuffled: leave it out"
+            f"unshuffled_noise_multiplier={unshuffled!r} applies to parameters that stay, and all "
+            "are shuffled: leave it out"
         )
-    moved = [round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items()]
-    sizes: dict[Any, Any] = {"model": sum(moved), "layers": tuple(moved)}
     clip = whole_norm(max_grad_norm)
     return BatchClipPlan(
         parameters=tuple(moving.values()),
-        dimension=sizes.get(dimension, dimension),
+        dimension=sum(
+            round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items()
+        ),
         clip=clip,
         batch_clip=clip if shuffling.batch_clip is None else float(shuffling.batch_clip),
-        unshuffled_noise_ratio=noise_ratio(noise_multiplier, unshuffled) if stays else None,
+        unshuffled_noise_ratio=noise_ratio(noise_multiplier, unshuffled) if some_stay else None,
         orbit=min(spec.smallest_orbit(key) for key in moving),
     )
 
 
 def noise_ratio(noise_multiplier: float | None, unshuffled: float | None) -> float:
-    """Returns σ₀/σ, rounded up; 1 where either is unknown."""
+    """Returns σ₀/σ, rounded up; 1 if either is unknown."""
     if unshuffled is None or noise_multiplier is None:
         return 1.0
     if noise_level("unshuffled_noise_multiplier", unshuffled) < noise_multiplier:
         raise ValueError(
             f"unshuffled_noise_multiplier must be at least noise_multiplier={noise_multiplier}, "
-            f"got {unshuffled}: the certified epsilon counts on it"
+            f"got {unshuffled}: the certified epsilon depends on it"
         )
     return max(1.0, unshuffled / noise_multiplier * (1 + 1e-12))
 
 
 def whole_norm(max_grad_norm: float | Sequence[float]) -> float:
-    """Returns the norm of one record's whole gradient, over all parameters."""
+    """Returns the clipping norm of one record's whole gradient, over all parameters."""
     norms = max_grad_norm if isinstance(max_grad_norm, list | tuple) else [max_grad_norm]
     return math.hypot(*(positive("max_grad_norm", norm) for norm in norms))
 
@@ -200,79 +190,70 @@ def find_spec(
     """Finds which weights of a network will be shuffled; None for none.
 
     The arguments are those of ``make_private``. The network is traced on the loader's first
-    records; no sampler and no random state is touched.
+    records. No sampler and no random state changes.
 
     Warns:
-        UserWarning: If all that can move was asked for, and much stays: what holds it.
+        UserWarning: If everything that can move was asked for, and much stays, with the reasons.
 
     Raises:
         ValueError: If network, data or optimizer do not go with shuffling.
     """
     if shuffling.groups is False:
         return None
-    # What finds permutations is imported by those alone who have weights shuffled.
-    from opacus_shuffle.permutation.find import DoesNotRunError, find_on_calls
+    # Imported here because it takes time, and only runs with shuffled weights need it.
+    from opacus_shuffle.permutation.find import find_on_calls
 
-    network, inner = unwrap(module), innermost(optimizer)
-    check_optimizer(inner)
+    network = unwrap(module)
+    check_optimizer(innermost(optimizer))
     check_attention(network)
     if grad_sample_mode == "ghost":
         check_ghost_ties(network)
     check_ready(network)
     call = from_batch(network, first_records(data_loader))
-    given = shuffling.groups if isinstance(shuffling.groups, PermutationSpec) else None
-    level = "residual" if shuffling.groups is True else str(shuffling.groups)
     try:
-        if given is not None:
-            run_quietly(network, *call)
-        spec = find_on_calls(network, [call], level) if given is None else given
+        run_quietly(network, *call)
     except Exception as error:
-        if given is None and not isinstance(error, DoesNotRunError):
-            raise
-        cause = error.__cause__ or error
         raise ValueError(
             f"data_loader's first records do not run through {type(network).__name__}: "
-            f"{type(cause).__name__}: {cause}; pass shuffle_weights=find_permutations(module, "
-            "sample_input) if its batches are not what the network gets"
+            f"{type(error).__name__}: {error}; pass shuffle_weights=find_permutations(module, "
+            "sample_input) if the network is called with something else than the batches"
         ) from error
-    if given is not None:
+    groups = "residual" if shuffling.groups is True else shuffling.groups
+    if isinstance(groups, PermutationSpec):
+        spec = groups
         check_calls(spec, network, [call])
-    elif level == "residual":
-        warn_of_what_stays(spec, network)
+    else:
+        spec = find_on_calls(network, [call], str(groups))
+        if groups == "residual":
+            warn_of_unmoved(spec, network)
     if (ranks := Ranks.of(module)).distributed:
         spec = ranks.of_the_first(spec)  # another rank's first records may have another length
         check_calls(spec, network, [call])
-    spec.followers(spec.tensors(network), inner)
     return spec
 
 
-def warn_of_what_stays(spec: PermutationSpec, network: nn.Module) -> None:
-    """Warns if much of a network stays in place, and says what holds it.
+def warn_of_unmoved(spec: PermutationSpec, network: nn.Module) -> None:
+    """Warns if a large share of a network stays in place, and gives the reasons.
 
     Args:
-        spec: What was found, with the reasons why axes stay.
+        spec: The permutations that were found, with the causes why axes stay.
         network: The network itself.
     """
     share = spec.shuffle_ratio(network)
-    if share >= 1 - MUCH:
+    if share >= 1 - LARGE_SHARE:
         return
-    held = Counter[str]()
+    entries = Counter[str]()
     for name, size in spec.unmoved.items():
-        # A reason is written for each axis, "axis 0: ...", and may hold several of them.
-        axes = spec.causes.get(name, "no reason is known").split("; ")
-        for reason in {axis.partition(": ")[2] or axis for axis in axes}:
-            held[reason] += size
-    reasons = [f"{reason} ({size:,} entries)" for reason, size in held.most_common(MOST_REASONS)]
-    named, more = ", ".join(spec.unreached[:MOST_NAMED]), len(spec.unreached) - MOST_NAMED
-    others = f" and {more} more" if more > 0 else ""
-    unreached = f" Not reached by the first records: {named}{others}." if named else ""
+        # A cause is written for each axis, "axis 0: ...", and several axes may have the same.
+        for reason in {axis.partition(": ")[2] for axis in spec.causes[name].split("; ")}:
+            entries[reason or "not reached"] += size
+    reasons = [f"{reason} ({size:,} entries)" for reason, size in entries.most_common(MOST_REASONS)]
     warnings.warn(
         f"shuffle_weights moves {share:.1%} of the parameters of {type(network).__name__}; the "
-        "others stay where they are in all that is released. What holds most of them: "
-        f"{'; '.join(reasons)}.{unreached} Have the network return no more than the loss needs "
-        "(logits, no hidden states); delete parameters that nothing uses, or pass "
-        "shuffle_weights=find_permutations(module, sample_input, more_samples=[...]) with inputs "
-        "that reach them, which also ends this warning; print what it returns with describe() to "
-        "see all",
+        "others stay in place in all that is released. Most of them stay because of: "
+        f"{'; '.join(reasons)}. {spec.describe_unreached()}Let the network return only what the "
+        "loss needs (logits, no hidden states). Passing "
+        "shuffle_weights=find_permutations(module, sample_input) ends this warning, and describe() "
+        "of what it returns shows all reasons",
         stacklevel=2,
     )
