@@ -227,7 +227,7 @@ def test_local_noise_is_accounted_as_it_is_for_the_rounds_that_were_agreed_to():
     class Loud(LocalDpMod):
         pass
 
-    with pytest.raises(ValueError, match="mod must be a LocalDpMod, and not of a subclass"):
+    with pytest.raises(ValueError, match="mod must be a LocalDpMod and not of a subclass"):
         AccountedMod(Loud(1.0, 1.0, 1.0, 1e-5), num_clients=1, delta=DELTA, max_rounds=1, book=None)
 
 

@@ -1,9 +1,8 @@
-"""``AccountedStrategy`` and ``AccountedMod``: what Flower's own differential privacy costs.
+"""``AccountedStrategy`` and ``AccountedMod``: ε of Flower's own differential privacy.
 
-Flower's strategies and its ``LocalDpMod`` stay as they are and do what they do. Each round is
-accounted by the noise that it really got, before its model is handed on, and a round that would
-leave the budget is not run. What Flower releases without the noise that it is taken to have, is
-refused by name.
+Flower's strategies and its ``LocalDpMod`` work unchanged. Each round is accounted by the noise that
+it really got, before its model is used, and a round that would exceed the budget is not run. What
+Flower releases without the noise that it reports is refused.
 """
 
 from __future__ import annotations
@@ -58,16 +57,17 @@ STOCK = (
     DifferentialPrivacyClientSideAdaptiveClipping,
 )
 ROUND = "server-round"
-"""Under which name Flower tells clients the number of a round."""
+"""The key of the round in Flower's messages to clients."""
 FARTHEST = 5.0
-"""Standard deviations of the count's noise that adaptive clipping is accounted for.
+"""The largest noise of the count, in standard deviations, that is accounted for.
 
-A round whose count has more of it is dropped: one of 3 million, were all updates clipped.
+With adaptive clipping a round with more noise is dropped: one round of 3 million if all updates are
+clipped.
 """
 SLACK = 1e-3
-"""By how much of the clipping norm an update may exceed it, for arithmetic in single precision.
+"""By which fraction an update may exceed the clipping norm, because of single precision.
 
-It is accounted: an update counts as that long.
+It is accounted for: the sensitivity is that much larger.
 """
 
 
@@ -76,24 +76,23 @@ class AccountedStrategy(Strategy):
 
     Args:
         strategy: One of ``DifferentialPrivacy{Server,Client}Side{Fixed,Adaptive}Clipping`` around a
-            strategy that averages as ``FedAvg`` does. Its noise and norms are read off in every
-            round.
-        num_clients: n, all clients there are; no ε depends on it, what it is compared with does.
+            strategy that averages as ``FedAvg`` does. Its noise and norms are read in every round.
+        num_clients: n, all clients. It does not change ε, only the comparisons in the report.
         delta: δ of the run.
-        target_epsilon: No round is run that would take ε above it: nobody is asked, and the model
-            stays.
+        target_epsilon: The limit of ε. No round that would exceed it is run, and the model stays.
         adjacency: ``"zero_out"`` (one client's update is zero), or ``"replace"``.
 
     Attributes:
-        accountant: Of the rounds that ran.
+        accountant: The accountant of the rounds that ran.
 
     Raises:
-        ValueError: If the strategy is another one, averages otherwise, or adds no noise.
+        ValueError: If the strategy is another one, averages differently, or adds no noise.
 
     Formal Guarantees:
-        Theorems 14.1 and 14.2, about clients' updates, against who sees every round's model and who
-        takes part, trusting the server. Weights (numbers of examples) are taken to be public, and
-        whether a client answers to depend on no data. Metrics that clients send have no noise.
+        Theorems 14.1 and 14.2, for clients' updates, with a trusted server, against an adversary
+        who sees the model of every round and which clients participate. Weights (numbers of
+        examples) count as public, and whether a client answers must not depend on data. Metrics
+        that clients send have no noise.
     """
 
     def __init__(
@@ -107,14 +106,14 @@ class AccountedStrategy(Strategy):
     ) -> None:
         if type(strategy) not in STOCK:
             raise ValueError(
-                f"strategy must be one of {', '.join(kind.__name__ for kind in STOCK)}, got "
-                f"{type(strategy).__name__}: wrap that one, and yours inside of it"
+                f"strategy must be one of {', '.join(each.__name__ for each in STOCK)}, got "
+                f"{type(strategy).__name__}: wrap one of these, with your strategy inside"
             )
         inner = type(strategy.strategy)
         if not issubclass(inner, FedAvg) or inner.aggregate_train is not FedAvg.aggregate_train:
             raise ValueError(
                 f"strategy must wrap one that averages as FedAvg does, got {inner.__name__}: "
-                "Flower's noise is that of a mean, and anything else may depend more on one client"
+                "Flower's noise is for a mean, and other aggregates may depend more on one client"
             )
         self.strategy, self.num_clients = strategy, integer("num_clients", num_clients)
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
@@ -124,16 +123,17 @@ class AccountedStrategy(Strategy):
         self._round([1.0] * expected)  # refuses a strategy without noise
 
     def _least_growth(self, replies: int) -> float:
-        """The least factor by which a round that is released has changed the clipping norm.
+        """Returns the smallest factor by which a released round may change the clipping norm.
 
-        Flower clips to one norm and adds the next one's noise. 1 where it is fixed.
+        Flower clips to one norm, and adds the noise of the next one. The factor is 1 if the norm is
+        fixed.
         """
         highest = 1 + FARTHEST * getattr(self.strategy, "clipped_count_stddev", 0.0) / replies
         above = highest - getattr(self.strategy, "target_clipped_quantile", 0.0)
         return min(1.0, math.exp(-getattr(self.strategy, "clip_norm_lr", 0.0) * above))
 
     def _round(self, weights: list[float]) -> ServerNoise:
-        """Returns the round in which clients of these weights are averaged."""
+        """Returns the mechanism of a round that averages clients with these weights."""
         noise = self.strategy.noise_multiplier * self._least_growth(len(weights)) / (1 + SLACK)
         return ServerNoise(
             noise_multiplier=noise
@@ -146,7 +146,7 @@ class AccountedStrategy(Strategy):
         )
 
     def _affords(self, one: ServerNoise) -> bool:
-        """Tells whether one more round stays within the target ε."""
+        """Whether one more round stays within the target ε."""
         rounds = [*self.accountant.rounds, (one, 1)]
         spent = compute_bound(rounds, delta=self.delta, adjacency=self.adjacency)
         return spent.epsilon <= self.target_epsilon
@@ -154,46 +154,49 @@ class AccountedStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Asks whom the strategy asks; nobody, once the budget is spent."""
+        """Asks the strategy's clients, or no client once the budget is spent."""
         check_arrays(arrays)
         self._sent = arrays
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
         if messages and not self._affords(self._round([1.0] * len(messages))):
-            log(WARNING, "privacy: nobody is asked, as that would leave the budget")
+            log(WARNING, "privacy: no client is asked, because the round would exceed the budget")
             return []
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Accounts for the round, and returns what the strategy made of it.
+        """Accounts for the round, and returns the result of the strategy.
 
-        The model stays if a client answered with an error, or weights are so unequal that the
-        budget does not allow the round.
+        The model stays unchanged if a client answered with an error, or the weights are so unequal
+        that the round would exceed the budget.
 
         Raises:
-            ValueError: If an update was not clipped, or a weight is no positive number. No
-                model is released then.
+            ValueError: If an update was not clipped, or a weight is not a positive number. No model
+                is then released.
         """
         answers = list(replies)
         if not answers or any(answer.has_error() for answer in answers):
             return None, None
         if len({answer.metadata.src_node_id for answer in answers}) < len(answers):
             raise ValueError(
-                "a client answered twice in a round, and has twice the say that is accounted: have "
-                "the wrapped strategy ask each node once"
+                "a client answered twice in a round, which doubles its accounted influence: the "
+                "wrapped strategy must ask each node once"
             )
         key = self.strategy.strategy.weighted_by_key
-        found: Any = [next(iter(answer.content.metric_records.values()), {}) for answer in answers]
-        one = self._round([positive(f"{key} of a client", held.get(key)) for held in found])
+        sent: Any = [next(iter(answer.content.metric_records.values()), {}) for answer in answers]
+        one = self._round([positive(f"{key} of a client", each.get(key)) for each in sent])
         if not self._affords(one):
-            log(WARNING, "privacy: the round is dropped, as its weights would leave the budget")
+            log(
+                WARNING,
+                "privacy: the round is dropped, because its weights would exceed the budget",
+            )
             return None, None
         norm = self.strategy.clipping_norm
-        for answer in answers:  # a mean in single precision moves by its rounding, too
+        for answer in answers:  # The rounding of a mean in single precision adds sensitivity.
             for name, trained in list(answer.content.array_records.items()):
                 answer.content[name] = in_types(trained, dict.fromkeys(trained, "float64"))
-        self.accountant.record(one)  # first, as the next norm stays changed where the rest fails
+        self.accountant.record(one)  # first: the next norm stays changed if the rest fails
         arrays, metrics = self.strategy.aggregate_train(server_round, answers)
         for answer in answers:
             check_clipped(only_arrays(answer.content), self._sent, norm)
@@ -202,7 +205,7 @@ class AccountedStrategy(Strategy):
         if metrics is not None:
             metrics.pop(KEY_NORM_BIT, None)  # the share of clipped clients, without its noise
         if self.strategy.clipping_norm < norm * self._least_growth(len(answers)):
-            self.strategy.clipping_norm, arrays = norm, None  # less noise than is accounted
+            self.strategy.clipping_norm, arrays = norm, None  # less noise than accounted
         spent = self.accountant.bound(self.delta, adjacency=self.adjacency)
         log(
             INFO,
@@ -212,19 +215,19 @@ class AccountedStrategy(Strategy):
         return arrays, metrics
 
     def report(self) -> PrivacyReport:
-        """Returns what all rounds cost together, and what other kinds of trust would; print it."""
+        """Returns the report of all rounds, with ε under other trust models; print it."""
         return report_of(self.accountant.rounds, self.delta, self.adjacency)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Asks whom the strategy asks: they are sent a model that is accounted."""
+        """Asks the strategy's clients; the model that they get is accounted."""
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Returns what the strategy makes of clients' metrics, which have no noise."""
+        """Returns the strategy's aggregate of the clients' metrics, which have no noise."""
         return self.strategy.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
@@ -233,16 +236,17 @@ class AccountedStrategy(Strategy):
 
 
 class AccountedMod:
-    """Accounts for Flower's ``LocalDpMod`` at a client, which answers so many rounds and no more.
+    """Accounts for Flower's ``LocalDpMod`` at a client, and limits the number of answered rounds.
 
-    The mod adds noise by a formula that is true for ε < 1, and for the ``sensitivity`` that it is
-    told. What is accounted is that noise over the clipping norm, and a thousandth for rounding.
+    The mod computes its noise by a formula that is valid for ε < 1 and the given ``sensitivity``.
+    The account uses this noise over the clipping norm, with a thousandth for rounding.
 
     Args:
         mod: The mod.
-        num_clients: n, all clients; no ε depends on it, what it is compared with does.
-        delta: δ of all of a client's answers.
-        max_rounds: Rounds that this client agrees to take part in; later it answers with an error.
+        num_clients: n, all clients. It does not change ε, only the comparisons in the report.
+        delta: δ of all answers of a client.
+        max_rounds: The number of rounds that this client agrees to answer. It answers further
+            rounds with an error.
         adjacency: ``"zero_out"`` (the client's update is zero), or ``"replace"``.
         book: As for :class:`~opacus_shuffle.federated.flower.ReportMod`.
 
@@ -250,9 +254,9 @@ class AccountedMod:
         ValueError: If the mod adds no noise, or an argument is out of range.
 
     Formal Guarantees:
-        Theorem 14.1, about one client's updates, against whoever sees what it sends, the server
-        included. Metrics (numbers of examples, losses), answers that are no training, and errors
-        of training have no noise.
+        Theorem 14.1, for one client's updates, against everyone who sees its answers, including the
+        server. Metrics (numbers of examples, losses), answers to messages other than training, and
+        errors of training have no noise.
     """
 
     def __init__(
@@ -267,8 +271,8 @@ class AccountedMod:
     ) -> None:
         if type(mod) is not LocalDpMod:
             raise ValueError(
-                f"mod must be a LocalDpMod, and of no class of its own, got {type(mod).__name__}: "
-                "what else it does with an update is not accounted"
+                f"mod must be a LocalDpMod and not of a subclass, got {type(mod).__name__}: the "
+                "account does not cover other changes of an update"
             )
         self.mod, self.book = mod, book
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
@@ -281,11 +285,11 @@ class AccountedMod:
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
-        """Answers as the mod does, if the client agreed to it; ``call_next`` trains.
+        """Answers as the mod does if the client agreed to the round; ``call_next`` trains.
 
         Raises:
-            ValueError: If the round was answered before, or all that were agreed to are, or Flower
-                would send what it has not clipped and noised. Flower answers with an error then.
+            ValueError: If the round or all agreed rounds were answered before, or Flower would send
+                an update without clipping and noise. Flower then answers with an error.
         """
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return self.mod(message, context, call_next)
@@ -299,19 +303,17 @@ class AccountedMod:
         )
         reply = self.mod(message, context, call_next)
         if not (reply.has_error() or as_vector(only_arrays(reply.content)).isfinite().all()):
-            raise ValueError("the update is not finite, so that Flower has not clipped it")
+            raise ValueError("the update is not finite, so Flower did not clip it")
         return reply
 
     def report(self) -> PrivacyReport:
-        """Returns what the client agreed to, and what other kinds of trust would cost; print it."""
+        """Returns the report of all agreed rounds, with ε under other trust models; print it."""
         return report_of([(self.round, self.max_rounds)], self.delta, self.adjacency)
 
 
 def report_of(rounds: Rounds, delta: float, adjacency: Adjacency) -> PrivacyReport:
-    """Returns the report of rounds whose noise is drawn by NumPy, in this process.
-
-    A generator that was given a seed by ``np.random.seed`` has no sequence of seeds of its own.
-    """
+    """Returns the report of rounds whose noise is drawn by NumPy in this process."""
+    # After np.random.seed, the generator has no SeedSequence.
     seeded = np.random.get_bit_generator().seed_seq is None  # type: ignore[attr-defined]
     return PrivacyReport(
         rounds,
@@ -324,24 +326,24 @@ def report_of(rounds: Rounds, delta: float, adjacency: Adjacency) -> PrivacyRepo
 
 
 def check_arrays(arrays: ArrayRecord) -> None:
-    """Refuses arrays that Flower releases without the clipping, or the noise, that it gives others.
+    """Refuses arrays that Flower releases without clipping or noise.
 
-    Of an array of no dimensions Flower clips a copy, and ``LocalDpMod`` noises one. Numbers of half
-    precision lose what is added to them.
+    Flower clips, and ``LocalDpMod`` noises, only a copy of an array without dimensions. In half
+    precision small noise is rounded away.
     """
     for name, array in arrays.items():
         if not array.shape or array.dtype not in ("float32", "float64"):
             raise ValueError(
                 f"array {name!r} must have a dimension, and float32 or float64 entries, for Flower "
-                f"to clip and noise it, got shape {tuple(array.shape)} and {array.dtype}: leave it "
-                "out of what is sent (num_batches_tracked of batch norm, say), or reshape it"
+                f"to clip and noise it, got shape {tuple(array.shape)} and {array.dtype}: do not "
+                "send it (for example num_batches_tracked of batch norm), or reshape it"
             )
 
 
 def check_precision(arrays: ArrayRecord, norm: float) -> None:
-    """Refuses arrays that are so large that an update of this norm is rounded when it is added.
+    """Refuses arrays that are so large that adding an update of this norm rounds it.
 
-    A server could choose them so that the update is rounded to twice what it was clipped to.
+    A server could choose arrays for which the rounded update is twice as long as the clipped one.
     """
     moved = math.hypot(
         *(
@@ -351,32 +353,32 @@ def check_precision(arrays: ArrayRecord, norm: float) -> None:
     )
     if not moved <= SLACK * norm:
         raise ValueError(
-            f"arrays must be so small, or so precise, that an update of norm {norm:.6g} can be "
-            f"added to them, got arrays whose rounding may move it by {moved:.6g}: send float64"
+            f"arrays must be small or precise enough to add an update of norm {norm:.6g}, got "
+            f"arrays whose rounding may change it by {moved:.6g}: send float64"
         )
 
 
 def in_types(arrays: ArrayRecord, types: dict[str, str]) -> ArrayRecord:
-    """Returns the arrays in other types, by their names."""
+    """Converts arrays to the given types, by name."""
     return ArrayRecord(
         {name: Array(array.numpy().astype(types[name])) for name, array in arrays.items()}
     )
 
 
 def check_clipped(trained: ArrayRecord, sent: ArrayRecord, norm: float) -> None:
-    """Refuses an update that is longer than is accounted, or not finite."""
+    """Refuses an update that is longer than accounted, or not finite."""
     check_arrays(trained)
     if [(name, *array.shape) for name, array in trained.items()] != [
         (name, *array.shape) for name, array in sent.items()
     ]:
         raise ValueError(
-            f"a client answered with arrays {list(trained)}, which are not those that it was sent, "
-            f"{list(sent)}, in their order and shapes: Flower clips them by their order"
+            f"a client answered with arrays {list(trained)}, which differ from the sent ones, "
+            f"{list(sent)}, in names, order or shapes: Flower clips them by their order"
         )
     length = float((as_vector(trained) - as_vector(sent)).norm())
     if not length <= norm * (1 + SLACK):
         raise ValueError(
             f"an update of norm {length:.6g} was averaged, above the clipping norm {norm:.6g}: "
             "install Flower's fixedclipping_mod or adaptiveclipping_mod at all clients, as the "
-            "last of their mods, and send float64 where weights are large"
+            "last mod, and send float64 if weights are large"
         )

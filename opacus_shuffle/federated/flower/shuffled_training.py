@@ -1,8 +1,7 @@
 """``ReportMod`` for clients and ``ShuffledStrategy`` for servers: Flower with a shuffler.
 
-A client's update leaves it only as a report to the shuffler. The reply to the server is empty and
-the same from every client, whether its coin let it take part or not, whether it trained, failed or
-had nothing to say: no arrays, no losses, no numbers of examples.
+A client sends its update only as a report to the shuffler. Its reply to the server is empty, and
+the same whether it participated, trained or failed: no arrays, no losses, no numbers of examples.
 """
 
 from __future__ import annotations
@@ -35,39 +34,36 @@ from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.report_formats import ReportFormat
 from opacus_shuffle.federated.reporter import ClientBook, FileBook, Reporter
 
-# Under which names a message to a client holds the weights, the settings, and in these the number
-# of the round.
+# The keys of the weights and settings in a message to a client, and of the round in the settings.
 ARRAYS, SETTINGS, ROUND = "arrays", "config", "round"
 STATE = "opacus_shuffle"
-"""Under which name a client's state holds the rounds that it has answered."""
+"""The key of the answered rounds in a client's state."""
 Books = Callable[[Context], "str | os.PathLike[str] | FileBook"]
-"""Gets a client's context, returns its book, or the name of the file in which it notes rounds."""
+"""Returns the book of a client, or the name of its file, for a client's context."""
 REFUSED = 451
-"""The code of the error that answers everything but training."""
+"""The code of the error with which everything except training is answered."""
 
 
 class ReportMod:
-    """A Flower mod that turns what a client's ``train`` replies into a noised report.
-
-    That are its trained weights, as for any strategy.
+    """A Flower mod that turns the trained weights of a client into a noised report.
 
     Args:
-        format: What reports look like. It is this client's own: nothing that a server sends changes
+        format: The format of the reports. It belongs to the client: no message of a server changes
             it.
-        submit: Sends a report to the shuffler; gets the context of the client, which tells its
-            node's settings, and the report.
-        max_rounds: Rounds that this client agrees to take part in.
-        book: Gets the context, returns the book in which this client notes which rounds it has
-            answered: a :class:`~opacus_shuffle.federated.FileBook`, or its file's name. None notes
-            them in Flower's state, for simulations alone: a server that starts another run, or a
-            node that is started anew, finds that empty.
-        always_train: Train whatever the coin says, so that the time it takes tells nothing. In a
-            simulation, where nobody watches, False spares it.
+        submit: Sends a report to the shuffler. Its arguments are the client's context and the
+            report.
+        max_rounds: The number of rounds that this client agrees to answer.
+        book: Returns, for a context, the client's record of answered rounds: a
+            :class:`~opacus_shuffle.federated.FileBook`, or the name of its file. None records them
+            in Flower's state, for simulations alone: this state is empty after a restart, and in
+            every new run.
+        always_train: Whether to train also in rounds without participation, so that the time
+            reveals nothing. False saves this work in simulations.
 
     Formal Guarantees:
-        The server sees an empty reply, and the shuffler one report of the update (trained weights
-        minus received ones), clipped and noised here. Evaluation and queries are refused: their
-        answers would carry no noise.
+        The server gets an empty reply. The shuffler gets one report of the update (trained minus
+        received weights), clipped and noised here. Evaluation and queries are refused, because
+        their answers would have no noise.
     """
 
     def __init__(
@@ -89,22 +85,22 @@ class ReportMod:
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
         """Answers the server's message; ``call_next`` trains."""
-        kind = message.metadata.message_type
-        if kind.split(".")[0] != MessageType.TRAIN:
-            reason = f"{kind} would send what has no noise: evaluate on data of the server's own"
+        message_type = message.metadata.message_type
+        if message_type.split(".")[0] != MessageType.TRAIN:
+            reason = f"{message_type} would be answered without noise: evaluate at the server"
             return Message(Error(code=REFUSED, reason=reason), reply_to=message)
-        # The reply is made now: its time stamp must not tell how long training took.
+        # Created before training, so that its time stamp does not reveal the time of training.
         reply = Message(RecordDict(), reply_to=message)
         try:
             self._report(message, context, call_next)
-        except Exception as error:  # of which the server learns nothing
-            log(WARNING, "no report was sent or taken: %r", error)
+        except Exception as error:  # The server must not learn of it.
+            log(WARNING, "no report was accepted: %r", error)
         return reply
 
     def _report(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> None:
-        """Trains and reports, if the coin says so."""
+        """Trains and submits a report."""
         number: Any = message.content.config_records[SETTINGS][ROUND]
         received = as_vector(only_arrays(message.content))
         check_size(received, self.format)
@@ -122,20 +118,20 @@ class ReportMod:
 
 
 class ShuffledStrategy(Strategy):
-    """A Flower strategy that moves the weights by the clients' mean report, and accounts for it.
+    """A Flower strategy that updates the weights by the mean report, and accounts for each round.
 
-    Each round's metrics are ``reports``, that clients sent (0: the round was dropped), and
-    ``rounds`` that were accounted. What they cost, ``ledger.report()`` says.
+    The metrics of a round are ``reports``, the number of reports (0 if the round was dropped), and
+    ``rounds``, the number of accounted rounds. ``ledger.report()`` returns their ε.
 
     Args:
-        ledger: The book of the run, with its format, shuffler, δ and target ε.
-        learning_rate: What the mean is multiplied by. It is the sum over the expected number of
-            clients that take part, γ·n, which is public; how many did is not used.
-        min_nodes: Nodes to wait for before a round; by default as many as a round needs.
+        ledger: The ledger of the run, with its format, shuffler, δ and target ε.
+        learning_rate: The factor of the mean. The mean is the sum over γ·n, the public expected
+            number of participants; their actual number is not used.
+        min_nodes: The number of nodes to wait for before a round; by default ``min_reports``.
 
     Formal Guarantees:
-        The server learns what the shuffler hands over: the replies of the nodes are not looked at.
-        When the target ε is reached no node is asked any more, and :meth:`start` returns.
+        The server learns the output of the shuffler alone, as the replies of the nodes are ignored.
+        When the target ε is reached, no further round is run, and :meth:`start` returns.
     """
 
     def __init__(
@@ -156,21 +152,21 @@ class ShuffledStrategy(Strategy):
         *others: Any,
         **options: Any,
     ) -> Result:
-        """Trains as Flower's own ``start`` does, for as many rounds as the target ε pays for.
+        """Trains as Flower's ``start`` does, for as many rounds as the target ε allows.
 
         Args:
-            grid: Of the nodes.
-            initial_arrays: Where training starts, if the book does not say.
-            num_rounds: Rounds to run at most.
-            *others: As Flower's own.
-            **options: As Flower's own, such as ``evaluate_fn``.
+            grid: The grid of the nodes.
+            initial_arrays: The initial weights, unless the ledger has weights of an earlier round.
+            num_rounds: The largest number of rounds.
+            *others: Further arguments of Flower's ``start``.
+            **options: Further arguments, such as ``evaluate_fn``.
 
         Returns:
-            The weights of the last round, or those of the start if there was none, and the metrics
-            of the rounds that ran.
+            The weights of the last round, or the initial ones if there was none, and the metrics of
+            the rounds.
         """
-        known, rounds = self.ledger.result, self.ledger.affordable(num_rounds)
-        start = initial_arrays if known is None else as_arrays(known["weights"], initial_arrays)
+        stored, rounds = self.ledger.result, self.ledger.affordable(num_rounds)
+        start = initial_arrays if stored is None else as_arrays(stored["weights"], initial_arrays)
         result = super().start(grid, start, rounds, *others, **options)
         if not rounds:
             result.arrays = start
@@ -185,31 +181,31 @@ class ShuffledStrategy(Strategy):
         return result
 
     def summary(self) -> None:
-        """Returns a sentence on what every round is."""
+        """Logs the mechanism of a round."""
         log(INFO, "\t└──> Every round: %s", self.ledger.format.mechanism)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Opens the next round at the shuffler, and asks every node.
+        """Opens the next round at the shuffler, and sends the weights to every node.
 
-        Nobody is asked if the target ε is reached, or if a process that was killed had begun the
-        round: its reports are at the shuffler.
+        No node is asked if the target ε is reached, or if the round was begun by a process that was
+        killed: its reports are at the shuffler.
         """
-        known = self.ledger.result
-        self.arrays = arrays if known is None else as_arrays(known["weights"], arrays)
+        stored = self.ledger.result
+        self.arrays = arrays if stored is None else as_arrays(stored["weights"], arrays)
         check_size(as_vector(self.arrays), self.ledger.format, "the model has")
         self._asked = self.ledger.affords_another()
         if not self._asked:
             log(
                 INFO,
-                "target epsilon is reached after %s rounds: nobody is asked any more",
+                "target epsilon is reached after %s rounds: no further round is run",
                 self.ledger.round,
             )
         if not self._asked or self.ledger.begun:
             return []
         while len(nodes := list(grid.get_node_ids())) < self.min_nodes:
-            log(INFO, "waiting for %s nodes: %s are there", self.min_nodes, len(nodes))
+            log(INFO, "waiting for %s nodes: %s are connected", self.min_nodes, len(nodes))
             time.sleep(1.0)
         number = self.ledger.open()
         settings = ConfigRecord({**config, ROUND: number})
@@ -219,8 +215,8 @@ class ShuffledStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Accounts for the round, takes it from the shuffler, and moves the weights."""
-        list(replies)  # waits for them; they say nothing
+        """Accounts for the round, closes it at the shuffler, and updates the weights."""
+        list(replies)  # only waits for the empty replies
         if not self._asked:
             return self.arrays, None
         weights, released = as_vector(self.arrays), self.ledger.close()
@@ -228,7 +224,7 @@ class ShuffledStrategy(Strategy):
         if mean is None:
             log(
                 WARNING,
-                "round %s was dropped, fewer than %s clients reported: it is accounted",
+                "round %s was dropped and is accounted: fewer than %s clients reported",
                 released.round,
                 self.ledger.format.min_reports,
             )
@@ -247,51 +243,51 @@ class ShuffledStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Asks nobody, because the clients' answers would have no noise.
+        """Asks no node, because the answers would have no noise.
 
-        Pass ``evaluate_fn`` to ``start``, with data of the server's own.
+        Pass ``evaluate_fn`` to ``start`` to evaluate on data of the server.
         """
         return []
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Does nothing, as no client evaluates."""
+        """Does nothing, because no client evaluates."""
         return None
 
 
 def book_of(context: Context, book: Books | None) -> ClientBook:
     """Returns a client's book, in a file or in Flower's state.
 
-    That state lasts as long as a run, whose name the server chooses.
+    Flower's state lasts for one run, and the server chooses which messages are of one run.
     """
     if book is not None:
-        own = book(context)
-        return own if isinstance(own, FileBook) else FileBook(own)
+        client_book = book(context)
+        return client_book if isinstance(client_book, FileBook) else FileBook(client_book)
     state: Any = context.state.config_records.setdefault(STATE, ConfigRecord())
     return ClientBook(state)
 
 
 def check_size(weights: torch.Tensor, format: ReportFormat, whose: str = "the server sent") -> None:
-    """Refuses weights of another size, before any coin is tossed."""
+    """Refuses weights of another size, before a coin is tossed."""
     if len(weights) != format.dimension:
         raise ValueError(
-            f"{whose} {len(weights)} weights, the format has dimension={format.dimension}: change "
-            "one of them"
+            f"{whose} {len(weights)} weights, but the format has dimension={format.dimension}: use "
+            "the same network and format everywhere"
         )
 
 
 def as_vector(arrays: ArrayRecord) -> torch.Tensor:
     """Returns all entries of a record in one vector: float64."""
-    parts = [
+    flat = [
         torch.from_numpy(np.asarray(array, np.float64).reshape(-1))
         for array in arrays.to_numpy_ndarrays()
     ]
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *flat])
 
 
 def as_arrays(vector: torch.Tensor, like: ArrayRecord) -> ArrayRecord:
-    """Cuts a flat vector into a record of the same names, shapes and types."""
+    """Splits a flat vector into a record with the names, shapes and types of ``like``."""
     arrays = like.to_numpy_ndarrays()
     sizes = [array.size for array in arrays]
     if sum(sizes) != len(vector):
@@ -301,14 +297,16 @@ def as_arrays(vector: torch.Tensor, like: ArrayRecord) -> ArrayRecord:
         )
     return ArrayRecord(
         {
-            name: Array(part.numpy().reshape(old.shape).astype(old.dtype))
-            for name, part, old in zip(like.keys(), torch.split(vector, sizes), arrays, strict=True)
+            name: Array(entries.numpy().reshape(old.shape).astype(old.dtype))
+            for name, entries, old in zip(
+                like.keys(), torch.split(vector, sizes), arrays, strict=True
+            )
         }
     )
 
 
 def only_arrays(content: RecordDict) -> ArrayRecord:
-    """Returns the one record of arrays in a message.
+    """Returns the single record of arrays of a message.
 
     Raises:
         ValueError: If there is none, or more than one.
