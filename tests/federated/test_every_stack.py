@@ -5,9 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -80,35 +77,6 @@ def over_http(reports, folder):
             yield far(shard.url, lead.url)
 
 
-@contextlib.contextmanager
-def as_a_process(reports, folder):
-    """The lead is a process by files, as whoever runs it starts it."""
-    shuffler = Shuffler(reports, is_shard=True)
-    with ShufflerService(shuffler, clients=HALVES[0], server=LEAD).start() as shard:
-        (folder / "lead.txt").write_text(LEAD)
-        files = {
-            "settings": json.dumps(reports.settings),
-            "secrets": "\n".join(HALVES[1]),
-            "server-secret": SERVER,
-            "shards": json.dumps([{"url": shard.url, "secret-file": f"{folder}/lead.txt"}]),
-        }
-        command = [sys.executable, "-m", "opacus_shuffle.federated.serve", "--port", "0"]
-        for name, content in files.items():
-            (folder / name).write_text(content)
-            command += [f"--{name}", str(folder / name)]
-        with (
-            (folder / "log").open("w") as log,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-        ):
-            try:
-                said = process.stdout.readline()
-                yield far(shard.url, said.removeprefix("shuffler at ").strip())
-                events = map(json.loads, (folder / "log").read_text().splitlines())
-                assert {"opened", "closed"} <= {event["event"] for event in events}
-            finally:
-                process.terminate()
-
-
 def by_hand(ledger: Ledger, submit) -> None:
     """Rounds of clients that report at one time."""
     clients = [Reporter(ledger.format, max_rounds=2) for _ in CLIENTS]
@@ -160,7 +128,6 @@ def on_flower(ledger: Ledger, submit) -> None:
         (in_shards, on_flower),
         (over_http, by_hand),
         (over_http, on_flower),
-        pytest.param(as_a_process, by_hand, marks=pytest.mark.zoo),
     ],
 )
 def test_every_format_comes_out_of_every_stack_mixed_right_and_accounted(

@@ -8,8 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
-from torch.utils.data import DataLoader, TensorDataset
 
 flwr = pytest.importorskip("flwr.app", reason="needs the extra federated")
 
@@ -162,21 +160,6 @@ def test_what_would_be_answered_without_noise_is_refused(kind):
     assert list(federation.strategy.configure_evaluate(1, weights(), {}, federation.grid)) == []
 
 
-@KINDS
-@pytest.mark.parametrize("number", [2, 3, 10])
-def test_a_server_cannot_have_a_round_twice_nor_more_rounds_than_agreed(reports, number):
-    federation = Federation(reports, max_rounds=2)
-    federation.run(2)
-    trained, sent = len(federation.trained), []
-    federation.submit = lambda context, report: sent.append(
-        report
-    )  # a server that has its way with the shuffler
-    federation.ask(RecordDict({"arrays": weights(), "config": ConfigRecord({"round": number})}))
-    assert federation.all_answered_alike
-    assert sent == []
-    assert len(federation.trained) == trained
-
-
 @pytest.mark.parametrize("kept", ["in files", "in Flower's state"])
 def test_a_server_that_begins_another_run_finds_the_same_books_if_they_are_files(kept, tmp_path):
     """In Flower's own state of a client the rounds of one run are all that is there."""
@@ -228,79 +211,3 @@ def test_every_round_is_accounted_and_when_the_target_is_reached_the_run_is_over
         assert torch.equal(as_vector(evaluated[ran]), last)
         assert last.abs().max() < 50
     assert federation.ledger.epsilon().epsilon == price
-
-
-def updates(reports, rounds: int, vectors: torch.Tensor) -> torch.Tensor:
-    """The sum that each of so many rounds moves the weights by."""
-    expected = float(reports.sample_rate * CLIENTS)
-    federation = Federation(reports, lambda client: vectors[client], learning_rate=expected)
-    sums: list[torch.Tensor] = []
-
-    def moved(weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        sums.append(expected * mean)
-        return weights
-
-    federation.strategy.moved = moved
-    federation.run(rounds)
-    return torch.stack(sums)
-
-
-def central_updates(rounds: int, vectors: torch.Tensor, accountant: str, **options):
-    """The sums of a run in one process, whose gradients are these vectors, and what was planned."""
-    model = torch.nn.Linear(D, 1, bias=False)
-    engine = opacus_shuffle.PrivacyEngine(accountant=accountant)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(TensorDataset(vectors), batch_size=CLIENTS // 2),
-        max_grad_norm=1.0,
-        loss_reduction="sum",
-        **options,
-    )
-    sums = []
-    while len(sums) < rounds:
-        for (x,) in loader:
-            model(x).sum().backward()
-            optimizer.step()
-            sums.append(optimizer.params[0].grad.flatten().clone())
-            optimizer.zero_grad()
-    return torch.stack(sums[:rounds]), engine.accountant.planned
-
-
-@pytest.mark.parametrize(
-    ("reports", "options"),
-    [
-        pytest.param(
-            GaussianReports(**GAUSSIAN),
-            {"accountant": "shuffled_checkin", "noise_multiplier": 1.0, "local_noise": True},
-            marks=pytest.mark.zoo,
-        ),
-        (
-            ShuffledSumReports(**{**SUMS, "min_reports": CLIENTS}),
-            {"accountant": "shuffled_sums", "noise_multiplier": 2.0},
-        ),
-        (
-            SecretReports(**GAUSSIAN),
-            {"accountant": "secret_checkin", "noise_multiplier": 1.0, "local_noise": True},
-        ),
-    ],
-    ids=["gaussian", "sums", "secret"],
-)
-def test_a_federated_run_and_one_in_one_process_have_the_same_updates_and_epsilon(reports, options):
-    """Two-sample Kolmogorov-Smirnov tests of 20 rounds, along three directions.
-
-    Each refuses by chance once in 10⁶.
-    """
-    rounds, generator = 20, torch.Generator().manual_seed(0)
-    vectors = torch.randn(CLIENTS, D, generator=generator)
-    vectors *= (
-        torch.rand(CLIENTS, 1, generator=generator) * 2 / vectors.norm(dim=1, keepdim=True)
-    )  # some longer than the norm
-    vectors += 0.3
-    ours = updates(reports, rounds, vectors).double()
-    theirs, planned = central_updates(rounds, vectors, **options)
-    for direction in (torch.ones(D), torch.eye(D)[0], torch.randn(D, generator=generator)):
-        one, two = ours @ direction.double(), theirs.double() @ direction.double()
-        assert stats.ks_2samp(one.numpy(), two.numpy()).pvalue > 1e-6
-    assert planned.same_run_as(reports.mechanism) or isinstance(reports, ShuffledSumReports)
-    assert math.isclose(planned.noise_multiplier, reports.mechanism.noise_multiplier, rel_tol=0.05)

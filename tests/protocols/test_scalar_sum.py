@@ -159,17 +159,3 @@ def test_what_is_not_one_number_is_refused(x, message):
 def test_what_is_not_one_number_per_user_is_refused(x, message):
     with pytest.raises(ValueError, match=message):
         HELD.simulate(x)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("num_users", value) for value in (0, 2.5, True, "3")),
-        *(("max_value", value) for value in (0.0, -1.0, math.nan, math.inf, True, None)),
-    ],
-)
-def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
-    good = {"num_users": 9, "max_value": 1.0, "epsilon": 1.0, "delta": 0.1}
-    with pytest.raises(ValueError, match=name) as raised:
-        ShuffleScalarSum(**{**good, name: value})
-    assert repr(value) in str(raised.value)

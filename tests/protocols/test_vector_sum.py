@@ -7,12 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.binomial_sums import BinomialNoise, gaussian_bound
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.protocols.calibration import OVERHEAD, SumBudget
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -265,25 +261,3 @@ def test_secret_check_in_takes_few_bits(share, most_bits):
         protocol.num_users * (0.1 / 4 + noise) * (2 / protocol.granularity) ** 2
     )  # 0.1 of them round
     assert protocol.noise_multiplier <= math.sqrt(spread) <= 1.55 * math.sqrt(1 + share)
-
-
-@settings(max_examples=60)
-@given(
-    trials=st.integers(20, 400),
-    steps=st.integers(1, 8191),
-    shift=st.integers(1, 12),
-    epsilon=st.floats(0, 8),
-    tail=st.floats(1e-12, 1e-3),
-)
-def test_the_covering_gaussian_covers_noise_bits_of_any_probability_in_both_directions(
-    trials, steps, shift, epsilon, tail
-):
-    noise = BinomialNoise(trials=trials, probability=steps / 8192)
-    bound = gaussian_bound(noise, shift=shift, tail=tail)
-    assume(math.isfinite(bound.slope))
-    masses = binom.pmf(range(-shift, trials + shift + 1), trials, steps / 8192)
-    one, other = masses[shift:], masses[: len(masses) - shift]
-    pairs = (one, other), (other, one)
-    exact = max(float(np.maximum(a - math.exp(epsilon) * b, 0.0).sum()) for a, b in pairs)
-    covered = math.exp(gaussian.log_delta(mu=bound.slope * shift, epsilon=epsilon)) + bound.lost
-    assert exact <= covered * (1 + 1e-9) + 1e-13
