@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.core import lazy_import
+from opacus_shuffle.core import imports
 
 if TYPE_CHECKING:
     from opacus_shuffle import accountants, analysis, audit, permutation, sco
@@ -105,7 +105,7 @@ _HOMES = {
     "protocols.vector_sum": "ShuffleVectorSum",
 }
 
-__getattr__, __dir__ = lazy_import.names_of(
+__getattr__, __dir__ = imports.lazy_attributes(
     __name__,
     {
         name: home and f"{__name__}.{home}"
@@ -113,6 +113,6 @@ __getattr__, __dir__ = lazy_import.names_of(
         for name in names.split()
     },
 )
-lazy_import.after_import(
+imports.after_import(
     "opacus", lambda: importlib.import_module("opacus_shuffle.accountants.accountant")
 )

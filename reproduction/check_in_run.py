@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.small_cnn import PHYSICAL_BATCH, SmallCNN, accuracy
-from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.atomic_file import atomic_write
 
 SAMPLE_RATE, CLIPPING_NORM, NOISE_MULTIPLIER, ROUNDS = 0.1, 0.01, 5.0, 5540
 PIECE = 100
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         outcome["rounds"].append(begun + rounds)
         outcome["accuracy"].append(round(accuracy(model, test_set, torch.device("cpu")), 4))
         outcome["cpu_seconds"] = round(outcome["cpu_seconds"] + time.process_time() - start)
-        with replacing(kept) as file:
+        with atomic_write(kept) as file:
             torch.save({"found": outcome, "weights": model.state_dict()}, file)
         options.output.write_text(json.dumps(outcome) + "\n")
         print(

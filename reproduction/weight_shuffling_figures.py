@@ -36,7 +36,7 @@ from scipy.special import ndtri
 
 from opacus_shuffle.analysis import fenton_wilkinson
 from opacus_shuffle.analysis.advanced_composition import step_budget
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.solve import safe_root
 
 BATCH = 1000
@@ -461,7 +461,7 @@ def main(arguments: list[str] | None = None) -> None:
             try:
                 import matplotlib
             except ImportError:
-                print(extras.missing("--output", "matplotlib", "plots"))
+                print(imports.missing_extra("--output", "matplotlib", "plots"))
                 continue
             matplotlib.use("Agg")
             picture(data).savefig(options.output / f"figure_{figure}.png", dpi=150)

@@ -73,7 +73,7 @@ def test_an_import_that_fails_is_waited_for_again(tmp_path):
     code = f"""
 import os
 sys.path.insert(0, {str(tmp_path)!r})
-from opacus_shuffle.core.lazy_import import after_import
+from opacus_shuffle.core.imports import after_import
 after_import("late", lambda: print("late is there:", "late" in sys.modules))
 after_import("never", lambda: print("never"))
 for _ in range(2):
@@ -98,7 +98,7 @@ class Failing:
         if name == "late":
             raise ImportError("no network")
 sys.path.insert(0, {str(tmp_path)!r})
-from opacus_shuffle.core.lazy_import import after_import
+from opacus_shuffle.core.imports import after_import
 sys.modules["late"] = None
 after_import("late", lambda: print("late is there:", sys.modules["late"] is not None))
 del sys.modules["late"]

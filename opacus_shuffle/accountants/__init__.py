@@ -15,7 +15,7 @@ from opacus_shuffle.accountants.bounds.registry import (
 )
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
-from opacus_shuffle.core.lazy_import import names_of
+from opacus_shuffle.core.imports import lazy_attributes
 
 if TYPE_CHECKING:
     from opacus_shuffle.accountants.accountant import ShuffleAccountant, register_accountants
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opacus_shuffle.accountants.dp_accounting_export import to_dp_accounting
 
 _package = "opacus_shuffle.accountants"
-__getattr__, __dir__ = names_of(  # what needs Opacus, or an extra
+__getattr__, __dir__ = lazy_attributes(  # what needs Opacus, or an extra
     _package,
     {
         "ShuffleAccountant": f"{_package}.accountant",

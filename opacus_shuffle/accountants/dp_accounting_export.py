@@ -22,7 +22,7 @@ from opacus_shuffle.accountants.bounds.random_allocation import epochs_of
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, mechanism_type
 from opacus_shuffle.accountants.mechanisms import RandomAllocation
 from opacus_shuffle.analysis.random_allocation import zero_out_losses
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import integer, positive
 
@@ -134,6 +134,6 @@ def _dp_accounting() -> tuple[Any, Any]:
     try:
         from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     except ImportError as error:
-        message = extras.missing("to_dp_accounting", "dp-accounting", "dp-accounting")
+        message = imports.missing_extra("to_dp_accounting", "dp-accounting", "dp-accounting")
         raise ImportError(message) from error
     return pld_pmf, privacy_loss_distribution

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from opacus_shuffle.analysis.mean_ratio import Sampling
 from opacus_shuffle.core.validation import (
-    check_free,
+    check_unregistered,
     integer,
     noise_level,
     reject_unknown,
@@ -83,7 +83,7 @@ class Mechanism:
     def __init_subclass__(cls, *, trains: bool = True, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if "name" in cls.__dict__ and trains:
-            check_free(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
+            check_unregistered(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
             MECHANISMS[cls.name] = cls
 
     def __post_init__(self) -> None:

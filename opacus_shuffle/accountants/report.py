@@ -32,7 +32,7 @@ from opacus_shuffle.accountants.deployment_registry import registry_statement
 from opacus_shuffle.accountants.history import first_rounds, rewound_sentence
 from opacus_shuffle.accountants.mechanism import Communication, sent_per_user
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
 from opacus_shuffle.core.rounding import plural, round_down, round_up
@@ -382,7 +382,7 @@ class PrivacyReport:
             try:
                 import matplotlib.pyplot as plt
             except ImportError as error:
-                raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
+                raise ImportError(imports.missing_extra("plot", "matplotlib", "plots")) from error
             ax = plt.subplots(figsize=(7.0, 5.6), layout="constrained")[1]
         total = sum(count for _, count in self.rounds)
         curves: dict[str, dict[int, float]] = {entry.name: {} for entry in self.entries}

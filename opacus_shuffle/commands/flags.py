@@ -23,7 +23,7 @@ from opacus_shuffle.accountants.bounds.registry import Rounds, bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.mechanisms.noised_updates import ClientNoise, ServerNoise
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import integer, one_of
 
@@ -320,7 +320,7 @@ def check_picture(path: str) -> None:
     """Refuses a picture that cannot be drawn or written."""
     check_file("--output", path, (".png", ".pdf", ".svg"))
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(extras.missing("a picture", "matplotlib", "plots"))
+        raise ValueError(imports.missing_extra("a picture", "matplotlib", "plots"))
 
 
 def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:

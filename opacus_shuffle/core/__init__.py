@@ -1,1 +1,1 @@
-"""What every storey stands on: guarantees, checks, randomness, rounding, Opacus's private side."""
+"""Used by all other rooms: guarantees, validation, randomness, rounding, and Opacus's internals."""

@@ -1,10 +1,10 @@
-"""Files that are complete at every moment, private to their owner, and not reached by links.
+"""Files that are always complete, readable by their owner only, and not reached through links.
 
-A process that is killed while writing leaves the file as it was.
+If a process is killed while it writes, the file keeps its old content.
 
 >>> import tempfile
 >>> folder = tempfile.TemporaryDirectory()
->>> with replacing(os.path.join(folder.name, "notes")) as file:
+>>> with atomic_write(os.path.join(folder.name, "notes")) as file:
 ...     _ = file.write(b"all of it")
 >>> os.listdir(folder.name)
 ['notes']
@@ -24,57 +24,58 @@ from opacus_shuffle.core.validation import instance_of
 
 try:
     import fcntl
-except ImportError:  # Windows: there two processes must not use one file at once
+except ImportError:  # On Windows two processes must not use one file at the same time.
     fcntl = None  # type: ignore[assignment]
 
 
-def private(path: Any, flags: int) -> int:
-    """Opens a file for its owner alone; for ``open(path, mode, opener=private)``.
+def open_private(path: Any, flags: int) -> int:
+    """Opens a file for its owner only; for ``open(path, mode, opener=open_private)``.
 
     A new file has mode 0600. A symbolic link is not followed: in a folder that others can write to,
-    it may lead to any file of this user.
+    it may point to any file of this user.
     """
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
 
 
-def own_path(name: str, path: Any) -> Path:
+def resolve_path(name: str, path: Any) -> Path:
     """Returns the absolute path of a file, for a process that may change its working directory.
 
     Args:
-        name: What the argument is called.
+        name: The name of the argument.
         path: The file, which need not exist. Its folder may be reached through links.
 
     Raises:
-        ValueError: If the folder does not exist, or the file is a symbolic link: two names of one
-            file have two locks.
+        ValueError: If the folder does not exist, or the file is a symbolic link: one file under two
+            names would have two locks.
     """
-    real = (file := Path(instance_of(name, path, (str, os.PathLike)))).parent.resolve() / file.name
-    if real.is_symlink() or not real.parent.is_dir():
+    file = Path(instance_of(name, path, (str, os.PathLike)))
+    resolved = file.parent.resolve() / file.name
+    if resolved.is_symlink() or not resolved.parent.is_dir():
         raise ValueError(
             f"{name}={str(path)!r} must be a file in an existing folder, and no symbolic link: "
             "make the folder, or name the file itself"
         )
-    return real
+    return resolved
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds the lock ``<path>.lock``, for which other processes wait."""
-    # Opening it for appending keeps the content of an existing file of this name.
-    with open(f"{path}.lock", "ab", opener=private) as lock:
+def file_lock(path: Path) -> Iterator[None]:
+    """Holds the lock ``<path>.lock``; other processes wait for it."""
+    # Append mode does not change an existing file of this name.
+    with open(f"{path}.lock", "ab", opener=open_private) as lock:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
-def replacing(path: Any) -> Iterator[Any]:
-    """Opens a file that takes the place of ``path`` when all of it is on the disk.
+def atomic_write(path: Any) -> Iterator[Any]:
+    """Opens a file that replaces ``path`` once all of it is on the disk.
 
     It is written in the same folder as ``.<name>.<random>.tmp``, flushed to the disk and renamed.
-    It has mode 0600. If ``path`` is a symbolic link, it replaces the link and not its target. A
-    failure removes it; only a killed process leaves it behind, and it may then be deleted. File
-    objects, devices and pipes are written to directly.
+    It has mode 0600. If ``path`` is a symbolic link, the link is replaced and not its target. The
+    temporary file is removed if an error occurs. If the process is killed, it remains, and may be
+    deleted. File objects, devices and pipes are written to directly.
 
     Args:
         path: A path, or a file object.
@@ -85,21 +86,21 @@ def replacing(path: Any) -> Iterator[Any]:
         yield path
         return
     target = Path(os.fsdecode(path)).absolute()
-    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
-    # A failure to open it is not caught: then there is nothing of ours to remove.
-    file = open(beside, "xb", opener=private)  # noqa: SIM115
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
+    # Outside of the try block: if this fails, there is no file to remove.
+    file = open(temporary, "xb", opener=open_private)  # noqa: SIM115
     try:
         with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
-    # The rename itself is to be on the disk, too, where the system can: Windows opens no folders,
-    # and some file systems sync none.
+    # The renaming should be on the disk as well. Windows opens no folders, and some file systems
+    # cannot sync them.
     with contextlib.suppress(OSError):
         handle = os.open(target.parent, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""Compiles loops over millions of numbers, where Numba (the extra ``fast``) is installed.
+"""Compiles loops over millions of numbers, if Numba (the extra ``fast``) is installed.
 
-Nothing is kept on disk: a package need not be where one may write, and code that is kept elsewhere
-can be exchanged. So every process compiles anew, and only for work that is worth it.
+Compiled code is not cached on disk: the package's folder may be read-only, and a cache elsewhere
+could be tampered with. So every process compiles again, and only if the work is large enough.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 WORTH_COMPILING = 10**6
-"""Numbers from which on work is compiled, which takes a process two seconds, once."""
+"""Arrays of at least this size are worth the two seconds that compiling takes, once per process."""
 
 
 def worth_compiling(numbers: int) -> bool:
-    """Tells whether an array of so many numbers is large enough that compiling its loop pays."""
+    """Tells whether an array of so many numbers is large enough for a compiled loop."""
     return numbers >= WORTH_COMPILING
 
 
 @functools.cache
 def jitted(function: Callable[..., Any], *, reorders: bool = False) -> Callable[..., Any] | None:
-    """Returns the function, to be compiled when it is first called; None without Numba.
+    """Returns the function, compiled on its first call; None without Numba.
 
     Args:
-        function: Of arrays and numbers, with loops, as Numba takes them.
-        reorders: Floating-point sums may be taken in any order, as processors do it by fours. What
-            is not finite stays so.
+        function: A function of arrays and numbers, with loops, that Numba supports.
+        reorders: Whether floating-point sums may be taken in any order, which lets the processor
+            add several numbers at once. Infinities and NaN are still propagated.
     """
     try:
         import numba

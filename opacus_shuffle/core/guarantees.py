@@ -1,4 +1,4 @@
-"""An ε with its meaning: what it is worth, for which data sets and rounds, and against whom.
+"""``PrivacyBound``: an ε with its guarantee, its data sets and rounds, and its adversary.
 
 >>> values = ("shuffle_gauss", "certified", 0.25, 1e-5, "zero_out")
 >>> bound = PrivacyBound(*values, Guarantee.PROVED, "every data set", rounds=7)
@@ -22,7 +22,7 @@ EVERY_DATA_SET = "every data set"
 
 
 class Guarantee(enum.Enum):
-    """How much an ε is worth."""
+    """The kind of statement that an ε makes."""
 
     PROVED = "a differential-privacy guarantee for every data set"
     PAIR = "about one pair of data sets only, no differential-privacy guarantee"
@@ -32,7 +32,7 @@ class Guarantee(enum.Enum):
 class Adjacency(str, enum.Enum):
     """Which two data sets are neighbours.
 
-    ``Adjacency("zero_out")`` checks a plain string, which is equal to its member.
+    ``Adjacency("zero_out")`` checks a string. A member is equal to its string.
     """
 
     ZERO_OUT = "zero_out"
@@ -52,50 +52,49 @@ class Adjacency(str, enum.Enum):
 
     @property
     def meaning(self) -> str:
-        """What a run is compared with, for a table's foot."""
+        """A description of the neighbouring run, for the foot of a table."""
         other = "reports zero" if self is Adjacency.ZERO_OUT else "is any other record"
         return f"compared with a run in which one record {other}"
 
     @property
     def distance(self) -> float:
-        """How far one record's report may move, in clipping norms."""
+        """The largest distance between the two reports of one record, in clipping norms."""
         return 1.0 if self is Adjacency.ZERO_OUT else 2.0
 
 
 class PrivacyAssumptionWarning(UserWarning):
-    """An ε was shown that does not cover every data set."""
+    """An ε is shown that does not cover every data set."""
 
 
 class NotCovered(ValueError):
-    """A bound has no value for this adjacency or this run; reports leave it out."""
+    """A bound has no value for this adjacency or this run; reports omit it."""
 
 
 class InconsistentBound(RuntimeError):
-    """An ε that cannot be right, an error of this library: NaN, negative, or contradicted."""
+    """An ε is NaN, negative or contradicted by another value: an error in this library."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrivacyBound:
-    """One ε and everything needed to read it.
+    """One ε and everything needed to interpret it.
 
     Attributes:
-        mechanism: The name of what ran.
+        mechanism: The name of the mechanism.
         bound: The name of the bound.
         epsilon: ε, rounded up.
         delta: δ.
         adjacency: Which data sets are neighbours.
-        guarantee: What ε is worth.
+        guarantee: The kind of statement that ε makes.
         covers: The data sets that it covers, in words.
-        rounds: How many rounds ran.
-        lower: A value, rounded down, that the exact ε of what is covered is not below; None where
-            none is known.
-        trusted: Who must not be the adversary.
+        rounds: The number of rounds.
+        lower: A lower bound, rounded down, on the exact ε for these data sets; None if unknown.
+        trusted: The party that must be trusted.
         adversary: What the adversary sees.
         meaning: What the bound computes, in words.
-        proof: Which of several proofs gave ε; empty where there is only one.
+        proof: The proof that gave ε, if the bound has several; otherwise empty.
 
     Raises:
-        InconsistentBound: If ε is no number, negative, or below its own lower value.
+        InconsistentBound: If ε is NaN, negative, or below its own lower bound.
     """
 
     mechanism: str
@@ -124,17 +123,15 @@ class PrivacyBound:
             raise self.contradicted(f"lower = {self.lower!r}")
 
     def contradicted(self, by: str) -> InconsistentBound:
-        """What to raise where ε cannot be right for what is said, a value that it contradicts."""
+        """Returns the error to raise if another value contradicts ε; ``by`` describes it."""
         return InconsistentBound(
             f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, {by} at "
-            "delta = "
-            f"{self.delta!r} ({self.adjacency}); this is an error in opacus_shuffle: report it, "
-            "and use "
-            "no epsilon of it"
+            f"delta = {self.delta!r} ({self.adjacency}); this is an error in opacus_shuffle: "
+            "report it, and do not use this epsilon"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; infinity becomes None."""
+        """Returns the fields as plain values, for JSON; infinity becomes None."""
         return finite(
             {
                 **dataclasses.asdict(self),
@@ -145,5 +142,5 @@ class PrivacyBound:
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with None for infinity, which JSON does not know."""
+    """Returns the values with None for infinity, which JSON does not support."""
     return {name: None if value == math.inf else value for name, value in values.items()}

@@ -1,7 +1,7 @@
-"""Plain values: what is read back from a file without running code that the file brings along.
+"""Plain values, which can be read from a file without running code from that file.
 
-``torch.load(..., weights_only=True)`` reads tensors and these types alone. NumPy's numbers are
-others, so they become Python's.
+``torch.load(..., weights_only=True)`` reads tensors and these types only. NumPy's numbers are not
+among them, so they are converted to Python's.
 
 >>> import numpy as np
 >>> foreign: set[str] = set()
@@ -37,11 +37,11 @@ _PLAIN = (
 
 
 def plain(value: Any, foreign: set[str]) -> Any:
-    """Returns a value with Python's numbers for NumPy's; tensors stay, containers are new.
+    """Returns a copy of a value with NumPy's numbers converted to Python's; tensors are shared.
 
     Args:
         value: Lists, tuples and dictionaries of anything.
-        foreign: Gets the names of the types that would not be read back.
+        foreign: The names of types that could not be read back are added to this set.
     """
     kind = type(value)
     if isinstance(value, np.generic):
@@ -49,7 +49,7 @@ def plain(value: Any, foreign: set[str]) -> Any:
     if kind in (list, tuple):
         return kind(plain(entry, foreign) for entry in value)
     if kind in (dict, OrderedDict, Counter):
-        entries = copy.copy(value)  # and the metadata of a state dict
+        entries = copy.copy(value)  # keeps the metadata of a state dict
         for key, entry in value.items():
             entries[key] = plain(entry, foreign)
         return entries
@@ -57,6 +57,6 @@ def plain(value: Any, foreign: set[str]) -> Any:
         *_PLAIN,
         *torch.serialization.get_safe_globals(),
     )
-    if not read or (kind is bytes and not value):  # which the reader does not know
+    if not read or (kind is bytes and not value):  # empty bytes cannot be read back
         foreign.add(f"{kind.__module__}.{kind.__qualname__}")
     return value

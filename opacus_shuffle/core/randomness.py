@@ -1,14 +1,14 @@
-"""Secret randomness for all that hides people: AES-256 in counter mode.
+"""Secret randomness for everything that protects privacy: AES-256 in counter mode.
 
-PyTorch's generator on a CPU is a Mersenne Twister, which gives its state away: from 25,600 numbers
-of noise that are seen alone (coordinates in which every gradient is zero) its state follows by
-linear algebra, and with it all other noise and who took part. So noise, participation,
-permutations, shuffling and bits are drawn from :class:`SecretGenerator`, whose output tells
-nothing of the rest of it as long as AES holds.
+PyTorch's generator on a CPU is a Mersenne Twister, whose output reveals its state: from 25,600
+numbers of noise without data (coordinates in which every gradient is zero) the state follows by
+linear algebra, and with it all other noise and the participation. So noise, participation,
+permutations, shuffling and bits are drawn from :class:`SecretGenerator`. No part of its output
+reveals anything about the rest, as long as AES is secure.
 
-A process that forks copies its memory, and parent and child would draw the same noise, which is
-then no secret of either. So every secret stream is keyed anew in the child, and so is every copy
-and every unpickled one. What a user has seeded stays repeatable, and says that it is no secret.
+A fork copies the memory of a process, and parent and child would draw the same noise. So every
+secret stream gets a new key in the child, and so does every copy and every unpickled one. A stream
+that a user has seeded stays repeatable, and is marked as not secret.
 
 >>> stream = SecretGenerator()
 >>> stream.secret, round(float(stream.normals(100_000).std()), 1)
@@ -44,49 +44,51 @@ KEY_BYTES = 32
 """AES-256."""
 _BLOCK_BYTES = 16
 BYTES_PER_KEY = 2**32 * _BLOCK_BYTES
-"""After so many bytes a key is replaced: far more blocks of one would differ from random ones."""
+"""A key is replaced after so many bytes: many more blocks would differ from random ones."""
 _ZEROS = memoryview(bytes(2**18))
-"""What is encrypted: the cipher adds its stream to it."""
+"""The plaintext: the cipher adds its stream to it."""
 _NUMBERS = 2**16
-"""Normal numbers that are made at a time, by NumPy, in what a processor's cache holds.
+"""Normal numbers per block, which fit into a processor's cache.
 
-PyTorch would start threads for so many, for which a forked process waits for ever.
+NumPy computes them: PyTorch would start threads for so many, and a forked process would wait for
+these threads forever.
 """
 _SHARED = {np.float32: _NUMBERS, np.float64: 2**12}
-"""Normal numbers of a block that small tensors share.
+"""Normal numbers per block that small tensors share.
 
-Precise ones cost the most, and a client's report, whose stream ends with it, throws the rest away.
+Precise ones are the most expensive, and a client's report, whose stream ends with it, discards the
+rest of its block.
 """
 _RADIANS = 2 * math.pi * 2.0**-32
 _DRAWS, _TURNS = 4, 2**12
 _LOG_WORDS = 32 * math.log(2)
 _RARE = -20 * math.log(2)
-"""Uniform numbers below 2⁻²⁰, whose logarithm is below this, are drawn again by 64 bits."""
+"""Uniform numbers below 2⁻²⁰ (with a logarithm below this) are drawn again, with 64 bits."""
 _ANGLES = np.arange(_TURNS) * (2 * math.pi / _TURNS)
 _COARSE = np.cos(_ANGLES), np.sin(_ANGLES)
-_SCALE = (2 / _DRAWS) ** 0.5  # of half the sum, and of radii that lack their root of two
+_SCALE = (2 / _DRAWS) ** 0.5  # of half the sum, and of radii without their factor √2
 _FINE = _SCALE * np.cos(_ANGLES / _TURNS), _SCALE * np.sin(_ANGLES / _TURNS)
 
 
-_LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What must not be the same in two processes: ``renew()`` draws a new secret for each."""
+_FORK_SENSITIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects that must not be the same in two processes: ``renew()`` draws a new secret for each."""
 
 
 def _renew_all() -> None:
     """Reseeds every secret generator after a fork."""
-    for secret in list(_LIVE):
-        # A forked process cannot use the CUDA that its parent has used: a generator there cannot
-        # even be seeded. Its own stream has a fresh key by then, and nothing can be drawn there.
+    for secret in list(_FORK_SENSITIVE):
+        # If the parent has used CUDA, a forked process cannot use it, and cannot even seed a
+        # generator there. By then the AES stream has its new key, and nothing can be drawn on CUDA.
         with contextlib.suppress(Exception):
             secret.renew()
 
 
 def renew_after_fork(secret: Any) -> None:
-    """Calls the secret's ``renew`` in every forked process, as long as the secret lives."""
-    _LIVE.add(secret)
+    """Calls the object's ``renew`` in every forked process, as long as the object exists."""
+    _FORK_SENSITIVE.add(secret)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_renew_all)
 
 
@@ -94,28 +96,29 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
     """A stream of AES-256 in counter mode, accepted wherever this package takes a generator.
 
     Forked processes, copies and pickles get a fresh key from the operating system; a key is
-    replaced by its hash every 2³² blocks and at every :meth:`next_key`, so that a key tells nothing
-    that was drawn by the keys before it. It is no ``torch.Generator``: PyTorch's functions raise a
-    TypeError for it, instead of drawing from a Mersenne Twister. Draw by the methods here.
+    replaced by its hash every 2³² blocks and at every :meth:`next_key`, so a key reveals nothing
+    that was drawn with earlier keys. It is not a ``torch.Generator``: PyTorch's functions raise a
+    TypeError for it, instead of drawing from a Mersenne Twister. Use its own methods.
 
-    ``of_pytorch`` is a ``torch.Generator`` with a seed from the stream. On a CPU, numbers drawn by
-    it (seeds of workers, say) hide nobody. On a GPU, the seed is the 64-bit key of PyTorch's Philox
-    generator, which draws the noise there and is no cipher. If a fork's parent has used CUDA, that
-    seed is not renewed in the child, where CUDA refuses to draw anything. The stream of AES is
-    renewed there, too.
+    ``of_pytorch`` is a ``torch.Generator`` with a seed from the stream. On a CPU it draws only
+    numbers that protect nobody (seeds of workers, for example). On a GPU, the seed is the 64-bit
+    key of PyTorch's Philox generator, which draws the noise there and is not a cipher. If the
+    parent of a fork has used CUDA, that seed is not renewed in the child, where CUDA refuses to
+    draw anything. The AES stream is renewed there as well.
 
     Args:
-        device: Where it lives.
+        device: The device of ``of_pytorch``.
         key: 32 bytes; by default from the operating system.
-        secret: Whether the key is nobody's choice; by default only without one.
-        secure: Noise is the sum of four draws in double precision, on a grid (``secure_mode``).
+        secret: Whether the key is unknown to everyone; by default True only without ``key``.
+        secure: Whether noise is the sum of four draws in double precision, on a grid
+            (``secure_mode``).
 
     Attributes:
-        device: Where it lives.
+        device: The device of ``of_pytorch``.
         of_pytorch: As above.
-        key: The key of the numbers that come next, a secret as they are.
+        key: The key of the next numbers, as secret as they are.
         secret: Whether nobody can draw the same numbers again. ``manual_seed`` and ``set_state``
-            make the stream repeatable, and this False.
+            make the stream repeatable and set this to False.
         secure: As above.
     """
 
@@ -129,81 +132,82 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
     ) -> None:
         self.secret, self.secure = key is None if secret is None else secret, secure
         self.device, self.of_pytorch = torch.device(device), torch.Generator(device)
-        self._lock = threading.RLock()  # no two threads get the same numbers
+        self._lock = threading.RLock()  # two threads must not get the same numbers
         self._start(os.urandom(KEY_BYTES) if key is None else key)
         renew_after_fork(self)
 
     @functools.cached_property
     def _buffer(self) -> bytearray:
-        """Memory that random words are drawn into."""
+        """Memory for random words."""
         return bytearray(4 * _NUMBERS + _BLOCK_BYTES)
 
     @functools.cached_property
-    def _room(self) -> npt.NDArray[np.float64]:
-        """Memory to work on numbers in: asking for it each time costs more than the work."""
+    def _workspace(self) -> npt.NDArray[np.float64]:
+        """Memory for intermediate results; to allocate it each time costs more than to compute."""
         return np.empty((4, _NUMBERS // 2))
 
     def _start(self, key: bytes) -> None:
-        """Begins the stream of a key."""
-        # Imported when the first stream begins: whoever only imports the engine waits less.
+        """Starts the stream of a key."""
+        # Imported here so that importing the engine takes less time.
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         self.key = key
         self._stream: CipherContext = Cipher(
             algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))
         ).encryptor()
-        self._left = BYTES_PER_KEY
-        self._ready: dict[type[np.floating], npt.NDArray] = {}  # normal numbers that nobody has had
+        self._bytes_left = BYTES_PER_KEY
+        self._unused: dict[type[np.floating], npt.NDArray] = {}  # normal numbers already computed
         seed = bytearray(8 + _BLOCK_BYTES)
         self._draw_into(seed, 8)
         self.of_pytorch.manual_seed(int.from_bytes(seed[:8], "little"))
 
     def renew(self) -> None:
-        """Takes a key from the operating system, unless a user has seeded the stream."""
-        self._lock = threading.RLock()  # another thread of the parent's may have held the old one
+        """Takes a new key from the operating system, unless a user has seeded the stream."""
+        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         if self.secret:
             self._start(os.urandom(KEY_BYTES))
 
     def next_key(self) -> None:
-        """Replaces the key by its hash: what was drawn so far cannot be drawn again from here."""
-        ready = self._ready  # nobody has had these
+        """Replaces the key by its hash, so that earlier numbers cannot be drawn again from it."""
+        unused = self._unused  # these were not returned to anyone
         self._start(hashlib.sha256(b"next" + self.key).digest())
-        self._ready = ready
+        self._unused = unused
 
     def manual_seed(self, seed: int) -> SecretGenerator:
-        """Makes the stream repeatable, and no secret any more; as in PyTorch otherwise."""
-        return self._choose(b"seed %d" % int(seed))
+        """Seeds the stream, which is then repeatable and no longer secret."""
+        return self._reseed(b"seed %d" % int(seed))
 
     def get_state(self) -> torch.Tensor:
-        """Returns the state of ``of_pytorch``, which reveals nothing of the stream."""
+        """Returns the state of ``of_pytorch``, which reveals nothing about the stream."""
         return self.of_pytorch.get_state()
 
     def set_state(self, new_state: torch.Tensor) -> SecretGenerator:  # type: ignore[override]
-        """Makes the stream a function of this state, and no secret any more."""
-        return self._choose(b"state" + new_state.cpu().numpy().tobytes())
+        """Makes the stream a function of this state; it is then no longer secret."""
+        return self._reseed(b"state" + new_state.cpu().numpy().tobytes())
 
-    def _choose(self, what: bytes) -> SecretGenerator:
+    def _reseed(self, seed: bytes) -> SecretGenerator:
         self.secret = False
-        self._start(hashlib.sha256(what).digest())
+        self._start(hashlib.sha256(seed).digest())
         return self
 
     def _draw_into(self, buffer: bytearray, count: int) -> None:
-        """Writes the next bytes of the stream into a buffer that is a block longer at least."""
+        """Writes the next bytes of the stream into a buffer that is at least one block longer."""
         with self._lock:
-            if count > self._left:
+            if count > self._bytes_left:
                 self.next_key()
-            self._left -= count
+            self._bytes_left -= count
             room = memoryview(buffer)
             for start in range(0, count, len(_ZEROS)):
                 self._stream.update_into(_ZEROS[: count - start], room[start:])
 
     def words(self, count: int, room: bytearray | None = None) -> npt.NDArray[np.uint64]:
-        """Draws so many times 64 random bits.
+        """Draws random words of 64 bits: shape (count,).
 
         Args:
-            count: How many words.
-            room: What :func:`room_for` gave, for as many words at least, to be drawn into: they are
-                gone when it is drawn into again. Fresh memory costs more than the words.
+            count: The number of words.
+            room: Memory for at least so many words, from :func:`room_for`. The words are
+                overwritten when it is used again. By default new memory, which costs more time than
+                the words.
         """
         drawn = room_for(count) if room is None else room
         self._draw_into(drawn, 8 * count)
@@ -216,7 +220,7 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
     def signed_uniforms(self, count: int) -> torch.Tensor:
         """Draws from (−1, 1) by 107 bits, so that numbers near 0 have all of their digits.
 
-        Such are the chances of what lies far out. No number is 0: float64, shape (count,).
+        Rare events need such precision. No number is 0: float64, shape (count,).
         """
         first, second = self.words(2 * count).reshape(2, count)
         lower = ((second >> np.uint64(11)) + 0.5) * 2.0**-106
@@ -226,44 +230,45 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
     def normals(self, count: int) -> torch.Tensor:
         """Draws standard normal numbers by Box and Muller's transform: float32, shape (count,).
 
-        A word w of 32 bits stands for the uniform number abs(w + ½)·2⁻³¹, the middle of a cell.
-        Single precision holds all of its bits if it is small. If it is below 2⁻²⁰, so that the
-        radius is above 5.26, it is drawn again with 64 bits, and with 64 more if these are all 0.
-        Thus the normal numbers have no largest value. Above 2⁻²⁰, the width of a cell is at most
-        1/2048 of its uniform number.
+        A word w of 32 bits represents the uniform number abs(w + ½)·2⁻³¹, the middle of a cell.
+        Single precision keeps all of its bits if it is small. If it is below 2⁻²⁰ (a radius above
+        5.26), it is drawn again with 64 bits, and with 64 more if these are all 0. So the normal
+        numbers have no largest value. Above 2⁻²⁰, the width of a cell is at most 1/2048 of its
+        uniform number.
         """
-        return self._handed_out(count, np.float32, self._fill)
+        return self._take(count, np.float32, self._fill)
 
     def precise_normals(self, count: int) -> torch.Tensor:
         """Draws standard normal numbers, each half a sum of four draws: float64, shape (count,).
 
-        One draw alone can only be one of 2⁶⁴ numbers, through which an adversary could go (Holohan
-        and Braghin, "Secure random sampling in differential privacy", section 5.1). Directions come
-        from tables: each of the four points of a pair has one of 4096, and their sum is turned by
-        one of 4096 finer steps between two of these. In all there are 2²⁴, and what is left of the
-        steps is the 2²⁴th harmonic, a Bessel function of that order of a number below 10⁴: nothing.
+        A single draw is one of only 2⁶⁴ numbers, which an adversary could enumerate (Holohan and
+        Braghin, "Secure random sampling in differential privacy", section 5.1). Directions come
+        from tables: each of the four points of a pair has one of 4096 directions, and their sum is
+        rotated by one of 4096 finer steps between two of these. This makes 2²⁴ directions. The only
+        trace of the steps is the 2²⁴th harmonic, a Bessel function of that order of a number below
+        10⁴, which is zero for all purposes.
         """
-        return self._handed_out(count, np.float64, self._fill_precisely)
+        return self._take(count, np.float64, self._fill_precisely)
 
-    def _handed_out(
-        self, count: int, kind: type[np.floating], fill: Callable[[npt.NDArray], None]
+    def _take(
+        self, count: int, dtype: type[np.floating], fill: Callable[[npt.NDArray], None]
     ) -> torch.Tensor:
-        """Takes numbers from those that are ready, each once; small tensors share a block."""
+        """Returns numbers from a block, each of them once; small tensors share a block."""
         with self._lock:
-            ready = self._ready.get(kind, np.empty(0))
-            if count > len(ready):
-                ready = np.empty(max(count, _SHARED[kind]), kind)
-                for start in range(0, len(ready), _NUMBERS):
-                    fill(ready[start : start + _NUMBERS])
-            self._ready[kind] = ready[count:]
-            # A copy where some stay: what is saved with these must not hold those that come next.
-            return torch.from_numpy(ready[:count].copy() if count < len(ready) else ready)
+            unused = self._unused.get(dtype, np.empty(0))
+            if count > len(unused):
+                unused = np.empty(max(count, _SHARED[dtype]), dtype)
+                for start in range(0, len(unused), _NUMBERS):
+                    fill(unused[start : start + _NUMBERS])
+            self._unused[dtype] = unused[count:]
+            # A copy if some remain: a saved tensor must not contain the numbers that come next.
+            return torch.from_numpy(unused[:count].copy() if count < len(unused) else unused)
 
     def _fill(self, block: npt.NDArray[np.float32]) -> None:
         """Fills at most ``_NUMBERS`` entries with normal numbers of one draw each."""
         half = -(-len(block) // 2)
         rest = len(block) - half
-        bits, (radius, angle) = self._bits(2 * half), self._room.view(np.float32)[:2, :half]
+        bits, (radius, angle) = self._bits(2 * half), self._workspace.view(np.float32)[:2, :half]
         np.copyto(radius, bits[:half], casting="unsafe")
         np.abs(np.add(radius, np.float32(0.5), out=radius), out=radius)
         np.log(np.multiply(radius, np.float32(2.0**-31), out=radius), out=radius)
@@ -277,7 +282,7 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
         """Fills at most ``_NUMBERS`` entries with halved sums of four draws."""
         half = -(-len(block) // 2)
         rest = len(block) - half
-        radius, turned, x, y = self._room[:, :half]
+        radius, turned, x, y = self._workspace[:, :half]
         for draw in range(_DRAWS):
             bits = self._bits(2 * half)
             np.log(np.add(bits[:half].view(np.uint32), 0.5, out=radius), out=radius)
@@ -285,15 +290,15 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
                 np.subtract(_LOG_WORDS, self._with_tail(radius, _RARE + _LOG_WORDS), out=radius),
                 out=radius,
             )
-            place = np.bitwise_and(bits[half:], _TURNS - 1, out=bits[half:])
+            directions = np.bitwise_and(bits[half:], _TURNS - 1, out=bits[half:])
             for sums, table in ((x, _COARSE[0]), (y, _COARSE[1])):
-                np.take(table, place, out=turned, mode="clip")
+                np.take(table, directions, out=turned, mode="clip")
                 if draw:
                     sums += np.multiply(turned, radius, out=turned)
                 else:
                     np.multiply(turned, radius, out=sums)
-        place = np.bitwise_and(self._bits(half), _TURNS - 1)
-        cosine, sine = (np.take(table, place, mode="clip") for table in _FINE)
+        steps = np.bitwise_and(self._bits(half), _TURNS - 1)
+        cosine, sine = (np.take(table, steps, mode="clip") for table in _FINE)
         first, second = block[:half], block[half:]
         np.multiply(x, cosine, out=first)
         first -= np.multiply(y, sine, out=turned)
@@ -301,10 +306,10 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
         second += np.multiply(y[:rest], cosine[:rest], out=turned[:rest])
 
     def _with_tail(self, logs: npt.NDArray[Any], end: float) -> npt.NDArray[Any]:
-        """Draws logarithms of uniform numbers again if they are below ``end``, from (0, e^end).
+        """Replaces logarithms of uniform numbers below ``end`` by new draws from (0, e^end).
 
-        A whole number of equally likely cells lies below ``end``. A new draw has 2⁶⁴ cells, of
-        which only the lowest one is drawn again, and so on.
+        The cells below ``end`` are equally likely. A new draw has 2⁶⁴ cells, of which only the
+        lowest one is drawn again, and so on.
         """
         while logs.min() < end:
             (rare,) = np.nonzero(logs < end)
@@ -313,31 +318,31 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
         return logs
 
     def _bits(self, count: int) -> npt.NDArray[np.int32]:
-        """Draws random words of 32 bits, in memory that is kept for them."""
+        """Draws random words of 32 bits into reused memory."""
         self._draw_into(self._buffer, 4 * count)
         return np.frombuffer(self._buffer, np.int32, count)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Has copies and pickles become generators with a fresh key."""
+        """Gives copies and unpickled generators a fresh key."""
         return functools.partial(SecretGenerator, secure=self.secure), (str(self.device),)
 
 
 def room_for(words: int) -> bytearray:
-    """Returns memory that so many words of 64 bits can be drawn into, one time after another."""
+    """Returns reusable memory for so many words of 64 bits (see :meth:`SecretGenerator.words`)."""
     return bytearray(8 * words + _BLOCK_BYTES)
 
 
 def seeded_generator(device: torch.device | str, seed: int, use: str) -> SecretGenerator:
-    """Makes a repeatable generator of its own for each use of one seed: no secret of anyone's."""
+    """Returns a repeatable generator that is not secret; one seed gives a different one per use."""
     key = hashlib.sha256(f"{use} of seed {seed}".encode()).digest()
     return SecretGenerator(device, key=key, secret=False)
 
 
 def check_generator(name: str, generator: Any) -> None:
-    """Refuses what no stream can be made of; None is fine.
+    """Checks an argument that is None or a generator on the CPU.
 
     Raises:
-        ValueError: If it is no generator, or one on another device than the CPU.
+        ValueError: If it is neither.
     """
     if generator is not None:
         instance_of(name, generator, (torch.Generator, SecretGenerator))
@@ -346,19 +351,20 @@ def check_generator(name: str, generator: Any) -> None:
 
 
 def stream_of(generator: torch.Generator | None) -> SecretGenerator:
-    """Returns the stream to draw from for a caller's generator: one rule for all of the package.
+    """Returns the stream to draw from for a caller's generator; the package has no other rule.
 
     Args:
-        generator: On the CPU. None is a fresh secret; a :class:`SecretGenerator` is itself; any
-            other one gives 256 bits of its own at every call, which key a stream that is no secret.
+        generator: On the CPU. None gives a fresh secret stream, and a :class:`SecretGenerator`
+            itself. Any other generator gives a stream that is not secret, with a key of 256 bits
+            drawn from it at every call.
 
     Raises:
-        ValueError: If it is no generator, or one on another device than the CPU.
+        ValueError: If it is not a generator, or on another device than the CPU.
     """
     check_generator("generator", generator)
     if generator is None or isinstance(generator, SecretGenerator):
         return SecretGenerator() if generator is None else generator
-    # torch.set_default_device would have the numbers elsewhere than the generator.
+    # device= is needed because of torch.set_default_device.
     key = torch.randint(
         0, 256, (KEY_BYTES,), generator=generator, dtype=torch.uint8, device=generator.device
     )
@@ -366,10 +372,10 @@ def stream_of(generator: torch.Generator | None) -> SecretGenerator:
 
 
 def for_pytorch(generator: Any) -> Any:
-    """Returns the generator for PyTorch's functions, on a GPU or for draws that hide nobody."""
+    """Returns a generator for PyTorch's functions: on a GPU, or for draws that protect nobody."""
     return generator.of_pytorch if isinstance(generator, SecretGenerator) else generator
 
 
 def is_secret(generator: torch.Generator | None) -> bool:
-    """Tells whether nobody can draw a generator's numbers again; PyTorch's own is None."""
+    """Tells whether nobody can draw a generator's numbers again; None is PyTorch's global one."""
     return isinstance(generator, SecretGenerator) and generator.secret

@@ -1,4 +1,4 @@
-"""Numbers as text or in single precision, never below the number.
+"""Numbers as text or in single precision, rounded up (or down where the name says so).
 
 >>> round_up(0.00140628), round_up(634.201), round_up(123456.1), round_up(0.0), round_up(1.2345e28)
 ('0.001407', '634.3', '123457', '0', '1.235E+28')
@@ -16,9 +16,9 @@ import numpy as np
 
 
 def round_up(value: float, digits: int = 4) -> str:
-    """Writes a finite number in so many significant digits.
+    """Returns a finite number as text with so many significant digits, rounded up.
 
-    It is a whole number if that takes more, and has an exponent if it is extreme.
+    Large numbers keep all digits before the decimal point; extreme ones have an exponent.
     """
     exact = Decimal(value)
     if not exact:
@@ -30,17 +30,17 @@ def round_up(value: float, digits: int = 4) -> str:
 
 
 def round_down(value: float, digits: int = 4) -> str:
-    """The same, never above the number."""
+    """Returns a finite number as text with so many significant digits, rounded down."""
     return f"{Context(prec=digits, rounding=ROUND_FLOOR).plus(Decimal(value)):f}" if value else "0"
 
 
 def plural(count: int, noun: str) -> str:
-    """Returns how many there are of something, with the noun in its number."""
+    """Returns a count with its noun, in the singular or plural."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def up_to_single(value: float) -> float:
-    """Returns the smallest number of single precision that is not below; loggers keep no more."""
+    """Returns the smallest single-precision number that is not below; for loggers."""
     nearest = np.float32(value)
-    # NumPy would compare in single precision.
+    # Compare in double precision; NumPy would use single precision.
     return float(nearest if float(nearest) >= value else np.nextafter(nearest, np.float32(np.inf)))

@@ -1,4 +1,4 @@
-r"""Tables as text, and wrapped paragraphs: the one writer that all printed results share.
+r"""Tables and wrapped paragraphs as text, for all printed results.
 
 >>> rows = [("certified", "0.25"), ("pair", "12.5")]
 >>> print("\n".join(text_table(("bound", "epsilon"), rows, right=("epsilon",))))
@@ -20,10 +20,10 @@ WIDTH = 80
 def text_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()
 ) -> list[str]:
-    """Returns a table's lines: a head, a rule and the rows, columns two spaces apart.
+    """Returns the lines of a table: a head, a rule and the rows, with columns two spaces apart.
 
     Args:
-        head: The columns' names.
+        head: The names of the columns.
         rows: The cells of each row.
         right: Names of the columns that are aligned on the right.
     """
@@ -41,7 +41,7 @@ def text_table(
 def paragraph(text: str, *, term: str = "", indent: int = 0) -> list[str]:
     """Returns wrapped lines of at most ``WIDTH`` characters.
 
-    With a ``term`` they are a glossary's entry, indented by ``indent``.
+    With a ``term`` they form a glossary entry: the text is indented by ``indent``.
     """
     return textwrap.wrap(
         text,

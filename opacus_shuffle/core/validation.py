@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the clean value or raises a ``ValueError`` that names it.
+"""Checks of arguments: each returns the converted value or raises a ``ValueError`` that names it.
 
 >>> integer("num_users", 60_000.0)
 60000
@@ -24,42 +24,48 @@ def reject_unknown(
     *,
     parameters: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuses leftover keywords, which stock Opacus would swallow without effect.
+    """Refuses unknown keyword arguments, which stock Opacus would ignore.
 
     Args:
-        function: What was called.
-        unknown: The leftover keywords.
-        known: All that would have been right: they are listed, the one with the likest name is
-            suggested.
-        parameters: How each is written, where they are too many to be listed.
+        function: The function, for the message.
+        unknown: The unknown keywords with their values.
+        known: The valid keywords; the message lists them and suggests the most similar one.
+        parameters: How to write each valid keyword, if they are too many to list.
     """
     if not unknown:
         return
-    plain = bool | int | float | str | tuple | list | dict | None  # short to print
+    plain = bool | int | float | str | tuple | list | dict | None  # with a short representation
     names = ", ".join(
         f"{name}={reprlib.repr(value) if isinstance(value, plain) else type(value).__name__}"
         for name, value in unknown.items()
     )
     written = parameters or {name: name for name in known}
-    close = [
-        written[match]
-        for name in unknown
-        for match in difflib.get_close_matches(name, list(written), 1)
-    ]
     raise ValueError(
         f"{function} got unknown keyword(s): {names}; remove or correct them"
         + (f" (known: {', '.join(sorted(known))})" if known else "")
-        + (f" (did you mean {', '.join(close)}?)" if close else "")
+        + "".join(did_you_mean(name, written) for name in unknown)
     )
 
 
+def did_you_mean(word: str, choices: Mapping[str, str], *, similarity: float = 0.6) -> str:
+    """Returns a question that suggests the most similar choice; empty if there is none.
+
+    Args:
+        word: The unknown word.
+        choices: The text to suggest for each valid word, in lower case.
+        similarity: The least similarity, from 0 to 1 (that of :mod:`difflib`).
+    """
+    close = difflib.get_close_matches(word.lower(), choices, 1, similarity)
+    return f" (did you mean {choices[close[0]]}?)" if close else ""
+
+
 def finite_number(name: str, value: Any, *, infinite: bool = False) -> float:
-    """A finite float, or infinity where that is allowed, too."""
+    """Returns a finite float; also infinity if that is allowed."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     try:
         finite = float(value)
-    except OverflowError:  # a whole number or fraction beyond double precision
+    except OverflowError:  # an int or Fraction beyond double precision
         finite = value = math.inf
     if not math.isfinite(finite) and not (infinite and finite == math.inf):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
@@ -75,10 +81,11 @@ def number(
     *,
     infinite: bool = False,
 ) -> float:
-    """A finite float of which a condition holds, or infinity where that is allowed, too.
+    """Returns a finite float that meets a condition; also infinity if that is allowed.
 
     Raises:
-        ValueError: If it does not; the argument, what it must do, its value and a remedy are named.
+        ValueError: If it does not. The message names the argument, the condition (``wanted``), the
+            value and the remedy.
     """
     finite = finite_number(name, value, infinite=infinite)
     if not holds(finite):
@@ -87,39 +94,45 @@ def number(
 
 
 def positive(name: str, value: Any, *, infinite: bool = False) -> float:
-    """A float above zero; a norm that nothing is clipped to may be infinite."""
+    """Returns a float above zero; the norm of clipping may be infinite."""
     return number(name, value, "be positive", lambda given: given > 0, infinite=infinite)
 
 
 def not_negative(name: str, value: Any, *, infinite: bool = False) -> float:
-    """A float of at least zero; an ε may be infinite."""
+    """Returns a float of at least zero; an ε may be infinite."""
     return number(name, value, "not be negative", lambda given: given >= 0, infinite=infinite)
 
 
 def moderate(name: str, value: Any) -> float:
-    """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
-    wanted, remedy = "be positive and lie in [1e-100, 1e100]", ": measure it in another unit"
-    return number(name, value, wanted, lambda finite: 1e-100 <= finite <= 1e100, remedy)
+    """Returns a float in [1e-100, 1e100], whose square neither underflows nor overflows."""
+    return number(
+        name,
+        value,
+        "be positive and lie in [1e-100, 1e100]",
+        lambda finite: 1e-100 <= finite <= 1e100,
+        ": measure it in another unit",
+    )
 
 
 def noise_level(name: str, value: Any) -> float:
-    """A noise multiplier in [1e-6, 1e12], beyond which double precision says nothing."""
-    wanted = "be positive and lie in [1e-6, 1e12]"
-    return number(name, value, wanted, lambda finite: 1e-6 <= finite <= 1e12)
+    """Returns a noise multiplier in [1e-6, 1e12]; double precision is too coarse for others."""
+    return number(
+        name, value, "be positive and lie in [1e-6, 1e12]", lambda finite: 1e-6 <= finite <= 1e12
+    )
 
 
 def open_unit_interval(name: str, value: Any) -> float:
-    """A float strictly between 0 and 1, as every δ must be."""
+    """Returns a float strictly between 0 and 1, such as a δ."""
     return number(name, value, "lie strictly between 0 and 1", lambda finite: 0 < finite < 1)
 
 
 def sampling_rate(name: str, value: Any) -> float:
-    """A float in (0, 1]."""
+    """Returns a float in (0, 1]."""
     return number(name, value, "lie in (0, 1]", lambda finite: 0 < finite <= 1)
 
 
 def integer(name: str, value: Any, *, minimum: int = 1, maximum: int = 2**53) -> int:
-    """An integer (or a float that is one) from ``minimum`` to ``maximum``."""
+    """Returns an integer from ``minimum`` to ``maximum``, also if it is given as a float."""
     most = "2**53" if maximum == 2**53 else f"{maximum:,}"
     wanted = f"be a whole number of at least {minimum} (and at most {most})"
     whole = number(
@@ -129,38 +142,37 @@ def integer(name: str, value: Any, *, minimum: int = 1, maximum: int = 2**53) ->
 
 
 def boolean(name: str, value: Any) -> bool:
-    """True or False, and nothing that merely looks like it."""
+    """Returns True or False, and accepts no other truthy or falsy value."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
-    """A member of ``allowed``."""
+    """Returns the value if it is one of ``allowed``."""
     choices = list(allowed)
-    # Of the same kind, so that no array is compared with a choice.
+    # Comparing the types first avoids the elementwise comparison of an array with a choice.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        texts = {str(choice).lower(): choice for choice in choices if isinstance(value, str)}
-        close = difflib.get_close_matches(str(value).lower(), list(texts), 1)
+        texts = {str(choice).lower(): repr(choice) for choice in choices if isinstance(value, str)}
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
-            + "".join(f" (did you mean {texts[text]!r}?)" for text in close)
+            + did_you_mean(str(value), texts)
         )
     return value
 
 
-def instance_of(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
-    """An object of one of these classes."""
-    if not isinstance(value, kinds):
+def instance_of(name: str, value: Any, classes: tuple[Any, ...]) -> Any:
+    """Returns the value if it is an object of one of these classes."""
+    if not isinstance(value, classes):
         raise ValueError(
-            f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got "
+            f"{name} must be a {' or '.join(each.__name__ for each in classes)}, got "
             f"{type(value).__name__}"
         )
     return value
 
 
 def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
-    """A non-empty vector of Rényi orders in (1, maximum]."""
+    """Returns a non-empty vector of Rényi orders in (1, maximum]."""
     try:
         listed = list(orders) if isinstance(orders, Iterable) else [orders]
         vector = np.asarray(listed, dtype=np.float64)
@@ -174,23 +186,26 @@ def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     return vector
 
 
-def check_free(what: str, holder: Any, newcomer: Any) -> None:
-    """Refuses a place in a registry that something else holds already.
+def check_unregistered(key: str, registered: Any, new: Any) -> None:
+    """Refuses to register a class or function under a key that another one has.
 
-    The same definition may come again, after a reload.
+    The same definition may be registered again, after a reload.
 
     Args:
-        what: The place, in words.
-        holder: The class or function that holds it; None if nobody does.
-        newcomer: The one that asks for it.
+        key: The key, in words.
+        registered: The class or function that has the key; None if it is unused.
+        new: The class or function to register.
     """
     (module, name), other = (
-        (getattr(thing, "__module__", ""), getattr(thing, "__qualname__", repr(thing)))
-        for thing in (holder, newcomer)
+        (
+            getattr(definition, "__module__", ""),
+            getattr(definition, "__qualname__", repr(definition)),
+        )
+        for definition in (registered, new)
     )
-    # All functions without a name have the same one.
-    if holder is not None and ((module, name) != other or "<lambda>" in name):
+    # All lambdas have the same name, so they cannot be recognised as the same definition.
+    if registered is not None and ((module, name) != other or "<lambda>" in name):
         raise ValueError(
-            f"{what} belongs to {name} of {module}: choose another name, or derive a class of your "
+            f"{key} belongs to {name} of {module}: choose another name, or derive a class of your "
             "own"
         )

@@ -35,7 +35,7 @@ from opacus_shuffle.accountants.history import (
     first_rounds,
     number_of_rounds,
 )
-from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.atomic_file import atomic_write
 from opacus_shuffle.core.plain_values import plain
 from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer
 from opacus_shuffle.engine.raw_gradients import private_optimizers
@@ -144,7 +144,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
             "unchecked": list(owner.unchecked),
         }
         saved = plain(saved, foreign)
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             torch.save(saved, file, **(torch_save_kwargs or {}))
             if self.accountant.history != accounted:
                 raise ValueError(

@@ -5,13 +5,13 @@ They are :mod:`opacus_shuffle.sco`'s optimisers behind ``fit`` and ``predict``;
 brings.
 """
 
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 
 try:
     import sklearn  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        extras.missing("opacus_shuffle.estimators", "scikit-learn", "scikit-learn")
+        imports.missing_extra("opacus_shuffle.estimators", "scikit-learn", "scikit-learn")
     ) from error
 
 from opacus_shuffle.estimators.linear_models import ShuffleClassifier, ShuffleRegressor

@@ -21,7 +21,7 @@ import torch
 from opacus_shuffle.accountants.accountant import ShuffleAccountant
 from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.core.atomic_file import locked, own_path, private, replacing
+from opacus_shuffle.core.atomic_file import atomic_write, file_lock, open_private, resolve_path
 from opacus_shuffle.core.guarantees import PrivacyBound
 from opacus_shuffle.core.validation import (
     boolean,
@@ -81,7 +81,7 @@ class Ledger:
             None if target_epsilon is None else positive("target_epsilon", target_epsilon)
         )
         # An absolute path: if the process changed its folder, a new book would be begun.
-        self.path = None if path is None else own_path("path", path)
+        self.path = None if path is None else resolve_path("path", path)
         compute_bound(
             [(format.mechanism, 1)], delta=self.delta
         )  # refuses a δ at which no round has an ε
@@ -277,13 +277,13 @@ class Ledger:
                     f"{type(after['result']).__name__}: a book with other objects could not be "
                     "read again; convert arrays to tensors"
                 ) from None
-            with locked(self.path):  # so that no other server writes between check and write
+            with file_lock(self.path):  # so that no other server writes between check and write
                 if self._stamp != self._stamp_of_file():
                     raise ValueError(
                         f"path={str(self.path)!r} was written by another server since this one "
                         "read it, so rounds could be lost: stop one server, and restart the other"
                     )
-                with replacing(self.path) as file:
+                with atomic_write(self.path) as file:
                     file.write(content.getvalue())
                 self._stamp = self._stamp_of_file()
         self.__dict__.update(after)  # atomic, even if this process is interrupted
@@ -297,7 +297,7 @@ class Ledger:
 
     def _read(self) -> None:
         try:
-            with open(self.path, "rb", opener=private) as file:  # type: ignore[arg-type]
+            with open(self.path, "rb", opener=open_private) as file:  # type: ignore[arg-type]
                 state = torch.load(file, weights_only=True)
             settings, rounds, begun = (
                 state["settings"],

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from opacus_shuffle.core.atomic_file import locked, own_path, private, replacing
+from opacus_shuffle.core.atomic_file import atomic_write, file_lock, open_private, resolve_path
 from opacus_shuffle.core.participation import bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer
@@ -125,7 +125,7 @@ class FileBook(ClientBook):
     def __init__(self, path: str | os.PathLike[str], *, most_rounds: int | None = None) -> None:
         super().__init__()
         self.most_rounds = None if most_rounds is None else integer("most_rounds", most_rounds)
-        self.path = own_path("book", path)
+        self.path = resolve_path("book", path)
 
     @contextlib.contextmanager
     def opened(self, settings: str) -> Iterator[MutableMapping[str, Any]]:
@@ -135,7 +135,7 @@ class FileBook(ClientBook):
             ValueError: If the file is not a book, or ``most_rounds`` is reached.
         """
         # Without the lock two processes of this client could answer the same round.
-        with locked(self.path):
+        with file_lock(self.path):
             runs = self._read()
             answered = sum(run["rounds"] for run in runs.values())
             if self.most_rounds is not None and answered >= self.most_rounds:
@@ -147,13 +147,13 @@ class FileBook(ClientBook):
             run = next(iter(runs)) if self.most_rounds is None and runs else settings
             self.state = runs.setdefault(run, {})
             yield self.state
-            with replacing(self.path) as file:
+            with atomic_write(self.path) as file:
                 file.write(json.dumps(runs).encode())
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Returns the state of every run by its settings."""
         try:
-            with open(self.path, "rb", opener=private) as file:
+            with open(self.path, "rb", opener=open_private) as file:
                 runs: dict[str, dict[str, Any]] = json.load(file)
             for state in runs.values():
                 integer("rounds", state["rounds"]), integer("last", state["last"], minimum=0)

@@ -41,7 +41,7 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.credentials import LOOPBACK, checked_secret, hash_of
 from opacus_shuffle.federated.reporter import ClientBook
@@ -201,7 +201,7 @@ class ShufflerService:
             import uvicorn
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                extras.missing("ShufflerService", "uvicorn", "federated")
+                imports.missing_extra("ShufflerService", "uvicorn", "federated")
             ) from error
         self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
         if type(getattr(shuffler, "book", None)) is ClientBook:

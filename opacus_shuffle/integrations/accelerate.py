@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.integrations.epoch_budget import check_loader, check_settings
@@ -15,7 +15,7 @@ try:
     import accelerate  # type: ignore[import-untyped]
 except ImportError as error:
     raise ImportError(
-        extras.missing("opacus_shuffle.integrations.accelerate", "accelerate", "accelerate")
+        imports.missing_extra("opacus_shuffle.integrations.accelerate", "accelerate", "accelerate")
     ) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.integrations.epoch_budget import EpochBudget, check_settings
 from opacus_shuffle.networks.running import unwrap
@@ -21,7 +21,9 @@ try:
     from transformers.training_args import ParallelMode
 except ImportError as error:
     raise ImportError(
-        extras.missing("opacus_shuffle.integrations.hugging_face", "transformers", "transformers")
+        imports.missing_extra(
+            "opacus_shuffle.integrations.hugging_face", "transformers", "transformers"
+        )
     ) from error
 
 REQUIRED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 from opacus_shuffle.core.rounding import up_to_single
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.integrations.epoch_budget import EpochBudget, check_settings
@@ -13,7 +13,7 @@ try:
     import lightning
 except ImportError as error:
     raise ImportError(
-        extras.missing("opacus_shuffle.integrations.lightning", "lightning", "lightning")
+        imports.missing_extra("opacus_shuffle.integrations.lightning", "lightning", "lightning")
     ) from error
 
 

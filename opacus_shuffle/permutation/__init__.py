@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opacus_shuffle.core import lazy_import
+from opacus_shuffle.core import imports
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.spec import PermutationSpec
 
@@ -34,6 +34,6 @@ __all__ = [
 ]
 
 # The engine needs the other two; only who finds permutations waits for what finds them.
-__getattr__, __dir__ = lazy_import.names_of(
+__getattr__, __dir__ = imports.lazy_attributes(
     __name__, {"find_permutations": f"{__name__}.find", "find": ""}
 )

@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.atomic_file import atomic_write
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions and links of POSIX")
@@ -20,7 +20,7 @@ def test_a_file_is_replaced_for_its_owner_alone_and_no_link_is_followed(tmp_path
     link.symlink_to(target)
     before = os.umask(0)
     for path, content in ((link, b"linked"), ("run.pt", b"new")):
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write(content)
             file.flush()
             assert target.read_bytes() == b"old"
@@ -33,7 +33,7 @@ def test_a_file_is_replaced_for_its_owner_alone_and_no_link_is_followed(tmp_path
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
     target = tmp_path / "run.pt"
     for before in ([], ["run.pt"]):
-        with pytest.raises(TypeError), replacing(str(target)) as file:
+        with pytest.raises(TypeError), atomic_write(str(target)) as file:
             file.write(b"half", None)
         assert os.listdir(tmp_path) == before
         target.write_bytes(b"old")
@@ -42,8 +42,8 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
 
 def test_what_is_no_file_is_written_to_directly():
     buffer = io.BytesIO()
-    with replacing(buffer) as file:
+    with atomic_write(buffer) as file:
         assert file is buffer
-    with replacing(os.devnull) as file:
+    with atomic_write(os.devnull) as file:
         assert file == os.devnull
     assert not os.path.isfile(os.devnull)

@@ -17,7 +17,7 @@ def test_every_hint_names_an_extra_that_brings_the_package():
         [argument.value for argument in node.args]
         for path in (ROOT / "opacus_shuffle").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "extras.missing"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "imports.missing_extra"
     ]
     assert calls
     for _, package, extra in calls:

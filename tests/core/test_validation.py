@@ -69,11 +69,11 @@ def test_orders_are_numbers_above_one_that_are_not_too_large(orders):
 
 def test_a_place_that_is_taken_is_refused_but_for_the_same_definition_again():
     first, again = (type("Mine", (), {}) for _ in range(2))
-    validation.check_free("the name", None, first)
-    validation.check_free("the name", first, again)
+    validation.check_unregistered("the name", None, first)
+    validation.check_unregistered("the name", first, again)
     for holder, newcomer in ((first, dict), (lambda: 1, lambda: 2), (dict, None)):
         with pytest.raises(ValueError, match=r"the name belongs to .*: choose another name"):
-            validation.check_free("the name", holder, newcomer)
+            validation.check_unregistered("the name", holder, newcomer)
 
 
 def test_unknown_keywords_are_listed_with_what_may_have_been_meant():

@@ -36,7 +36,7 @@ from opacus_shuffle.core.guarantees import (
     PrivacyBound,
 )
 from opacus_shuffle.core.validation import (
-    check_free,
+    check_unregistered,
     integer,
     one_of,
     open_unit_interval,
@@ -138,7 +138,7 @@ def register_bound(
         bound = Bound(name=name, function=function, **entry)
         for mechanism in classes:
             existing = _REGISTERED.get(mechanism, {}).get(name)
-            check_free(
+            check_unregistered(
                 f"bound {name!r} of {mechanism.name}", existing and existing.function, function
             )
         for mechanism in classes:

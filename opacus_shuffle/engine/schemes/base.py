@@ -31,7 +31,7 @@ from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import SecretGenerator, is_secret, seeded_generator
-from opacus_shuffle.core.validation import check_free, noise_level, one_of
+from opacus_shuffle.core.validation import check_unregistered, noise_level, one_of
 from opacus_shuffle.engine.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
 from opacus_shuffle.engine.noise import Noise, noise_for
 from opacus_shuffle.engine.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
@@ -84,7 +84,7 @@ class Scheme:
         super().__init_subclass__(**keywords)
         for mechanism in cls.mechanisms:
             trained = f"the training of {mechanism.name}"
-            check_free(trained, Scheme._by_mechanism.get(mechanism), cls)
+            check_unregistered(trained, Scheme._by_mechanism.get(mechanism), cls)
         Scheme._by_mechanism.update(dict.fromkeys(cls.mechanisms, cls))
 
     def __init__(self, engine: Any) -> None:

@@ -6,13 +6,13 @@ Clients use ``ReportMod`` and the server uses ``ShuffledStrategy``. ``AccountedS
 
 from __future__ import annotations
 
-from opacus_shuffle.core import extras
+from opacus_shuffle.core import imports
 
 try:
     import flwr  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        extras.missing("opacus_shuffle.federated.flower", "flwr", "federated")
+        imports.missing_extra("opacus_shuffle.federated.flower", "flwr", "federated")
     ) from error
 
 from opacus_shuffle.federated.flower.accounted import AccountedMod, AccountedStrategy

@@ -1,6 +1,6 @@
-"""Importing late: a package's names when first asked for, and ours after another package's import.
+"""Lazy imports, actions after the import of another package, and missing optional packages.
 
-PyTorch and Opacus take seconds to import, and a number or a line of help needs neither.
+PyTorch and Opacus take seconds to import, and neither is needed to compute an ε or to print help.
 """
 
 from __future__ import annotations
@@ -13,14 +13,26 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
-def names_of(
+def missing_extra(feature: str, package: str, extra: str) -> str:
+    """Returns a message for a missing optional package: what needs it, and how to install it.
+
+    Args:
+        feature: What needs the package, such as ``"plot"``.
+        package: The package that could not be imported.
+        extra: The extra of ``setup.cfg`` that installs it.
+    """
+    command = f"pip install '.[{extra}]'"
+    return f"{feature} needs the package {package}: run {command} in your clone of opacus_shuffle"
+
+
+def lazy_attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns a package's ``__getattr__`` and ``__dir__``, which import names when first asked for.
+    """Returns a ``__getattr__`` and a ``__dir__`` for a package that imports names on first use.
 
     Args:
         package: Its ``__name__``.
-        homes: The module that has each name; an empty one for a module of the package itself.
+        homes: The module of each name; an empty one if the name is a module of the package itself.
     """
     module = sys.modules[package]
 
@@ -30,18 +42,18 @@ def names_of(
         if not homes[name]:
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(homes[name]), name)
-        setattr(module, name, value)  # so that it is asked for once
+        setattr(module, name, value)  # the next access does not come here
         return value
 
     return get, lambda: sorted({*vars(module), *homes})
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
-    """Acts once a package has been imported: now if it has been, else at the end of its import.
+    """Runs an action once a package has been imported: now, or at the end of its import.
 
-    The package is found and loaded as it would be anyway. The action may run more than once.
+    The package is found and loaded as usual. The action may run more than once.
     """
-    if sys.modules.get(name) is not None:  # None stands for a package that must not be imported
+    if sys.modules.get(name) is not None:  # None marks a package that must not be imported
         action()
         return
 
@@ -55,15 +67,15 @@ def after_import(name: str, action: Callable[[], object]) -> None:
             return spec
         execute = spec.loader.exec_module
 
-        def follow(module: ModuleType) -> None:
+        def execute_and_act(module: ModuleType) -> None:
             execute(module)
             action()
 
-        # Every search makes a loader of its own, so that no other import is followed.
-        spec.loader.exec_module = follow  # type: ignore[method-assign]
+        # Every search makes a new loader, so this changes no other import.
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
 
-    # This finder stays: many only ask whether the package is there, and an import may fail and be
-    # tried again.
+    # This finder is never removed: a search need not lead to an import, and an import may fail and
+    # be tried again.
     waiting = SimpleNamespace(find_spec=find_spec)
     sys.meta_path.insert(0, waiting)  # type: ignore[arg-type]
