@@ -46,17 +46,24 @@ def test_sums_lie_on_one_grid_whatever_the_data_are(std, size):
     assert len(small) < 20 or bool((small.remainder(2) == 1).any())
 
 
+ADAPTIVE = {
+    **{"clipbound_learning_rate": 0.2, "max_clipbound": 1.0, "min_clipbound": 0.5},
+    **{"target_unclipped_quantile": 0.5, "unclipped_num_std": 1e6},
+}
+
+
 @pytest.mark.parametrize(
-    "kind", [DPOptimizer, DPPerLayerOptimizer, AdaClipDPOptimizer, DPOptimizerFastGradientClipping]
+    ("kind", "options"),
+    [
+        (DPOptimizer, {}),
+        (DPPerLayerOptimizer, {"max_grad_norm": [1.0]}),
+        (AdaClipDPOptimizer, ADAPTIVE),
+        (DPOptimizerFastGradientClipping, {}),
+    ],
 )
-def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind, monkeypatch):
+def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind, options, monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(5000))
-    more = {"noise_multiplier": 2.0, "max_grad_norm": 1.0, "expected_batch_size": 1}
-    if kind is DPPerLayerOptimizer:
-        more["max_grad_norm"] = [1.0]
-    if kind is AdaClipDPOptimizer:
-        clip = {"clipbound_learning_rate": 0.2, "max_clipbound": 1.0, "min_clipbound": 0.5}
-        more |= {"target_unclipped_quantile": 0.5, "unclipped_num_std": 1e6, **clip}
+    more = {"noise_multiplier": 2.0, "max_grad_norm": 1.0, "expected_batch_size": 1, **options}
 
     def gradient(generator, secure):
         sgd = torch.optim.SGD([weight], lr=1.0)
