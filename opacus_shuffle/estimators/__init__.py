@@ -1,8 +1,7 @@
-"""Linear models with the manners of scikit-learn, trained without a trusted server.
+"""Linear models with the interface of scikit-learn, trained without a trusted server.
 
-They are :mod:`opacus_shuffle.sco`'s optimisers behind ``fit`` and ``predict``;
-``docs/estimators.rst`` has examples. They need scikit-learn, which the extra ``scikit-learn``
-brings.
+They run the optimisers of :mod:`opacus_shuffle.sco` behind ``fit`` and ``predict``;
+``docs/estimators.rst`` has examples. They need scikit-learn (the extra ``scikit-learn``).
 """
 
 from opacus_shuffle.core import imports

@@ -1,4 +1,4 @@
-"""``ShuffleClassifier`` and ``ShuffleRegressor``: linear models whose users trust only a shuffler.
+"""``ShuffleClassifier`` and ``ShuffleRegressor``: linear models for users who trust a shuffler.
 
 The optimisers are those of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
 """
@@ -41,24 +41,24 @@ SOLVERS: dict[str, Callable[[Problem, PrivacyBudget], Estimate]] = {
 }
 
 
-# A dataclass because scikit-learn reads parameters off a constructor's signature.
+# A dataclass, because scikit-learn reads the parameters from the signature of the constructor.
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
-    """What both models share: parameters, rows that are cut to a public length, and the run.
+    """The base class of both models: parameters, clipping of rows to a public length, and the run.
 
     Args:
         epsilon: ε of the fit, in (0, 15], if one user's row and target are replaced by any other.
         delta: δ of the fit, in (0, ½).
-        row_norm: Longer rows are cut to this length, each by itself. Choose it without looking at
-            the data.
-        weight_norm: The weights (and the intercept, in units of ``row_norm``) stay within this
-            distance of 0.
-        fit_intercept: Whether there is one.
-        solver: ``"gradient_descent"``: every user sends bits in every round, which learns most from
-            few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
-        random_state: None draws rounding, order and noise from the operating system. A number
-            repeats the fit, and then it is not private: whoever knows the number can take the noise
-            off.
+        row_norm: Rows with a larger norm are scaled down to it. Choose it without looking at the
+            data.
+        weight_norm: The largest norm of the weights (and of the intercept, in units of
+            ``row_norm``).
+        fit_intercept: Whether to fit an intercept.
+        solver: ``"gradient_descent"``: every user sends bits in every round; the most accurate one
+            with few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
+        random_state: None draws rounding, order and noise from the operating system. A number makes
+            the fit repeatable. It is then not private: anyone who knows the number can remove the
+            noise.
     """
 
     epsilon: float = 1.0
@@ -74,25 +74,25 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         tags.non_deterministic = self.random_state is None
         return tags
 
-    def _longest(self) -> float:
-        """Returns the length that no row exceeds with its constant; checks all parameters."""
+    def _row_bound(self) -> float:
+        """Checks all parameters and returns a bound on the norm of a row with its constant."""
         one_of("solver", self.solver, tuple(SOLVERS))
         PrivacyBudget(self.epsilon, self.delta)
         positive("weight_norm", self.weight_norm)
         row_norm = positive("row_norm", self.row_norm)
         return row_norm * 2**0.5 if boolean("fit_intercept", self.fit_intercept) else row_norm
 
-    def _rows(self, X: Any) -> Tensor:
-        """Returns rows cut to ``row_norm``, with a constant for the intercept, float64."""
+    def _clipped_rows(self, X: Any) -> Tensor:
+        """Returns rows of norm at most ``row_norm``, with a constant for the intercept, float64."""
         rows = torch.tensor(np.asarray(X, dtype=np.float64))
-        lengths = rows.norm(dim=1, keepdim=True)
-        rows = torch.where(lengths > self.row_norm, rows * (self.row_norm / lengths), rows)
+        norms = rows.norm(dim=1, keepdim=True)
+        rows = torch.where(norms > self.row_norm, rows * (self.row_norm / norms), rows)
         if self.fit_intercept:
             constant = torch.full((len(rows), 1), float(self.row_norm), dtype=torch.float64)
             rows = torch.cat([rows, constant], dim=1)
         return rows
 
-    def _run(
+    def _minimize(
         self,
         loss: Any,
         data: tuple[Tensor, Tensor],
@@ -100,7 +100,7 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         lipschitz: float,
         smoothness: float | None,
     ) -> Tensor:
-        """Minimises the loss, and keeps what came out and what it reveals."""
+        """Minimises the loss and stores the attributes of the fit; returns the weights."""
         generator = None
         if self.random_state is not None:
             seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -109,7 +109,7 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
             loss,
             data,
             constraint=L2Ball(self.weight_norm),
-            # A row that was cut to its length may be longer by rounding.
+            # Rounding may leave a scaled row slightly too long.
             lipschitz=lipschitz * (1 + 1e-9),
             smoothness=smoothness,
             dimension=dimension,
@@ -125,8 +125,8 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
                 covers="no data set: its noise was drawn from random_state",
             )
             warnings.warn(
-                f"This fit is not private: whoever knows random_state={self.random_state!r} can "
-                "draw its noise again. Use random_state=None for data that matter",
+                f"This fit is not private: anyone who knows random_state={self.random_state!r} can "
+                "draw its noise again. Use random_state=None for sensitive data",
                 PrivacyAssumptionWarning,
                 stacklevel=3,
             )
@@ -134,8 +134,8 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         self.n_iter_ = len(estimate.history)
         return estimate.theta
 
-    def _keep(self, weights: Rows) -> None:
-        """Stores weights (..., entries of a row) as ``coef_`` and ``intercept_``."""
+    def _store_weights(self, weights: Rows) -> None:
+        """Sets ``coef_`` and ``intercept_`` from weights (..., entries of a row)."""
         self.coef_, self.intercept_ = weights, np.zeros(weights.shape[:-1])
         if self.fit_intercept:
             self.coef_, self.intercept_ = weights[..., :-1], weights[..., -1] * self.row_norm
@@ -144,32 +144,32 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         """Returns one score per row and output."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=np.float64)
-        rows = self._rows(X)[:, : self.n_features_in_].numpy()
+        rows = self._clipped_rows(X)[:, : self.n_features_in_].numpy()
         return np.asarray(rows @ self.coef_.T + self.intercept_)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[misc]
-    """Logistic regression on users who send random bits to a shuffler, and trust nobody else.
+    """Logistic regression for users who send random bits to a shuffler and trust no one else.
 
-    Two classes have the logistic loss, more have the multinomial one, in one run.
+    The loss is logistic for two classes and multinomial for more, in a single run.
 
     Args:
         epsilon: ε of the fit, in (0, 15], if one user's row and target are replaced by any other.
         delta: δ of the fit, in (0, ½).
-        row_norm: Longer rows are cut to this length, each by itself. Choose it without looking at
-            the data.
-        weight_norm: The weights (and the intercept, in units of ``row_norm``) stay within this
-            distance of 0.
-        fit_intercept: Whether there is one.
-        solver: ``"gradient_descent"``: every user sends bits in every round, which learns most from
-            few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
-        random_state: None draws rounding, order and noise from the operating system. A number
-            repeats the fit, and then it is not private: whoever knows the number can take the noise
-            off.
-        classes: All labels that there may be, known beforehand. None takes those in ``y``, which
-            shows that they occur: a label that only one user has gives that user away, and no ε
-            counts it.
+        row_norm: Rows with a larger norm are scaled down to it. Choose it without looking at the
+            data.
+        weight_norm: The largest norm of the weights (and of the intercept, in units of
+            ``row_norm``).
+        fit_intercept: Whether to fit an intercept.
+        solver: ``"gradient_descent"``: every user sends bits in every round; the most accurate one
+            with few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
+        random_state: None draws rounding, order and noise from the operating system. A number makes
+            the fit repeatable. It is then not private: anyone who knows the number can remove the
+            noise.
+        classes: All possible labels, known beforehand. None takes those in ``y``, which reveals
+            that they occur. If only one user has a label, this reveals that user's label, and ε
+            does not account for it.
 
     Attributes:
         coef_: Weights, (1, features) for two classes, else (classes, features).
@@ -177,9 +177,9 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
         classes_: The labels.
         privacy_: The ε of the fit with its meaning
             (:class:`~opacus_shuffle.protocols.statement.PrivacyStatement`).
-        excess_loss_bound_: A proved number for the expected excess loss (see
+        excess_loss_bound_: A proved bound on the expected excess loss (see
             :class:`~opacus_shuffle.sco.solver.Estimate`).
-        n_iter_: Rounds.
+        n_iter_: The number of rounds.
 
     Raises:
         ValueError: From ``fit``, if a parameter is out of range, or a label is not among
@@ -191,21 +191,21 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
 
     Formal Guarantees:
         (ε, δ)-DP of the fitted model under replacement of one row with its label, for every data
-        set, against whoever sees all shuffled messages. The number of rows is public. That a fit
-        raises an error because of what is in ``X`` or ``y`` is not covered.
+        set, against an adversary who sees all shuffled messages. The number of rows is public. An
+        error that ``fit`` raises because of the content of ``X`` or ``y`` is not covered.
     """
 
     classes: Any = None
 
     def fit(self, X: Any, y: Any) -> ShuffleClassifier:
         """Fits the model to rows (users, features) and labels (users,)."""
-        longest = self._longest()
+        row_bound = self._row_bound()
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         if self.classes is None:
             warnings.warn(
-                "classes are taken from y, which shows which labels occur: pass all labels that "
-                "there may be as classes=",
+                "classes are taken from y, which reveals the labels that occur: pass all possible "
+                "labels as classes=",
                 PrivacyAssumptionWarning,
                 stacklevel=2,
             )
@@ -216,27 +216,27 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
             )
         if not np.isin(y, self.classes_).all():
             raise ValueError(
-                f"classes must hold every label of y, got {list(self.classes_)!r}: add those that "
-                "are missing"
+                f"classes must contain every label of y, got {list(self.classes_)!r}: add the "
+                "missing ones"
             )
-        labels, rows = torch.from_numpy(np.searchsorted(self.classes_, y)), self._rows(X)
+        labels, rows = torch.from_numpy(np.searchsorted(self.classes_, y)), self._clipped_rows(X)
         width, count = rows.shape[1], len(self.classes_)
         if count == 2:
             signs = 2.0 * labels - 1
-            theta = self._run(logistic_loss, (rows, signs), width, longest, longest**2 / 4)
-            self._keep(theta.numpy()[None])
+            theta = self._minimize(logistic_loss, (rows, signs), width, row_bound, row_bound**2 / 4)
+            self._store_weights(theta.numpy()[None])
             return self
         # The gradient is (p − e_y)xᵀ, |p − e_y|² ≤ 2; p's covariance has no eigenvalue above ½
         # (Gershgorin).
-        lipschitz, smoothness = 2**0.5 * longest, longest**2 / 2
+        lipschitz, smoothness = 2**0.5 * row_bound, row_bound**2 / 2
         loss = multinomial_loss(count)
-        theta = self._run(loss, (rows, labels), count * width, lipschitz, smoothness)
-        self._keep(theta.numpy().reshape(count, width))
+        theta = self._minimize(loss, (rows, labels), count * width, lipschitz, smoothness)
+        self._store_weights(theta.numpy().reshape(count, width))
         return self
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        # On so few rows as scikit-learn's checks have, noise is all there is.
+        # scikit-learn's checks have too few rows to learn anything despite the noise.
         tags.classifier_tags.poor_score = True
         return tags
 
@@ -261,32 +261,32 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
 
 
 class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc]
-    """Linear regression by least absolute deviations, on users who trust only a shuffler.
+    """Linear regression by least absolute deviations, for users who trust only a shuffler.
 
-    A target may be any number: one user's pull on the weights is bounded by the length of the row.
-    Scale targets by a public constant so that weights within ``weight_norm`` can reach them.
+    A target may be any number: the influence of a user on the weights is bounded by the norm of the
+    row. Scale the targets by a public constant so that weights within ``weight_norm`` can fit them.
 
     Args:
         epsilon: ε of the fit, in (0, 15], if one user's row and target are replaced by any other.
         delta: δ of the fit, in (0, ½).
-        row_norm: Longer rows are cut to this length, each by itself. Choose it without looking at
-            the data.
-        weight_norm: The weights (and the intercept, in units of ``row_norm``) stay within this
-            distance of 0.
-        fit_intercept: Whether there is one.
-        solver: ``"gradient_descent"``: every user sends bits in every round, which learns most from
-            few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
-        random_state: None draws rounding, order and noise from the operating system. A number
-            repeats the fit, and then it is not private: whoever knows the number can take the noise
-            off.
+        row_norm: Rows with a larger norm are scaled down to it. Choose it without looking at the
+            data.
+        weight_norm: The largest norm of the weights (and of the intercept, in units of
+            ``row_norm``).
+        fit_intercept: Whether to fit an intercept.
+        solver: ``"gradient_descent"``: every user sends bits in every round; the most accurate one
+            with few users. ``"accelerated_sgd"`` or ``"sgd"``: every user sends once.
+        random_state: None draws rounding, order and noise from the operating system. A number makes
+            the fit repeatable. It is then not private: anyone who knows the number can remove the
+            noise.
 
     Attributes:
         coef_: Weights, (features,).
-        intercept_: A number.
+        intercept_: The intercept, a number.
         privacy_: The ε of the fit with its meaning
             (:class:`~opacus_shuffle.protocols.statement.PrivacyStatement`).
-        excess_loss_bound_: A proved number for the expected excess absolute loss.
-        n_iter_: Rounds.
+        excess_loss_bound_: A proved bound on the expected excess absolute loss.
+        n_iter_: The number of rounds.
 
     Raises:
         ValueError: From ``fit``, if a parameter is out of range.
@@ -295,22 +295,22 @@ class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc
         PrivacyAssumptionWarning: From ``fit``, if ``random_state`` is given.
 
     Formal Guarantees:
-        As :class:`ShuffleClassifier`'s, of rows with their targets.
+        The same as for :class:`ShuffleClassifier`, for rows with their targets.
     """
 
     def fit(self, X: Any, y: Any) -> ShuffleRegressor:
         """Fits the model to rows (users, features) and targets (users,)."""
-        longest = self._longest()
+        row_bound = self._row_bound()
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
-        rows = self._rows(X)
+        rows = self._clipped_rows(X)
         targets = torch.tensor(np.asarray(y, dtype=np.float64))
-        theta = self._run(absolute_loss, (rows, targets), rows.shape[1], longest, None)
-        self._keep(theta.numpy())
+        theta = self._minimize(absolute_loss, (rows, targets), rows.shape[1], row_bound, None)
+        self._store_weights(theta.numpy())
         return self
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.regressor_tags.poor_score = True  # as the classifier's
+        tags.regressor_tags.poor_score = True  # as for the classifier
         return tags
 
     def predict(self, X: Any) -> Rows:
@@ -319,9 +319,9 @@ class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc
 
 
 def multinomial_loss(classes: int) -> Callable[[Tensor, Any], Tensor]:
-    """Returns the multinomial logistic loss of θ, of shape (classes · entries of a row,).
+    """Returns the multinomial logistic loss, a function of θ (classes · entries of a row,).
 
-    Its batches are rows and labels from 0.
+    A batch consists of rows and of labels that start at 0.
     """
 
     def loss(theta: Tensor, batch: Any) -> Tensor:

@@ -95,7 +95,7 @@ def test_labels_that_are_not_given_are_pointed_out():
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyAssumptionWarning)
         assert ShuffleClassifier(classes=[0, 1, 2]).fit(rows, labels).coef_.shape == (3, 4)
-    with pytest.raises(ValueError, match="classes must hold every label"):
+    with pytest.raises(ValueError, match="classes must contain every label"):
         ShuffleClassifier(classes=[0, 2]).fit(rows, labels)
 
 

@@ -1,15 +1,15 @@
 # %% [markdown]
-# # SCO Table 1: convex optimisation, where users send random bits
+# # SCO Table 1: convex optimisation with users who send random bits
 #
-# **With more users the price of privacy falls as the theorems say, and every measured loss is below a number proved for it.**
+# **With more users the cost of privacy decreases as the theorems predict, and every measured loss is below a bound that is proved for it.**
 #
 # Cheu, Joseph, Mao and Peng's *Shuffle Private Stochastic Convex Optimization* (SCO) fits convex models without a trusted server. Users send
-# bits, some of them random, a shuffler mixes them, and the server sees nothing else. Table 1 of the paper says how the excess loss falls with the
-# number of users $n$, as far as privacy causes it: like $n^{-2/3}$, say, where users take part once and losses have kinks.
+# bits, some of them random, a shuffler mixes them, and the server sees nothing else. Table 1 of the paper states how the part of the excess loss
+# that privacy causes decreases with the number of users $n$. For example, it is proportional to $n^{-2/3}$ if each user sends messages once and losses have kinks.
 #
-# Only the shuffler is trusted, but for the stream, which has none. Neighbours are data sets in which one user has any other value. Every
-# $\varepsilon$ in here is proved for every data set. One to two minutes on two CPU cores; `FULL` takes the numbers of users of
-# `benchmarks/convex_optimisation.py`, half an hour.
+# Only the shuffler is trusted; the stream algorithm has no shuffler. Two data sets are neighbours if they differ in the value of one user. Every
+# $\varepsilon$ in this notebook is proved for every data set. It takes one to two minutes on two CPU cores. `FULL` uses as many users as
+# `benchmarks/convex_optimisation.py`, which takes half an hour.
 
 # %%
 import sys
@@ -43,9 +43,9 @@ FULL = False
 # %% [markdown]
 # ## A sum of vectors
 #
-# All of it rests on one protocol. Each user rounds its vector to a grid, adds random bits to each coordinate, and sends the bits; the shuffler hands
-# on how many ones there are. The answer is unbiased, and its variance does not grow with the number of users. The paper's constants and the least noise
-# that this library can prove enough differ by a factor of $10^5$.
+# All optimisers use one protocol. Each user rounds its vector to a grid, adds random bits to each coordinate, and sends the bits. The shuffler forwards
+# the number of ones. The estimate of the sum is unbiased, and its variance does not grow with the number of users. The variance with the paper's
+# constants is $10^5$ times that of the least noise that this library can prove to be enough.
 
 # %%
 users = torch.nn.functional.normalize(
@@ -66,10 +66,10 @@ for calibration, make in (("published", published_vector_sum), ("tight", Shuffle
 # %% [markdown]
 # ## Table 1 as slopes
 #
-# Users are independent draws from a real data set (breast cancer with the logistic loss, diabetes with the absolute loss, rows of length 1) that is
-# taken for the population, so that the excess loss is known exactly. $\varepsilon = 0.1$ and $\delta = 10^{-6}$: so small that privacy is what the loss
-# is about. A theorem's exponent is of a bound on the worst loss, as $n$ grows. *Proved* is the slope of the number that this library proves for the
-# run, at these $n$, before it has seen any data; *measured* the slope of what came out.
+# A real data set serves as the population (breast cancer with the logistic loss, diabetes with the absolute loss, rows of norm 1), and users are
+# independent draws from it. So the excess loss is known exactly. With $\varepsilon = 0.1$ and $\delta = 10^{-6}$ the loss is mostly due to privacy.
+# The exponent of a theorem is that of a bound on the worst loss as $n$ grows. *Proved* is the slope of the bound that this library proves for the
+# run, at these $n$, before it has seen any data. *Measured* is the slope of the measured losses.
 
 # %%
 SMALL = {
@@ -103,14 +103,14 @@ for ax, kind in zip(axes, ("convex", "smooth", "strongly convex"), strict=True):
 _ = axes[0].set_ylabel("excess population loss, ε = 0.1")
 
 # %% [markdown]
-# "Sequential" methods (SGD, accelerated, smoothed, phases) need one message of each user in all. "Full" ones ask every user in every round, and learn
-# more from fewer users. Strong convexity is a ridge of 0.1.
+# In "sequential" methods (SGD, accelerated, smoothed, phases) each user sends one message in all. In "full" ones every user sends one in every round,
+# and fewer users suffice for the same loss. The strongly convex losses have a ridge penalty of 0.1.
 
 # %% [markdown]
-# ## A stream that may be looked at
+# ## A stream with an intruder
 #
-# Algorithm 6 has no shuffler: one party reads record after record, and whoever looks into its memory *once* (a burglar, a court) learns no more
-# about any record than $\varepsilon$ allows. That is pan-privacy. It costs two noises in place of one, and hardly any loss:
+# Algorithm 6 has no shuffler: one party reads record after record. An intruder who inspects its memory *once* learns no more about any record than
+# $\varepsilon$ allows. This is called pan-privacy. It needs two noises instead of one, and the loss is only slightly larger:
 
 # %%
 by_name = {row["row"]: row for row in rows}
@@ -124,9 +124,9 @@ for users_, one, other in zip(shuffled["users"], shuffled["excess"], stream["exc
 # %% [markdown]
 # ## A model to keep
 #
-# With 569 patients and $\varepsilon = 2$ there is less to learn, and `shuffle_gradient_descent` learns most of it. Rows are cut to length 1 one by one, which
-# needs no statistic of the data; scaling by the data's own mean and deviation would be a release that is not accounted, so the constants of scaling
-# are typed in: a rough, public guess of each measurement's size.
+# With 569 patients and $\varepsilon = 2$ less can be learned, and `shuffle_gradient_descent` is the most accurate method. Each row is scaled to norm 1 by
+# itself, which needs no statistic of the data. Scaling by the mean and deviation of the data would be a release that $\varepsilon$ does not account for. So
+# the scaling constants are typed in: a rough, public guess of the size of each measurement.
 
 # %%
 features, labels = map(torch.from_numpy, load_breast_cancer(return_X_y=True))
@@ -162,10 +162,10 @@ assert right > float(labels.double().mean())
 # %% [markdown]
 # ## What differs from the print, and why
 #
-# * **Noise**: the paper's protocols have some $10^5$ times the variance needed. The rows above use the tight calibration, which is proved
-#   (`docs/proofs/02`); with the published one, no $n$ of this size learns anything.
+# * **Noise**: the paper's protocols have some $10^5$ times the variance that is needed. The rows above use the tight calibration, which is proved
+#   (`docs/proofs/02`). With the published one, nothing can be learned with so few users.
 # * **Step sizes** of Theorems 4.1 and 4.3, and the sign in Algorithms 3 and 5 (ascent for descent), are misprints: `docs/errata.rst`. Here steps and
-#   batches minimise the bound that is proved.
-# * **Exponents** are those of the privacy term alone, up to logarithms, as $n$ grows: at these $n$ the proved slopes are still on their way (most
-#   of all for strongly convex losses, whose phases are few). Measured losses are not the worst ones, and can fall faster.
-# * **Last section**: accuracy is on the patients that were trained on. The model is private; this number about it is not.
+#   batch sizes minimise the proved bound.
+# * **Exponents** are those of the privacy term, up to logarithms, as $n$ grows. At these $n$ the proved slopes have not reached them yet, in
+#   particular for strongly convex losses, which have few phases. The measured losses are not the worst ones, and can decrease faster.
+# * **Last section**: the accuracy is measured on the training data. The model is private, but this accuracy is not.

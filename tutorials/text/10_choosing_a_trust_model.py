@@ -1,15 +1,15 @@
 # %% [markdown]
 # # Choosing a trust model: from a budget to a sentence for a model card
 #
-# **At a proved $\varepsilon$ of 1, a model whose users trust nobody but a shuffler is as accurate as one whose users trust a
+# **With a proved $\varepsilon$ of 1, a model whose users trust only a shuffler is as accurate as one whose users trust a
 # server.**
 #
-# You have 4,000 users, a linear model over fixed wavelet features, and a promise to keep: $\varepsilon = 1$ at
-# $\delta = 10^{-5}$, for every data set. Whom do your users have to trust? This notebook asks for the price first, then trains for every kind of trust, then
-# does it in a script of its own, and ends with the sentence that you may quote.
+# There are 4,000 users, a linear model on fixed wavelet features, and a privacy budget: $\varepsilon = 1$ at
+# $\delta = 10^{-5}$, for every data set. Whom do the users have to trust? This notebook first computes the noise for every trust model, then trains with
+# each of them, then shows the code for one of them, and ends with a sentence that you can quote.
 #
-# Everything here is about *zero-out* neighbours: two runs that differ in one record, which reports zero in one of them. It
-# takes about two minutes on two CPU cores, and is at its full size.
+# All values are for *zero-out* neighbours: two runs that differ in one record, which reports zero in one of them. The
+# notebook takes about two minutes on two CPU cores.
 
 # %%
 import warnings
@@ -47,10 +47,10 @@ print(
 )
 
 # %% [markdown]
-# ## 1. What does each kind of trust cost?
+# ## 1. What does each trust model cost?
 #
-# `plan` answers before there is a model. It finds the least noise for which $\varepsilon$ is **proved for every data set**, under
-# each kind of trust, and says what it does to the mean gradient.
+# `plan` needs no model. For each trust model it finds the least noise for which $\varepsilon$ is **proved for every data set**, and
+# computes the resulting noise on the mean gradient.
 
 # %%
 plan = opacus_shuffle.plan(
@@ -64,8 +64,8 @@ plan = opacus_shuffle.plan(
 print(plan)
 
 # %% [markdown]
-# The column to look at is *on mean*: how much noise reaches one coordinate of the mean gradient, in clipping norms. Where it is
-# the same, training goes the same way, whoever was trusted.
+# The most important column is *on mean*: the noise on one coordinate of the mean gradient, in clipping norms. With the same
+# value training is equally accurate, whoever is trusted.
 
 # %%
 names = [
@@ -93,8 +93,8 @@ axes.grid(visible=False)
 axes.invert_yaxis()
 
 # %% [markdown]
-# Sums of bits (`shuffled_sums`) need hardly more noise than a trusted server. They pay in bits: every user sends noise bits in
-# every round, also in those in which its own data are not used.
+# Sums of bits (`shuffled_sums`) need hardly more noise than a trusted server. Their cost is communication: every user sends noise
+# bits in every round, including rounds that do not use the user's data.
 
 # %%
 by_mechanism = {row.mechanism: row for row in plan.rows if row.trusted == "the shuffler"}
@@ -105,12 +105,12 @@ assert server.noise_of_mean <= sums.noise_of_mean < 1.1 * server.noise_of_mean
 assert all(row.bound.epsilon <= EPSILON for row in plan.rows)
 
 # %% [markdown]
-# ## 2. What does that do to accuracy?
+# ## 2. What is the effect on accuracy?
 #
-# `compare` (on the command line: `opacus-shuffle compare`) trains the same linear model on 4,000 real MNIST digits for four kinds of
-# trust, each within the same proved $\varepsilon$. The model reads fixed wavelet features, which no data decide. Learning rates and
-# rounds were chosen once on training images, a choice that no $\varepsilon$ counts. Here each is trained once; by default three
-# runs, each of which spends its own $\varepsilon$, show how far one differs from the next.
+# `compare` (on the command line: `opacus-shuffle compare`) trains the same linear model on 4,000 real MNIST digits with four trust
+# models, each within the same proved $\varepsilon$. The model uses fixed wavelet features, which do not depend on the data. Learning
+# rates and rounds were chosen once on training images; $\varepsilon$ does not account for this choice. Here each model is trained once. By
+# default there are three runs, each with its own $\varepsilon$, to show the variation between runs.
 
 # %%
 comparison = compare(CompareSettings(epsilon=EPSILON, delta=DELTA, runs=1))
@@ -128,10 +128,10 @@ assert all(each.bound.epsilon <= EPSILON for each in comparison.outcomes)
 assert min(accuracy["a server, DP-SGD"], accuracy["a shuffler, sums of bits"]) > chance
 
 # %% [markdown]
-# ## 3. In a script of your own
+# ## 3. In your own script
 #
-# Take sums of bits: an Opacus script, another import, and the accountant. `make_private_with_epsilon` builds the protocol whose noise
-# keeps to the budget.
+# For sums of bits, an Opacus script needs another import and another accountant. `make_private_with_epsilon` builds the protocol
+# whose noise meets the budget.
 
 # %%
 model = nn.Linear(entries, 10, bias=False)
@@ -163,8 +163,8 @@ assert right > chance
 # %% [markdown]
 # ## 4. The sentence for the model card
 #
-# The report has every bound with its meaning. Its `statement()` is one sentence that leaves nothing out: $\varepsilon$ and $\delta$,
-# which data sets, which neighbours, who is trusted.
+# The report lists every bound with its meaning. `statement()` is one complete sentence: $\varepsilon$ and $\delta$, the data sets
+# covered, the neighbours, and who is trusted.
 
 # %%
 report = engine.privacy_report(DELTA)
@@ -176,7 +176,7 @@ assert report.best.epsilon <= EPSILON
 assert report.best.guarantee is opacus_shuffle.Guarantee.PROVED
 
 # %% [markdown]
-# Put it on the model card as it is, with the accuracy beside it. `report.to_dict()` is the same for machines.
+# Copy this sentence to the model card, together with the accuracy. `report.to_dict()` has the same content in machine-readable form.
 
 # %%
 card = f"""
@@ -184,7 +184,7 @@ card = f"""
 
 {report.statement()}
 
-It classifies {right:.1%} of {len(labels):,} held-out digits rightly.
+It has {right:.1%} accuracy on {len(labels):,} held-out digits.
 Rounds and learning rate were chosen on training images of the same data set, which no ε counts.
 """
 Markdown(card)
@@ -192,6 +192,6 @@ Markdown(card)
 # %% [markdown]
 # ## What differs from the print, and why
 #
-# No paper prints this table. SG compares its bounds with each other at one amount of noise; here the budget is the same, and proved, and
-# the noise follows from it. What such an $\varepsilon$ does *not* cover is in the pitfalls of the documentation; the first is that somebody
-# else's shuffler may not shuffle.
+# No paper prints this table. SG compares bounds at the same noise. Here the proved budget is the same, and
+# the noise follows from it. The page on pitfalls in the documentation lists what such an $\varepsilon$ does *not* cover; the first
+# item is that a shuffler run by someone else may not shuffle.
