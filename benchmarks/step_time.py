@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -31,8 +33,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
-from opacus_shuffle.commands.small_cnn import SmallCNN
 from opacus_shuffle.core import compiled
+
+sys.path.append(str(Path(__file__).parents[1] / "tutorials"))
+from small_cnn import SmallCNN
 
 
 def two_layers() -> nn.Module:

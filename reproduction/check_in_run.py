@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -29,9 +30,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.small_cnn import PHYSICAL_BATCH, SmallCNN, accuracy
 from opacus_shuffle.core.atomic_file import atomic_write
+
+sys.path.append(str(Path(__file__).parents[1] / "tutorials"))
+from image_datasets import load_image_dataset
+from small_cnn import PHYSICAL_BATCH, SmallCNN, accuracy
 
 SAMPLE_RATE, CLIPPING_NORM, NOISE_MULTIPLIER, ROUNDS = 0.1, 0.01, 5.0, 5540
 PIECE = 100

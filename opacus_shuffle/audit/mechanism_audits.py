@@ -1,9 +1,9 @@
-r"""Audits of mechanisms: each is run millions of times with and without a record.
+r"""Audits of mechanisms: each mechanism runs many times with and without one record.
 
-The shuffle Gaussian is Liew and Takahashi's (SG); the permuted Gaussian is that of weight shuffling
-(WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled); secret check-in is this library's,
-where who does not take part sends noise. One pair of data sets, one adversary, one test: so these
-audits say what a formula is worth, not whether a training run is programmed correctly.
+The mechanisms are the Gaussian step of DP-SGD, the shuffle Gaussian of Liew and Takahashi (SG), and
+this library's secret check-in, in which users who skip a round send noise. Each audit is about one
+pair of data sets, one adversary and one test. It measures how tight a formula is. It does not show
+that a training run is implemented correctly; see :mod:`opacus_shuffle.audit.training_audit`.
 
 >>> seeded = torch.Generator().manual_seed(0)
 >>> result = audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=100_000, generator=seeded)
@@ -11,16 +11,6 @@ audits say what a formula is worth, not whether a training run is programmed cor
 [4.38]
 >>> [finding.lower.epsilon <= 4.38 for finding in result.findings]
 [True, True]
-
-WS Theorem 6 says 0.5 of this run:
-
->>> result = audit_permuted_gaussian(
-...     noise_multiplier=0.27372, dimension=85_800_000, steps=500, sample_rate=0.02, delta=5e-6,
-...     pair="all_but_one", trials=20_000, generator=torch.Generator().manual_seed(0))
->>> [claim.name for claim in result.contradicted]
-['published']
->>> result.largest.lower.epsilon > 7
-True
 """
 
 from __future__ import annotations
@@ -33,15 +23,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.special import logsumexp, ndtri_exp
+from scipy.special import logsumexp
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
-from opacus_shuffle.accountants.mechanisms import SecretCheckIn, ShuffledWeights, ShuffleGauss
+from opacus_shuffle.accountants.mechanisms import SecretCheckIn, ShuffleGauss
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.report_shapes import shape_of
 from opacus_shuffle.analysis.secret_checkin import SecretRound
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
-from opacus_shuffle.audit.result import AuditResult, Claim, Finding
+from opacus_shuffle.audit.result import AuditResult, Finding
 from opacus_shuffle.core.guarantees import (
     EVERY_DATA_SET,
     Adjacency,
@@ -51,39 +41,26 @@ from opacus_shuffle.core.guarantees import (
 )
 from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.rounding import plural, round_up
-from opacus_shuffle.core.validation import (
-    integer,
-    noise_level,
-    number,
-    one_of,
-    open_unit_interval,
-)
+from opacus_shuffle.core.validation import integer, noise_level, number, open_unit_interval
 from opacus_shuffle.protocols.linear_reports import tilted
 
 Vector = npt.NDArray[np.float64]
 
-PAIRS = {
-    "one_coordinate": "the record's lies in one coordinate, at the clipping norm",
-    "all_but_one": "the record's is 0 in one coordinate and the same in all others, at the "
-    "clipping norm",
-    "oblique": "the record's is at 46 degrees to one with equal coordinates, at the clipping norm",
-}
+MIN_TRIALS = 1000
+"""With fewer trials an audit can show only a very small ε."""
 
-FEWEST = 1000
-"""Trials below which an audit shows next to nothing."""
-
-MOST_USERS = 10_000_000
-MOST_TRIALS = 10**9
-MOST_DRAWS = 10**12
+MAX_USERS = 10_000_000
+MAX_TRIALS = 10**9
+MAX_DRAWS = 10**12
 
 GAUSSIAN_REPORTS, TILTED_REPORTS = 200_000_000, 20_000_000
-"""Reports drawn under each hypothesis where nothing else is asked for: about a minute of one core.
+"""Reports drawn under each hypothesis by default, which takes about a minute on one core.
 
-A linear one takes ten times as long: its place is found by halving an interval 60 times.
+A linear report takes ten times as long as a Gaussian one, because its value is found by bisection.
 """
 
 CHUNK = 2**20
-"""Random numbers held at once, 8 MB."""
+"""The number of random numbers in memory at a time, 8 MB."""
 
 
 def audit_gaussian(
@@ -94,31 +71,32 @@ def audit_gaussian(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    """Audits one Gaussian step, where everything is known: a test of the audit itself.
+    """Audits one Gaussian step, whose exact ε is available: a test of the audit itself.
 
-    N(0, σ²) against N(1, σ²), in clipping norms: the noised sum of nothing but the record,
-    projected on its direction.
+    The test distinguishes N(0, σ²) from N(1, σ²), in units of the clipping norm. This is the noised
+    sum of the record alone, projected on its direction.
 
     Args:
-        noise_multiplier: σ over the clipping norm.
+        noise_multiplier: σ divided by the clipping norm.
         delta: δ in (0, 1).
         trials: Runs under each hypothesis, at least 1000. Half of them choose the test.
-        confidence: Of each finding, in (0, 1).
-        generator: A CPU generator, for repeatable audits; by default a secret one.
+        confidence: The confidence of each finding, in (0, 1).
+        generator: A CPU generator for repeatable audits. The default is a secret generator.
 
     Returns:
-        The exact ε as the claim (Balle & Wang 2018), and two findings: from counts alone, and with
-        the Gaussian trade-off curve that the mechanism has (Nasr et al. 2023), which comes closer.
+        The exact ε as the claim (Balle & Wang 2018), and two findings. The first uses counts alone.
+        The second also uses the Gaussian trade-off curve of the mechanism (Nasr et al. 2023), which
+        gives a larger lower bound.
 
     Raises:
         ValueError: If an argument is out of range.
     """
     sigma = noise_level("noise_multiplier", noise_multiplier)
-    delta, trials, confidence = common(delta, trials, confidence)
+    delta, trials, confidence = check_trials(delta, trials, confidence)
     rng = numpy_generator(generator)
     null = rng.standard_normal(trials)
     alternative = rng.standard_normal(trials) + 1 / sigma
-    sees = "sees the noised sum"
+    adversary = "sees the noised sum"
     counts = audit_scores(null, alternative, delta=delta, confidence=confidence)
     gdp = audit_scores(null, alternative, delta=delta, confidence=confidence, method="gdp")
     claims = (gaussian_step(sigma, delta),)
@@ -126,8 +104,8 @@ def audit_gaussian(
         f"Gaussian mechanism, noise multiplier {sigma:.6g}, one step",
         delta,
         claims,
-        (Finding("counts", counts, sees), Finding("gdp", gdp, sees)),
-        reach(claims, trials, delta, confidence),
+        (Finding("counts", counts, adversary), Finding("gdp", gdp, adversary)),
+        detection_limit(claims, trials, delta, confidence),
     )
 
 
@@ -143,24 +121,25 @@ def audit_shuffle_gauss(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    r"""Audits the shuffle Gaussian in one dimension, against who knows all other users' values.
+    r"""Audits the shuffle Gaussian in one dimension.
 
-    All others hold v = ``others``; user 1 holds a₁ = 1 or a₀, 0 or −1. The test goes by the exact
-    likelihood ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ
-    p_{a₀}(yᵢ)/p_v(yᵢ), summed over the rounds: no test for this pair of data sets is better. With
-    ``others=0`` it is the papers' pair, with −1 a worse one.
+    The adversary knows the values of all other users, v = ``others``. User 1 has the value a₁ = 1
+    or a₀, which is 0 or −1. The test statistic is the exact likelihood ratio of the shuffled
+    reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ p_{a₀}(yᵢ)/p_v(yᵢ), summed over the rounds. It is
+    the most powerful test for this pair of data sets. ``others=0`` gives the pair of the papers.
+    ``others=-1`` gives a pair with a larger ε.
 
     Args:
-        noise_multiplier: Local σ, one report's noise over the clipping norm.
-        num_users: n, reports per round, at most 10⁷.
+        noise_multiplier: Local σ, the noise of one report divided by the clipping norm.
+        num_users: n, the number of reports per round, at most 10⁷.
         delta: δ in (0, 1).
-        others: Every other user's value, in [−1, 1] clipping norms.
-        steps: Rounds, with fresh noise and a fresh permutation each.
-        adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −1.
-        trials: Runs under each hypothesis, at least 1000; by default as many as take 4·10⁸ reports,
-            up to a million.
-        confidence: In (0, 1).
-        generator: A CPU generator, for repeatable audits; by default a secret one.
+        others: The value of every other user, in [−1, 1] clipping norms.
+        steps: The number of rounds, each with fresh noise and a fresh permutation.
+        adjacency: With ``"zero_out"``, a₀ is 0. With ``"replace"``, a₀ is −1.
+        trials: Runs under each hypothesis, at least 1000. By default, as many as 4·10⁸ reports
+            allow, up to one million.
+        confidence: The confidence of the finding, in (0, 1).
+        generator: A CPU generator for repeatable audits. The default is a secret generator.
 
     Returns:
         The claims of :func:`opacus_shuffle.accountants.compute.privacy_bound` that cover the
@@ -170,11 +149,11 @@ def audit_shuffle_gauss(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        With probability ``confidence`` the ε of this pair of data sets at δ is at least the
-        finding. ``published`` and ``pair`` are about the pair with ``others=0`` only.
+        With probability ``confidence``, the ε of this pair of data sets at δ is at least the
+        finding. ``published`` and ``pair`` are only about the pair with ``others=0``.
     """
     mechanism = ShuffleGauss(noise_multiplier=noise_multiplier, num_users=num_users)
-    return audit_reports(
+    return _audit_reports(
         mechanism,
         report="gaussian",
         title="shuffle Gaussian",
@@ -203,28 +182,28 @@ def audit_secret_checkin(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    r"""Audits secret check-in in one dimension, against who knows all other users' values.
+    r"""Audits secret check-in in one dimension.
 
-    As :func:`audit_shuffle_gauss`, with each user's secret coin: user 1's and all others' are
-    tossed anew in every round, and the densities in the likelihood ratio are those of a report
-    whose coin is not known. Linear and step reports are drawn as training draws them.
+    The audit is that of :func:`audit_shuffle_gauss` with a secret coin for each user. All coins are
+    drawn again in every round, and the densities in the likelihood ratio are those of a report with
+    an unknown coin. Linear and step reports are drawn by the same code as in training.
 
     Args:
-        noise_multiplier: Local σ, one report's noise over the clipping norm.
-        num_users: n, the users who follow the protocol and keep their coins and noise secret, at
-            most 10⁷. (Those of anybody else hide nothing, and can be left out.)
-        sample_rate: q in (0, 1), the coins' rate.
+        noise_multiplier: Local σ, the noise of one report divided by the clipping norm.
+        num_users: n, the number of users who follow the protocol and keep their coins and noise
+            secret, at most 10⁷. Reports of other users do not protect user 1 and are omitted.
+        sample_rate: q in (0, 1), the probability that a user participates in a round.
         delta: δ in (0, 1).
-        report: ``"linear"``, ``"step"`` or ``"gaussian"``: how a user reports whose coin shows
-            heads.
-        others: Every other user's value, in [−1, 1] clipping norms: −1, opposite to user 1's, is
-            the farthest that there is, and the worst that is known.
-        steps: Rounds, with fresh coins, fresh noise and a fresh permutation each.
-        adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −1.
-        trials: Runs under each hypothesis, at least 1000; by default as many as take 4·10⁸ reports,
-            up to a million. Linear reports take ten times as long to draw: 4·10⁷ of them.
-        confidence: In (0, 1).
-        generator: A CPU generator, for repeatable audits; by default a secret one.
+        report: The report of a participating user: ``"linear"``, ``"step"`` or ``"gaussian"``.
+        others: The value of every other user, in [−1, 1] clipping norms. −1, the value opposite to
+            that of user 1, gives the largest ε that is known.
+        steps: The number of rounds, each with fresh coins, fresh noise and a fresh permutation.
+        adjacency: With ``"zero_out"``, the other value of user 1 is 0. With ``"replace"``, it is
+            −1.
+        trials: Runs under each hypothesis, at least 1000. By default, as many as 4·10⁸ reports
+            allow (4·10⁷ for linear and step reports), up to one million.
+        confidence: The confidence of the finding, in (0, 1).
+        generator: A CPU generator for repeatable audits. The default is a secret generator.
 
     Returns:
         The claim ``certified``, and one finding.
@@ -233,8 +212,8 @@ def audit_secret_checkin(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        With probability ``confidence`` the ε of this pair of data sets at δ, and so that of any
-        bound for all data sets that satisfy these conditions, is at least the finding.
+        With probability ``confidence``, the ε of this pair of data sets at δ is at least the
+        finding. The ε of any bound for all data sets is then at least the finding as well.
     """
     mechanism = SecretCheckIn(
         noise_multiplier=noise_multiplier,
@@ -242,7 +221,7 @@ def audit_secret_checkin(
         sample_rate=sample_rate,
         report=report,
     )
-    return audit_reports(
+    return _audit_reports(
         mechanism,
         report=mechanism.report,
         title=f"secret check-in, {report} reports, sample rate {mechanism.sample_rate:.4g}",
@@ -257,151 +236,46 @@ def audit_secret_checkin(
     )
 
 
-def audit_permuted_gaussian(
-    *,
-    noise_multiplier: float,
-    dimension: int,
-    delta: float,
-    steps: int = 1,
-    sample_rate: float = 1.0,
-    batch_clip: float = 1.0,
-    pair: str = "one_coordinate",
-    trials: int | None = None,
-    confidence: float = 0.95,
-    generator: torch.Generator | None = None,
-) -> AuditResult:
-    r"""Runs the mechanism with and without the record, and shows what one test tells.
-
-    Per step the adversary sees d noised coordinates in uniformly random order.
-    ``"one_coordinate"``: the test goes by the largest coordinate of all steps, drawn from its
-    closed distribution: with K ~ Bin(T, q) steps that the record takes part in, the largest of T·d
-    − K coordinates of noise, and the largest of K around c. Else it goes by the likelihood ratio of
-    the T sums of coordinates. A better test can only show a larger ε.
-
-    Args:
-        noise_multiplier: σ/c, of the **sum** (as DP-SGD's).
-        dimension: d, coordinates that are permuted among themselves, up to 2⁵³.
-        delta: δ in (0, 1).
-        steps: T.
-        sample_rate: q, with which the record takes part in a step (Poisson sampling; the adversary
-            is not told).
-        batch_clip: c′/c, the norm that the sum is clipped to before the noise: below 1 it shrinks
-            the record's gradient.
-        pair: ``"one_coordinate"``, ``"all_but_one"`` or ``"oblique"``.
-        trials: Runs under each hypothesis, at least 1000, half of them to choose the test. By
-            default 10⁷, for the other two pairs no more than take 2·10⁸ random numbers, one per
-            step.
-        confidence: In (0, 1).
-        generator: A CPU generator, for repeatable audits; by default a secret one.
-
-    Returns:
-        The claims ``published`` (WS Theorem 6, composed), ``pair`` (the first pair, exactly; not
-        with the second) and ``certified`` (DP-SGD's own), and one finding.
-
-    Raises:
-        ValueError: If an argument is out of range.
-
-    Formal Guarantees:
-        With probability ``confidence`` the pair's ε at δ, and so that of any bound for all data
-        sets that satisfy these conditions, is at least the finding, for an adversary who sees the
-        permuted gradients and nothing else.
-    """
-    dimension, steps = integer("dimension", dimension), integer("steps", steps)
-    mechanism = ShuffledWeights(
-        noise_multiplier=noise_multiplier,
-        sample_rate=sample_rate,
-        dimension=dimension,
-        batch_clip=batch_clip,
-    )
-    rate = mechanism.sample_rate
-    one_of("pair", pair, PAIRS)
-    single = pair == "one_coordinate"
-    if not single and dimension < 2:
-        raise ValueError(
-            f"pair={pair!r} needs a dimension of at least 2, got {dimension}: use 'one_coordinate'"
-        )
-    if trials is None:
-        trials = 10_000_000 if single else min(10_000_000, max(FEWEST, 100_000_000 // steps))
-    delta, trials, confidence = common(delta, trials, confidence, draws=1 if single else steps)
-    rng = numpy_generator(generator)
-    shift = mechanism.record_norm / mechanism.noise_multiplier
-    test = "largest coordinate" if single else "sum of coordinates"
-    if single:
-        scores = largest_coordinates(
-            shift=shift, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng
-        )
-    else:
-        mean = shift * (
-            math.sqrt((dimension - 1) / dimension)
-            if pair == "all_but_one"
-            else math.cos(math.radians(46))
-        )
-        scores = summed_coordinates(
-            mean=mean, steps=steps, sample_rate=rate, trials=trials, rng=rng
-        )
-    bounds = ("published", "pair", "certified") if single else ("published", "certified")
-    claims = claimed([(mechanism, steps)], bounds, delta=delta)
-    sees = (
-        "sees the noised gradient of every step, its coordinates in random order, and knows all "
-        "other records"
-    )
-    return AuditResult(
-        f"permuted Gaussian, noise multiplier {mechanism.noise_multiplier:.6g}, dimension "
-        f"{dimension:,}, "
-        + plural(steps, "step")
-        + (f", sample rate {rate:.4g}" if rate < 1 else ""),
-        delta,
-        claims,
-        (Finding(test, audit_scores(*scores, delta=delta, confidence=confidence), sees),),
-        (
-            f"Audited: the gradients of all others add up to zero, {PAIRS[pair]}.",
-            *reach(claims, trials, delta, confidence),
-        ),
-    )
-
-
 def numpy_generator(generator: torch.Generator | None) -> np.random.Generator:
-    """Makes a generator of NumPy from a torch generator, or from a secret."""
+    """Returns a NumPy generator seeded by a torch generator, or by a secret seed."""
     return np.random.default_rng(stream_of(generator).words(4))
 
 
 def chunks(total: int, width: int) -> Iterator[slice]:
-    """Yields slices that cut ``total`` runs of ``width`` numbers into pieces."""
+    """Yields slices that divide ``total`` runs of ``width`` numbers into chunks."""
     step = max(1, CHUNK // width)
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
 
-def claimed(
-    rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: str = "zero_out"
-) -> tuple[Claim, ...]:
-    """Returns the finite values of these bounds for the rounds."""
+def finite_bounds(
+    rounds: Rounds, names: Iterable[str], *, delta: float, adjacency: str = "zero_out"
+) -> tuple[PrivacyBound, ...]:
+    """Returns the named bounds of the rounds that are finite and cover the adjacency."""
     covered = []
-    for bound in bounds:
+    for name in names:
         with contextlib.suppress(NotCovered):
-            covered.append(compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency))
-    return tuple(Claim(bound) for bound in covered if math.isfinite(bound.epsilon))
+            covered.append(compute_bound(rounds, delta=delta, bound=name, adjacency=adjacency))
+    return tuple(bound for bound in covered if math.isfinite(bound.epsilon))
 
 
-def gaussian_step(sigma: float, delta: float) -> Claim:
+def gaussian_step(sigma: float, delta: float) -> PrivacyBound:
     """Returns the exact ε of one Gaussian step (Balle & Wang 2018)."""
-    return Claim(
-        PrivacyBound(
-            mechanism="gaussian",
-            bound="certified",
-            epsilon=gaussian.compute_epsilon(mu=1 / sigma, delta=delta),
-            delta=delta,
-            adjacency=Adjacency.ZERO_OUT,
-            guarantee=Guarantee.PROVED,
-            covers=EVERY_DATA_SET,
-            rounds=1,
-            trusted="the server",
-            adversary="sees the noised sum of gradients",
-        )
+    return PrivacyBound(
+        mechanism="gaussian",
+        bound="certified",
+        epsilon=gaussian.compute_epsilon(mu=1 / sigma, delta=delta),
+        delta=delta,
+        adjacency=Adjacency.ZERO_OUT,
+        guarantee=Guarantee.PROVED,
+        covers=EVERY_DATA_SET,
+        rounds=1,
+        trusted="the server",
+        adversary="sees the noised sum of gradients",
     )
 
 
-def audit_reports(
+def _audit_reports(
     mechanism: ShuffleGauss | SecretCheckIn,
     *,
     report: str,
@@ -415,71 +289,73 @@ def audit_reports(
     confidence: float,
     generator: torch.Generator | None,
 ) -> AuditResult:
-    """Audits one user's value on a line, among the shuffled reports of users who hold another.
+    """Audits the value of one user among the shuffled reports of the other users.
 
-    In the shuffle Gaussian all take part, as if every coin had rate 1.
+    The shuffle Gaussian is the special case in which every user participates.
 
     Args:
-        mechanism: What is audited; all its users are honest.
-        report: The shape of its reports.
-        title: What the mechanism is called.
-        bounds: Names of the claims.
-        delta: As of :func:`audit_secret_checkin`, and so are all that follow.
-        others: In [−1, 1].
-        steps: Rounds.
-        adjacency: Whether user 1's value becomes 0 or −1.
+        mechanism: The mechanism; all of its users follow the protocol.
+        report: The shape of a report.
+        title: The name of the mechanism in the result.
+        bounds: The names of the claims.
+        delta: As in :func:`audit_secret_checkin`, and so are all following arguments.
+        others: The value of every other user.
+        steps: The number of rounds.
+        adjacency: The name of the adjacency.
         trials: Runs under each hypothesis, or None.
-        confidence: In (0, 1).
+        confidence: The confidence of the finding.
         generator: A CPU generator, or None.
     """
     steps, users = integer("steps", steps), mechanism.num_users
-    kind = SecretRound(
+    rounds = SecretRound(
         noise_multiplier=mechanism.noise_multiplier,
         num_users=users,
         sample_rate=mechanism.sample_rate,
         report=report,
     )
-    if users > MOST_USERS:
+    if users > MAX_USERS:
         raise ValueError(
-            f"num_users must not exceed {MOST_USERS:,}, got {users}: every run draws all reports; "
+            f"num_users must not exceed {MAX_USERS:,}, got {users}: every run draws all reports; "
             "audit fewer users"
         )
-    wanted = "lie in [-1, 1], in units of the clipping norm"
-    others = number("others", others, wanted, lambda value: -1 <= value <= 1)
+    requirement = "lie in [-1, 1], in units of the clipping norm"
+    others = number("others", others, requirement, lambda value: -1 <= value <= 1)
     neighbours = Adjacency(adjacency)
     absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -1.0
     if trials is None:
         affordable = GAUSSIAN_REPORTS if report == "gaussian" else TILTED_REPORTS
-        trials = min(1_000_000, max(FEWEST, affordable // (users * steps)))
-    delta, trials, confidence = common(delta, trials, confidence, draws=users * steps)
-    rng = numpy_generator(generator)
+        trials = min(1_000_000, max(MIN_TRIALS, affordable // (users * steps)))
+    delta, trials, confidence = check_trials(delta, trials, confidence, draws=users * steps)
     scores = likelihood_ratios(
-        kind, present=1.0, absent=absent, others=others, steps=steps, trials=trials, rng=rng
+        rounds,
+        present=1.0,
+        absent=absent,
+        others=others,
+        steps=steps,
+        trials=trials,
+        rng=numpy_generator(generator),
     )
-    claims = claimed([(mechanism, steps)], bounds, delta=delta, adjacency=neighbours)
-    sees = "sees every shuffled report of every round, and knows all other users' values"
-    unseen = ", but not who takes part" if kind.sample_rate < 1 else ""
+    claims = finite_bounds([(mechanism, steps)], bounds, delta=delta, adjacency=neighbours)
+    adversary = "sees every shuffled report of every round, and knows all other users' values"
+    if rounds.sample_rate < 1:
+        adversary += ", but not which users participate"
+    lower = audit_scores(*scores, delta=delta, confidence=confidence)
     return AuditResult(
-        f"{title}, noise multiplier {kind.noise_multiplier:.6g}, {plural(users, 'user')}, "
+        f"{title}, noise multiplier {rounds.noise_multiplier:.6g}, {plural(users, 'user')}, "
         f"{plural(steps, 'round')}, {neighbours}",
         delta,
         claims,
+        (Finding("likelihood ratio", lower, adversary),),
         (
-            Finding(
-                "likelihood ratio",
-                audit_scores(*scores, delta=delta, confidence=confidence),
-                f"{sees}{unseen}",
-            ),
-        ),
-        (
-            f"Audited: all other users hold {others:g}, and one user holds 1 or {absent:g}.",
-            *reach(claims, trials, delta, confidence),
+            f"Audited pair: all other users have the value {others:g}, and one user has 1 or "
+            f"{absent:g}.",
+            *detection_limit(claims, trials, delta, confidence),
         ),
     )
 
 
 def likelihood_ratios(
-    kind: SecretRound,
+    rounds: SecretRound,
     *,
     present: float,
     absent: float,
@@ -488,140 +364,95 @@ def likelihood_ratios(
     trials: int,
     rng: np.random.Generator,
 ) -> tuple[Vector, Vector]:
-    """Draws each run's log likelihood ratio over all rounds, without and with the record.
+    """Draws the log likelihood ratio of each run over all rounds, without and with the record.
 
-    User 1 holds ``absent`` or ``present``, all others hold ``others``, in clipping norms.
+    User 1 has the value ``absent`` or ``present``, and all others have ``others``, in units of the
+    clipping norm.
     """
     totals = np.zeros(trials), np.zeros(trials)
-    for held, total in zip((absent, present), totals, strict=True):
-        # The order of reports carries nothing: user 1 may as well come first.
-        values = np.append(held, np.full(kind.num_users - 1, others))
-        for part in chunks(trials, kind.num_users):
+    for first, total in zip((absent, present), totals, strict=True):
+        # The ratio does not depend on the order of the reports, so user 1 may come first.
+        values = np.append(first, np.full(rounds.num_users - 1, others))
+        for chunk in chunks(trials, rounds.num_users):
             for _ in range(steps):
-                reports = draw_reports(kind, values, part.stop - part.start, rng)
-                total[part] += log_sum_ratio(kind, reports, present, others)
-                total[part] -= log_sum_ratio(kind, reports, absent, others)
+                reports = draw_reports(rounds, values, chunk.stop - chunk.start, rng)
+                total[chunk] += log_sum_ratio(rounds, reports, present, others)
+                total[chunk] -= log_sum_ratio(rounds, reports, absent, others)
     return totals
 
 
-def draw_reports(kind: SecretRound, values: Vector, runs: int, rng: np.random.Generator) -> Vector:
-    """Draws one report of every value, in units of their noise, of shape (runs, values).
+def draw_reports(
+    rounds: SecretRound, values: Vector, runs: int, rng: np.random.Generator
+) -> Vector:
+    """Draws one report of every value, in units of the noise, of shape (runs, values).
 
-    Every report's coin is tossed anew: where it shows tails the report is N(0, 1).
+    The coin of each report is drawn independently. Without participation a report is N(0, 1).
     """
     reports = rng.standard_normal((runs, len(values)))
-    if kind.report != "gaussian":
-        # A shorter vector is reported as one at the clipping norm, more rarely.
-        heads = rng.random(reports.shape) < kind.sample_rate * np.abs(values)
+    if rounds.report != "gaussian":
+        # A vector shorter than the clipping norm is reported at the clipping norm, but less often.
+        heads = rng.random(reports.shape) < rounds.sample_rate * np.abs(values)
         uniforms = torch.from_numpy(rng.uniform(-1.0, 1.0, np.count_nonzero(heads)))
         signs = np.broadcast_to(np.sign(values), reports.shape)[heads]
-        reports[heads] = signs * tilted(uniforms, kind.noise_multiplier, kind.report).numpy()
+        reports[heads] = signs * tilted(uniforms, rounds.noise_multiplier, rounds.report).numpy()
     else:
-        shifts = values / kind.noise_multiplier
-        # No coin is tossed where all take part.
-        reports += shifts * (kind.sample_rate == 1 or rng.random(reports.shape) < kind.sample_rate)
+        shifts = values / rounds.noise_multiplier
+        # With a rate of 1 no coin is drawn.
+        reports += shifts * (
+            rounds.sample_rate == 1 or rng.random(reports.shape) < rounds.sample_rate
+        )
     return reports
 
 
-def log_density(kind: SecretRound, value: float, reports: Vector) -> Vector:
-    """Returns the log density of each report if it is one of ``value``, over that of N(0, 1)."""
-    if kind.report != "gaussian":
-        excess = shape_of(kind.report, kind.noise_multiplier).excess(np.sign(value) * reports)
-        return np.log1p(kind.sample_rate * abs(value) * excess)
-    shift = value / kind.noise_multiplier
-    return log_sampled(shift * reports - shift**2 / 2, kind.sample_rate)
-
-
-def log_sampled(log_ratios: Vector, sample_rate: float) -> Vector:
-    """Returns log(1 − q + qR) of log R: the ratio if a coin of rate q says who takes part."""
-    if sample_rate == 1:
+def log_density(rounds: SecretRound, value: float, reports: Vector) -> Vector:
+    """Returns the log density of each report of ``value``, relative to N(0, 1)."""
+    if rounds.report != "gaussian":
+        excess = shape_of(rounds.report, rounds.noise_multiplier).excess(np.sign(value) * reports)
+        return np.log1p(rounds.sample_rate * abs(value) * excess)
+    shift, rate = value / rounds.noise_multiplier, rounds.sample_rate
+    log_ratios = shift * reports - shift**2 / 2
+    if rate == 1:
         return log_ratios
-    return np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + log_ratios)
+    return np.logaddexp(math.log1p(-rate), math.log(rate) + log_ratios)
 
 
-def log_sum_ratio(kind: SecretRound, reports: Vector, value: float, others: float) -> Vector:
-    """Returns log Σᵢ f(yᵢ)/g(yᵢ) of every row y: f is the density of ``value``, g of ``others``.
+def log_sum_ratio(rounds: SecretRound, reports: Vector, value: float, others: float) -> Vector:
+    """Returns log Σᵢ f(yᵢ)/g(yᵢ) of every row y; f and g are the densities of the two values.
 
-    It is the likelihood ratio of user 1's value to the others', but for log n.
+    Apart from the constant log n, this is the log likelihood ratio of user 1 having ``value``
+    against user 1 having the value of the others.
     """
-    ratios = log_density(kind, value, reports) - log_density(kind, others, reports)
+    ratios = log_density(rounds, value, reports) - log_density(rounds, others, reports)
     sums: Vector = logsumexp(ratios, axis=1)
     return sums
 
 
-def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple[float, int, float]:
+def check_trials(
+    delta: Any, trials: Any, confidence: Any, *, draws: int = 1
+) -> tuple[float, int, float]:
     """Checks the arguments that all audits share, and returns them.
 
-    A trial takes ``draws`` random numbers.
+    One trial takes ``draws`` random numbers.
     """
-    trials = integer("trials", trials, minimum=FEWEST)
-    if trials > MOST_TRIALS or trials * draws > MOST_DRAWS:
+    trials = integer("trials", trials, minimum=MIN_TRIALS)
+    if trials > MAX_TRIALS or trials * draws > MAX_DRAWS:
         raise ValueError(
-            f"trials must not exceed {MOST_TRIALS:,}, nor all random numbers together "
-            f"{MOST_DRAWS:,}, got {trials:,} trials "
-            f"of {draws:,} numbers each: take fewer trials, steps or num_users"
+            f"trials must not exceed {MAX_TRIALS:,}, and all trials together must not take more "
+            f"than {MAX_DRAWS:,} random numbers, got {trials:,} trials of {draws:,} numbers each: "
+            "reduce trials, steps or num_users"
         )
     return open_unit_interval("delta", delta), trials, open_unit_interval("confidence", confidence)
 
 
-def reach(
-    claims: tuple[Claim, ...], trials: int, delta: float, confidence: float
+def detection_limit(
+    claims: tuple[PrivacyBound, ...], trials: int, delta: float, confidence: float
 ) -> tuple[str, ...]:
-    """Returns a sentence if not even a perfect test could have contradicted the claim."""
+    """Returns a sentence about the claims that even a perfect test could not contradict."""
     counted = trials - trials // 2
-    most = epsilon_lower_bound(0, 0, counted, delta, confidence).epsilon
-    beyond = ", ".join(claim.name for claim in claims if claim.epsilon > most)
-    said = (
-        f"Counts alone, from {counted:,} runs, cannot show an epsilon above {round_up(most, 3)}, "
-        "so they could not contradict"
+    limit = epsilon_lower_bound(0, 0, counted, delta, confidence).epsilon
+    beyond = ", ".join(claim.bound for claim in claims if claim.epsilon > limit)
+    sentence = (
+        f"Counts from {counted:,} runs cannot show an epsilon above {round_up(limit, 3)}. They "
+        f"cannot contradict {beyond}; for that, use more trials."
     )
-    return (f"{said} {beyond}: that takes more trials.",) if beyond else ()
-
-
-def largest_coordinates(
-    *,
-    shift: float,
-    dimension: int,
-    steps: int,
-    sample_rate: float,
-    trials: int,
-    rng: np.random.Generator,
-) -> tuple[Vector, Vector]:
-    """Draws each run's largest coordinate over all steps, without and with the record.
-
-    They are in units of the noise.
-    """
-    coordinates = float(steps) * dimension
-    null = largest_normal(coordinates, trials, rng)
-    shifted = rng.binomial(steps, sample_rate, trials)
-    noise = largest_normal(coordinates - shifted, trials, rng)
-    return null, np.maximum(noise, shift + largest_normal(shifted, trials, rng))
-
-
-def largest_normal(count: npt.ArrayLike, size: int, rng: np.random.Generator) -> Vector:
-    """Draws ``size`` times the largest of ``count`` standard normals; −∞ of none at all.
-
-    ``count`` is one number, or one per draw. It is Φ⁻¹(U^{1/count}): one random number, however
-    large the count is. With the exponential E = −log U that is the quantile whose logarithm is
-    −E/count, and inverting log Φ loses nothing where Φ itself rounds to 1.
-    """
-    exponential = rng.standard_exponential(size)
-    with np.errstate(divide="ignore"):
-        return ndtri_exp(-exponential / np.asarray(count, dtype=np.float64))
-
-
-def summed_coordinates(
-    *, mean: float, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
-) -> tuple[Vector, Vector]:
-    """Draws each run's log likelihood ratio of the steps' sums, without and with the record.
-
-    A sum is N(0, 1), and with rate q N(``mean``, 1) if the record is there.
-    """
-    totals = np.zeros(trials), np.zeros(trials)
-    for present, total in zip((False, True), totals, strict=True):
-        for part in chunks(trials, steps):
-            sums = rng.standard_normal((part.stop - part.start, steps))
-            if present:
-                sums += mean * (rng.random(sums.shape) < sample_rate)
-            total[part] = log_sampled(mean * sums - mean**2 / 2, sample_rate).sum(axis=1)
-    return totals
+    return (sentence,) if beyond else ()

@@ -1,14 +1,13 @@
-"""The result of an audit: what was found, beside what is claimed.
+"""The result of an audit: the lower bounds that it found, compared with the claimed bounds.
 
 >>> from opacus_shuffle.audit.lower_bounds import epsilon_lower_bound
 >>> found = Finding("a test", epsilon_lower_bound(0, 500, 1000, delta=1e-5), "sees the weights")
 >>> def claim(name, epsilon, guarantee, covers):
-...     bound = PrivacyBound("run", name, epsilon, 1e-5, "zero_out", guarantee, covers, rounds=1)
-...     return Claim(bound)
+...     return PrivacyBound("run", name, epsilon, 1e-5, "zero_out", guarantee, covers, rounds=1)
 >>> formula = claim("published", 0.5, Guarantee.ESTIMATE, "a formula")
 >>> proof = claim("certified", 9.0, Guarantee.PROVED, "every data set")
 >>> result = AuditResult("an example", 1e-5, claims=(formula, proof), findings=(found,))
->>> [claim.name for claim in result.contradicted], round(result.largest.lower.epsilon, 3)
+>>> [claim.bound for claim in result.contradicted], round(result.largest.lower.epsilon, 3)
 (['published'], 4.846)
 """
 
@@ -22,39 +21,12 @@ from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import paragraph, text_table
 
-ABOUT = {
+SCOPES = {
     Guarantee.PROVED: "every data set",
     Guarantee.PAIR: "one pair of data sets",
     Guarantee.ESTIMATE: "(estimate)",
 }
-"""What a claim of this worth is about, in a word."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """A privacy bound that findings are compared with.
-
-    Attributes:
-        bound: What is claimed; its ε must be finite.
-        against: Names of the findings whose adversaries it speaks of; empty for every adversary.
-    """
-
-    bound: PrivacyBound
-    against: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The bound's name, for example ``"published"``."""
-        return self.bound.bound
-
-    @property
-    def epsilon(self) -> float:
-        """The bound's ε."""
-        return self.bound.epsilon
-
-    def faces(self, finding: Finding) -> bool:
-        """Tells whether the bound is about the finding's adversary."""
-        return not self.against or finding.name in self.against
+"""The data sets that a claim is about, by its guarantee."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,33 +34,31 @@ class Finding:
     """The lower bound on ε that one adversary has shown.
 
     Attributes:
-        name: For example ``"re-aligned"``.
-        lower: ε is at least this, for an adversary who sees this much.
-        adversary: What it sees, in words.
-        recovered: The fraction of permuted rows that it put back, where that is what it does.
+        name: The name of the test or of the adversary, for example ``"gradient"``.
+        lower: The lower bound on ε against this adversary.
+        adversary: A description of what the adversary sees.
     """
 
     name: str
     lower: LowerBound
     adversary: str
-    recovered: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class AuditResult:
-    """Claims and findings on one mechanism at one δ; print it.
+    """The claims and findings about one mechanism at one δ; print it for a report.
 
     Attributes:
         title: What was audited.
-        delta: δ in (0, 1), the same for every claim and finding.
-        claims: Upper values of ε, as far as they are known.
-        findings: Lower bounds on ε, at least one.
-        notes: Sentences to be read with it.
+        delta: δ in (0, 1), the same for all claims and findings.
+        claims: The upper bounds on ε that the findings are compared with.
+        findings: The lower bounds on ε, at least one.
+        notes: Sentences that are printed after the table.
     """
 
     title: str
     delta: float
-    claims: tuple[Claim, ...]
+    claims: tuple[PrivacyBound, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
 
@@ -99,36 +69,27 @@ class AuditResult:
 
     @property
     def confidence(self) -> float:
-        """The confidence with which all findings are true together.
+        """The confidence with which all findings hold together.
 
-        It is by a union bound, and 0 if that says nothing.
+        It follows from a union bound, and is 0 if the union bound gives nothing.
         """
         return max(0.0, 1 - sum(1 - finding.lower.confidence for finding in self.findings))
 
     @property
-    def contradicted(self) -> tuple[Claim, ...]:
-        """The claims whose ε is below a finding about the same adversary."""
-        return tuple(
-            claim
-            for claim in self.claims
-            if any(
-                claim.epsilon < finding.lower.epsilon
-                for finding in self.findings
-                if claim.faces(finding)
-            )
-        )
+    def contradicted(self) -> tuple[PrivacyBound, ...]:
+        """The claims with an ε below the largest finding."""
+        found = self.largest.lower.epsilon
+        return tuple(claim for claim in self.claims if claim.epsilon < found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
+        """Returns plain values for JSON."""
         return {
             "title": self.title,
             "delta": self.delta,
             "confidence": round(self.confidence, 12),
-            "claims": [
-                {**claim.bound.to_dict(), "against": list(claim.against)} for claim in self.claims
-            ],
+            "claims": [claim.to_dict() for claim in self.claims],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "contradicted": [claim.name for claim in self.contradicted],
+            "contradicted": [claim.bound for claim in self.contradicted],
             "notes": list(self.notes),
         }
 
@@ -138,91 +99,78 @@ class AuditResult:
         return "\n".join([f"{self.title}, delta = {self.delta:.3g}", "", *table, "", *text])
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
-        """Returns the table's rows as text: claims rounded up, findings down."""
-        cells = [
+        """Returns the cells of the table; claims are rounded up, and findings down."""
+        claims = [
             (
-                f"claimed: {c.name}",
-                f"<= {round_up(c.epsilon)}",
-                ABOUT[c.bound.guarantee],
-                c.bound.guarantee.name,
+                f"claimed: {claim.bound}",
+                f"<= {round_up(claim.epsilon)}",
+                SCOPES[claim.guarantee],
+                claim.guarantee.name,
             )
-            for c in self.claims
+            for claim in self.claims
         ]
-        return cells + [
+        findings = [
             (
                 f"found: {finding.name}",
                 f">= {round_down(finding.lower.epsilon)}",
-                "the pair audited",
+                "the audited pair",
                 f"{_percent(finding.lower.confidence)} confidence",
             )
             for finding in self.findings
         ]
+        return claims + findings
 
     def _sentences(self) -> list[str]:
-        """Returns what the table says, in sentences."""
-        best = self.largest
+        """Returns the sentences below the table."""
+        largest = self.largest.lower
         sentences = [self._evidence(finding) for finding in self.findings]
-        if best.lower.epsilon > 0:
-            sure = f"{_percent(self.confidence)} confidence"
+        if largest.epsilon > 0:
+            confidence = f"{_percent(self.confidence)} confidence"
             if len(self.findings) > 1:
-                sure = f"at least {sure} (the {len(self.findings)} findings together)"
-            said = (
-                "The pair of data sets audited has epsilon of at least "
-                f"{round_down(best.lower.epsilon)} with {sure}"
+                confidence = f"at least {confidence} (all {len(self.findings)} findings together)"
+            # "gdp" assumes this curve; see epsilon_lower_bound.
+            condition = ", if its trade-off curve is Gaussian" if largest.method == "gdp" else ""
+            sentences.append(
+                f"The audited pair of data sets has an epsilon of at least "
+                f"{round_down(largest.epsilon)} with {confidence}{condition}."
             )
-            said += ", if its trade-off curve is Gaussian" if best.lower.method == "gdp" else ""
-            sentences.append(f"{said}.")
         sentences += [self._verdict(claim) for claim in self.claims]
         if len(self.contradicted) < len(self.claims):
             sentences.append(
-                "An audit only bounds epsilon from below: what it does not contradict it does not "
-                "prove."
+                "An audit only bounds epsilon from below. A claim that it does not contradict is "
+                "not thereby proved."
             )
         return [*sentences, *self.notes]
 
     def _evidence(self, finding: Finding) -> str:
-        bound = finding.lower
-        counts = (
-            f"Found ({finding.name}; adversary: {finding.adversary}): {bound.false_positives:,} "
-            "false positives in "
-            f"{bound.trials[0]:,} runs without the record and "
-            f"{bound.trials[1] - bound.false_negatives:,} true positives in "
-            f"{bound.trials[1]:,} with it"
+        """Returns a sentence with the counts behind one finding."""
+        lower = finding.lower
+        mu = "" if lower.mu is None else f", mu of at least {round_down(lower.mu)}"
+        nothing = "" if lower.epsilon else "; this test showed nothing"
+        return (
+            f"Found ({finding.name}; adversary: {finding.adversary}): {lower.false_positives:,} "
+            f"false positives in {lower.trials[0]:,} runs without the record and "
+            f"{lower.trials[1] - lower.false_negatives:,} true positives in {lower.trials[1]:,} "
+            f"runs with it ({METHODS[lower.method]}{mu}){nothing}."
         )
-        mu = "" if bound.mu is None else f", mu of at least {round_down(bound.mu)}"
-        recovered = (
-            ""
-            if finding.recovered is None
-            else f"; {100 * finding.recovered:.4g} % of the permuted rows put back"
-        )
-        nothing = "" if bound.epsilon else "; this test showed nothing"
-        return f"{counts} ({METHODS[bound.method]}{mu}){recovered}{nothing}."
 
-    def _verdict(self, claim: Claim) -> str:
+    def _verdict(self, claim: PrivacyBound) -> str:
         """Returns a sentence that compares one claim with the largest finding."""
-        name = f"{claim.name!r} ({claim.bound.proof})" if claim.bound.proof else f"{claim.name!r}"
-        says = (
-            f"Bound {name} says at most {round_up(claim.epsilon)} ({claim.bound.covers}: "
-            f"{claim.bound.guarantee.value})."
-        )
-        above = [finding for finding in self.findings if claim.epsilon < finding.lower.epsilon]
-        beyond = ", ".join(finding.name for finding in above if not claim.faces(finding))
-        more = (
-            f" Found above it, by adversaries who see more than it speaks of: {beyond}."
-            if beyond
-            else ""
+        name = f"{claim.bound!r} ({claim.proof})" if claim.proof else f"{claim.bound!r}"
+        statement = (
+            f"Bound {name} claims at most {round_up(claim.epsilon)} ({claim.covers}: "
+            f"{claim.guarantee.value})."
         )
         if claim not in self.contradicted:
-            return f"{says} It is not contradicted.{more}"
-        if claim.bound.guarantee is not Guarantee.PROVED:
-            return f"{says} The audit is above it: that value is no upper bound here.{more}"
+            return f"{statement} The audit does not contradict it."
+        if claim.guarantee is not Guarantee.PROVED:
+            return f"{statement} The audit is above it: this value is not an upper bound here."
         return (
-            f"{says} The audit is above it: either what was audited is not what the bound was "
-            "computed for, or this is one of "
-            "the rare audits that err."
+            f"{statement} The audit is above it. Either the audited run differs from the one that "
+            "the bound was computed for, or this is one of the rare audits that err."
         )
 
 
 def _percent(confidence: float) -> str:
-    """Returns a confidence as text, rounded down."""
+    """Returns a confidence in percent, rounded down."""
     return f"{float(round_down(100 * confidence + 1e-9)):g} %"

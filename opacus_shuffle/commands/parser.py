@@ -1,4 +1,4 @@
-"""All commands of ``opacus-shuffle``, and one parser that says what was meant by a misspelt word.
+"""All commands of ``opacus-shuffle``, and a parser that suggests corrections of misspelt words.
 
 >>> parsers("epsilon")[1]["epsilon"].parse_known_args(["--mechansim", "shuffle_gauss"])
 Traceback (most recent call last):
@@ -24,13 +24,14 @@ NAME = "opacus-shuffle"
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command: what it is for, where its function is, and how it is called.
+    """One command: its function, its help and examples of its use.
 
     Attributes:
         function: ``module.function`` in this folder, imported when the command runs. It takes the
-            options, and returns values for JSON, what to print instead, and what to do afterwards.
-        summary: Its line of help.
-        examples: Command lines that run as they stand, without the program's name.
+            options, and returns the values for JSON, the text to print, and optionally functions to
+            call after printing.
+        summary: The line of help.
+        examples: Complete command lines without the name of the program.
     """
 
     function: str
@@ -44,21 +45,12 @@ SUMS = "--mechanism shuffled_sums --num-users 4000 --dimension 6800 --sample-rat
 COMMANDS = {
     "compare": Command(
         "compare.run_comparison",
-        "train at one proved epsilon, trusting a server, a shuffler or nobody",
+        "train with the same proved epsilon in four trust models, and compare accuracy",
         ("compare", "compare --epsilon 2 --runs 1 -o trust.png"),
-    ),
-    "train": Command(
-        "train.run_training",
-        "train a small CNN on real images in the shuffle model; ends with accuracy and a table of "
-        "epsilon",
-        (
-            "train --mechanism shuffled_sums --target-epsilon 2",
-            "train --mechanism secret_checkin --target-epsilon 8 --epochs 20",
-        ),
     ),
     "plan": Command(
         "epsilon.print_plan",
-        "what noise a budget costs, and how many users would do, by who is trusted",
+        "noise and number of users that a budget needs, for each trust model",
         (
             "plan --num-users 4000 --steps 60 --epsilon 1 --delta 1e-5",
             "plan --num-users 60000 --steps 1000 --sample-rate 0.01 --dimension 25000 "
@@ -84,118 +76,114 @@ COMMANDS = {
     ),
     "report": Command(
         "epsilon.print_report",
-        "every bound side by side, from no trust to full",
+        "all bounds in one table, from no trust to full trust",
         (f"report {GAUSSIAN} --delta 1e-5", f"report {SUMS} --noise-multiplier 30 --delta 1e-5"),
     ),
     "plot": Command(
         "epsilon.draw_report",
-        "a picture of the report: epsilon over rounds",
+        "plot of the report: epsilon over rounds",
         (
             f"plot {GAUSSIAN} --delta 1e-5 -o epsilon.png",
             f"plot {SUMS} --noise-multiplier 30 --delta 1e-5 -o sums.svg",
         ),
     ),
     "audit": Command(
-        "audit.run_audits",
-        "attack weight shuffling: at its paper's own setting, and in a small training run",
-        ("audit --kind published --trials 100000", "audit --kind training"),
+        "audit.run_audit",
+        "lower bound on epsilon from an attack on a small training run",
+        ("audit", "audit --noise-multiplier 1 --steps 10000 --json"),
     ),
 }
-"""Every command by its name."""
+"""All commands by name."""
 
 PURPOSES = {
-    "training": ("compare", "train"),
+    "training": ("compare",),
     "numbers before training": ("plan", "epsilon", "noise", "report", "plot"),
     "checks": ("audit",),
 }
-"""The headings of the list of commands, and what stands under them."""
+"""The headings in the list of commands, and the commands below each."""
 
 
-def likely(word: str, known: Mapping[str, str]) -> str:
-    """Returns what was probably meant, as a question; empty if no known word is like this one.
+def did_you_mean(word: str, corrections: Mapping[str, str]) -> str:
+    """Returns a suggestion for a misspelt word, or an empty text if no word is similar.
 
     Args:
-        word: What was typed.
-        known: What to write for each word that may have been meant.
+        word: The misspelt word.
+        corrections: Maps each word that may have been meant to the text to suggest.
     """
-    # Two thirds of the letters, in their order: "users" is like "num-users".
-    close = difflib.get_close_matches(word.strip("-").lower(), known, 1, 0.67)
-    return f" (did you mean {known[close[0]]}?)" if close else ""
+    # A ratio of two thirds finds "num-users" for "users".
+    close = difflib.get_close_matches(word.strip("-").lower(), corrections, 1, 0.67)
+    return f" (did you mean {corrections[close[0]]}?)" if close else ""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are a ``ValueError`` of one line that says what was meant."""
+    """A parser that raises a ``ValueError`` of one line with a suggestion, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises the error, with the choice that was probably meant."""
+        """Raises the error, with a suggestion for an invalid choice."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
-            message += likely(choice[1], {name: name for name in re.findall(r"[\w-]+", choice[2])})
+            choices = {name: name for name in re.findall(r"[\w-]+", choice[2])}
+            message += did_you_mean(choice[1], choices)
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-class Parser(OneLineParser):
-    """The parser of one command's flags."""
+class CommandParser(OneLineParser):
+    """The parser of the flags of one command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses a command's words, if all that look like flags are known.
+        """Parses the words of a command, and refuses unknown flags first.
 
-        They are looked at first: argparse would complain of the flag that is missing, and not of
-        the one that was misspelt.
+        Otherwise argparse would complain about a missing flag instead of the misspelt one.
         """
-        known = self._option_string_actions
-        # Without dashes in front, which any two flags have in common; and who types "--sigma" for
-        # "--noise-multiplier" has read it beside that flag.
-        names = {
+        actions = self._option_string_actions
+        # Without the leading dashes, which all flags have in common. The metavar is a correction
+        # too: "--sigma" stands for "--noise-multiplier", whose help shows SIGMA.
+        corrections = {
             str(name).strip("-").lower(): flag
-            for flag, action in reversed(known.items())  # the first flag of a letter is left
+            for flag, action in reversed(actions.items())  # The first flag wins.
             for name in (action.metavar, flag)
         }
         for word in args:
             name = word.partition("=")[0]
-            # "--num" may stand for "--num-users", and "-otrust.png" for "-o trust.png".
-            begins = name if name.startswith("--") else name[:2]
-            if re.match("-+[A-Za-z]", name) and not any(f.startswith(begins) for f in known):
-                self.error(f"unrecognized arguments: {name}{likely(name, names)}")
+            # "--num" may abbreviate "--num-users", and "-otrust.png" means "-o trust.png".
+            prefix = name if name.startswith("--") else name[:2]
+            is_flag = re.match("-+[A-Za-z]", name)
+            if is_flag and not any(flag.startswith(prefix) for flag in actions):
+                self.error(f"unrecognized arguments: {name}{did_you_mean(name, corrections)}")
         return super().parse_known_args(args, namespace)
 
     def with_flags(self, message: str, words: Sequence[str]) -> str:
-        """Returns a message with flags, as they were typed, in the place of arguments of Python."""
+        """Returns a message in which flags, as they were typed, replace names of arguments."""
         typed = [word.partition("=")[0] for word in words]
-        # What is said of a table speaks of its columns.
+        # A message about a table of rounds names columns, not flags.
         for action in [] if message.startswith("--rounds") else self._actions:
             for name in sorted(action.option_strings, key=lambda flag: flag not in typed)[:1]:
-                # "delta" is a word of English, too: only where it is an argument's name.
+                # "delta" is also an English word; it is replaced only as the name of an argument.
                 follows = "" if "_" in action.dest else "(?= must |=)"
                 message = re.sub(rf"(?<![\w-]){action.dest}(?![\w-]){follows}", name, message)
         return message
 
 
-class Overview(OneLineParser):
-    """The parser of the first words, whose help has all commands by their purposes."""
+class TopLevelParser(OneLineParser):
+    """The parser of the command's name, whose help lists all commands by purpose."""
 
     def format_help(self) -> str:
         """Returns the commands and two examples."""
         lines = [f"usage: {NAME} COMMAND [flags]", ""]
         lines += paragraph(
             "Shuffle-model differential privacy for Opacus: epsilon, noise and private training. "
-            f"Begin with {NAME} compare."
+            f"Start with {NAME} compare."
         )
         for purpose, names in PURPOSES.items():
             lines += ["", f"{purpose}:"]
             for name in names:
                 lines += paragraph(COMMANDS[name].summary, term=f"  {name}", indent=14)
-        lines += [
-            "",
-            f"{NAME} COMMAND --help has a command's flags; --version is one, too.",
-            "",
-            "",
-        ]
+        lines += ["", f"{NAME} COMMAND --help shows the flags of a command.", "", ""]
         return "\n".join(lines) + examples(["compare", COMMANDS["epsilon"].examples[0]])
 
 
 def examples(lines: Iterable[str]) -> str:
-    """Returns command lines for a help text, to be copied into a shell."""
+    """Returns command lines for a help text, which can be copied into a shell."""
     shown = [
         " \\\n      ".join(textwrap.wrap(f"{NAME} {line}", 72, break_on_hyphens=False))
         for line in lines
@@ -203,16 +191,16 @@ def examples(lines: Iterable[str]) -> str:
     return "\n  ".join(["examples:", *shown]) + "\n"
 
 
-def parsers(*names: str) -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
-    """Returns the parser of all commands, and each command's own; those named here have flags.
+def parsers(*names: str) -> tuple[argparse.ArgumentParser, Mapping[str, CommandParser]]:
+    """Returns the top-level parser and the parsers of all commands; those named here have flags.
 
-    Flags are made of all mechanisms, whose import takes a second.
+    The flags come from all mechanisms, whose import takes a second.
     """
-    everything = Overview(prog=NAME)
-    everything.add_argument("--version", action="version", version=f"{NAME} {__version__}")
-    commands = everything.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    top_level = TopLevelParser(prog=NAME)
+    top_level.add_argument("--version", action="version", version=f"{NAME} {__version__}")
+    commands = top_level.add_subparsers(metavar="COMMAND", parser_class=CommandParser)
     for name, command in COMMANDS.items():
-        job = commands.add_parser(
+        parser = commands.add_parser(
             name,
             help=command.summary,
             description="\n".join(paragraph(f"{command.summary}.")),
@@ -220,7 +208,7 @@ def parsers(*names: str) -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in names:
-            from opacus_shuffle.commands.flags import add_flags  # which imports all mechanisms
+            from opacus_shuffle.commands.flags import add_flags  # Imports all mechanisms.
 
-            add_flags(job, name)
-    return everything, commands.choices
+            add_flags(parser, name)
+    return top_level, commands.choices

@@ -1,13 +1,14 @@
-"""Features of images that no data decide: a wavelet scattering transform of two scales.
+"""Features of images that do not depend on data: a wavelet scattering transform of two scales.
 
-They are normalised within each record.
+The features are normalised within each record.
 
-Private training of a linear model on such features needs far less noise than that of a network that
-must learn its own (Tramèr and Boneh, *Differentially private learning needs better features*, ICLR
-2021). The transform is Bruna and Mallat's (*Invariant scattering convolution networks*, 2013) with
-two scales and eight angles: averages of the image, of its wavelets' moduli, 1 + 16 = 17 numbers for
-each channel at every fourth pixel. The 64 of the second order are left out: what a user sends grows
-with their number, and at small ε they gain next to nothing.
+Private training of a linear model on such features needs far less noise than training a network
+that learns its own features (Tramèr and Boneh, *Differentially private learning needs better
+features*, ICLR 2021). The transform is that of Bruna and Mallat (*Invariant scattering convolution
+networks*, 2013) with two scales and eight angles. It consists of local averages of the image and of
+the moduli of its wavelet coefficients, 1 + 16 = 17 numbers for each channel at every fourth pixel.
+The 64 coefficients of second order are omitted. They would increase the size of what a user sends,
+and they hardly improve accuracy at small ε.
 
 >>> scattering_features(torch.zeros(2, 1, 28, 28)).shape
 torch.Size([2, 833])
@@ -17,32 +18,33 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-from opacus_shuffle.commands.progress import SILENT, Progress
-
 SCALES = 2
 ANGLES = 8
 STRIDE = 2**SCALES
-"""Pixels between two places of the averages."""
+"""The distance in pixels between two averages."""
 
 
 BLOCK = 100
-"""Images whose wavelets memory holds at once."""
+"""The number of images that are transformed at a time, which limits memory."""
 
 
-def scattering_features(images: torch.Tensor, *, progress: Progress = SILENT) -> torch.Tensor:
-    """Returns each image's normalised scattering coefficients, a row of Euclidean length 1.
+def scattering_features(
+    images: torch.Tensor, *, progress: Callable[[str], None] | None = None
+) -> torch.Tensor:
+    """Returns the normalised scattering coefficients of each image, a row of Euclidean length 1.
 
-    (Or 0 for an image without edges.) A row depends on its own image alone, so training on rows is
-    as private as training on images.
+    The row of an image without edges is 0. Each row depends on its own image alone, so training on
+    rows is as private as training on images.
 
     Args:
-        images: Shape (records, channels, height, width); height and width are multiples of 4, above
+        images: Shape (records, channels, height, width). Height and width are multiples of 4 above
             4.
-        progress: What says how far it is.
+        progress: Receives progress messages.
 
     Returns:
         Shape (records, channels·17·height/4·width/4), float32.
@@ -52,26 +54,28 @@ def scattering_features(images: torch.Tensor, *, progress: Progress = SILENT) ->
     """
     blocks = []
     for number, block in enumerate(torch.split(images, BLOCK)):
-        progress(f"features, image {BLOCK * number:,} of {len(images):,}")
-        found = scattering(block).flatten(1, 2)
-        blocks.append(functional.normalize(functional.instance_norm(found).flatten(1), dim=1))
+        if progress is not None:
+            progress(f"features, image {BLOCK * number:,} of {len(images):,}")
+        coefficients = scattering(block).flatten(1, 2)
+        normalised = functional.instance_norm(coefficients).flatten(1)
+        blocks.append(functional.normalize(normalised, dim=1))
     return torch.cat(blocks)
 
 
 def scattering(images: torch.Tensor) -> torch.Tensor:
-    """Returns the scattering coefficients as they are.
+    """Returns the scattering coefficients without normalisation.
 
-    Edges are reflected. The coefficients of an image whose border is empty have together at most
-    its energy.
+    The image is reflected at its edges. If its border is empty, the energy of the coefficients is
+    at most that of the image.
 
     Args:
-        images: As of :func:`scattering_features`.
+        images: As for :func:`scattering_features`.
 
     Returns:
         Shape (records, channels, 17, height/4, width/4).
 
     Raises:
-        ValueError: If the images' shape does not fit.
+        ValueError: If the images have another shape.
     """
     if images.ndim != 4 or any(side % STRIDE or side <= STRIDE for side in images.shape[2:]):
         raise ValueError(
@@ -90,17 +94,18 @@ def scattering(images: torch.Tensor) -> torch.Tensor:
 def filters(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the filters in the Fourier domain.
 
-    Together they are a contraction: at every frequency the average's squared response and half the
-    wavelets' at it and at its opposite sum to at most 1, for which the wavelets are scaled.
+    Together the filters are a contraction. At every frequency, the squared response of the average
+    and half of the squared responses of the wavelets at this and at the opposite frequency add up
+    to at most 1. The wavelets are scaled accordingly.
 
     Args:
-        height: Pixels.
-        width: Pixels.
+        height: The height in pixels.
+        width: The width in pixels.
 
     Returns:
-        The average as matrices to multiply an image with, (height/4 - 2, height) and (width/4 - 2,
-        width), which leave out the first and the last place; and the wavelets' responses,
-        (scales·angles, height, width). All are real.
+        The average as two matrices to multiply an image with, of shapes (height/4 - 2, height) and
+        (width/4 - 2, width), without the first and the last position; and the responses of the
+        wavelets, of shape (scales·angles, height, width). All are real.
     """
     deviation = 0.8 * 2 ** (SCALES - 1)
     rows, columns = _averages(height, deviation), _averages(width, deviation)
@@ -127,33 +132,33 @@ def filters(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def _averages(length: int, deviation: float) -> torch.Tensor:
-    """Returns a bell of sum 1 around each pixel of a line, wrapped: shape (length, length)."""
-    places = torch.arange(-2 * length, 3 * length, dtype=torch.float64)
-    bell = torch.exp(-(places**2) / (2 * deviation**2)).view(5, length).sum(0)
+    """Returns a periodic Gaussian of sum 1 around each pixel of a line: shape (length, length)."""
+    positions = torch.arange(-2 * length, 3 * length, dtype=torch.float64)
+    bell = torch.exp(-(positions**2) / (2 * deviation**2)).view(5, length).sum(0)
     return torch.stack([bell.roll(shift) for shift in range(length)]) / bell.sum()
 
 
 def _wavelet(
     height: int, width: int, deviation: float, angle: float, slant: float, frequency: float
 ) -> torch.Tensor:
-    """Returns a Morlet wavelet: a wave under a bell, less so much of the bell that the sum is 0."""
-    wave = _bell(height, width, deviation, angle, slant, frequency)
-    bell = _bell(height, width, deviation, angle, slant, 0.0)
+    """Returns a Morlet wavelet: a Gabor function minus a multiple of its envelope, with sum 0."""
+    wave = _gabor(height, width, deviation, angle, slant, frequency)
+    bell = _gabor(height, width, deviation, angle, slant, 0.0)
     return wave - bell * (wave.sum() / bell.sum())
 
 
-def _bell(
+def _gabor(
     height: int, width: int, deviation: float, angle: float, slant: float, frequency: float
 ) -> torch.Tensor:
-    """Returns a Gaussian of sum about 1 times a plane wave, wrapped around the edges, complex.
+    """Returns a Gaussian of sum about 1 times a plane wave, periodic and complex.
 
     Args:
-        height: Pixels.
-        width: Pixels.
-        deviation: Standard deviation along the wave, in pixels.
-        angle: Of the wave, in radians.
-        slant: The deviation along the wave over that across it.
-        frequency: Radians per pixel.
+        height: The height in pixels.
+        width: The width in pixels.
+        deviation: The standard deviation along the wave, in pixels.
+        angle: The direction of the wave, in radians.
+        slant: The standard deviation along the wave divided by the one across it.
+        frequency: The frequency in radians per pixel.
     """
     rows = torch.arange(-2 * height, 3 * height, dtype=torch.float64).view(-1, 1)
     columns = torch.arange(-2 * width, 3 * width, dtype=torch.float64).view(1, -1)

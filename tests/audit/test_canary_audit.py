@@ -7,14 +7,14 @@ import math
 
 import pytest
 import torch
-from helpers.canary_runs import DELTA, accounted, audit, nothing, private, steps_of, weight
+from helpers.canary_runs import DELTA, accounted, audit, private, steps_of, weight
 from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy.stats import binom
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from opacus_shuffle.analysis import fenton_wilkinson, gaussian
+from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import audit_scores
 from opacus_shuffle.core.guarantees import Guarantee
@@ -84,119 +84,54 @@ def test_audits_exceed_the_proved_value_no_more_often_than_they_may(trials):
 def test_a_stock_engine_is_audited_by_its_gradients(accountant):
     result = audit(private(accountant, stock=True, sigma=0.2), steps=200)
     assert [finding.name for finding in result.findings] == ["gradient"]
-    assert [claim.name for claim in result.claims] == ["certified"]
+    assert [claim.bound for claim in result.claims] == ["certified"]
     assert result.claims[0].epsilon == gaussian.compute_epsilon(mu=5, delta=DELTA)
-    assert result.claims[0].bound.guarantee is Guarantee.PROVED
+    assert result.claims[0].guarantee is Guarantee.PROVED
     assert 0 < result.largest.lower.epsilon <= result.claims[0].epsilon
     assert result.contradicted == ()
 
 
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("hooks", {}),
-        pytest.param("functorch", {}, marks=pytest.mark.zoo),
-        pytest.param("ghost", {}, marks=pytest.mark.zoo),
-        pytest.param("ew", {}, marks=pytest.mark.zoo),
-        pytest.param(
-            "hooks",
-            {"clipping": "per_layer", "max_grad_norm": [0.5] * 4},
-            marks=pytest.mark.zoo,
-        ),
-    ],
-)
-def test_whoever_sees_released_weights_sees_the_gradients(mode, options):
-    run = private(shuffle_weights=True, sigma=0.3, mode=mode, **options)
-    result = audit(run)
-    gradient, shuffled, realigned = result.findings
-    assert [finding.name for finding in result.findings] == [
-        "gradient",
-        "shuffled gradient",
-        "re-aligned",
-    ]
-    assert realigned.recovered == 1.0
-    assert (
-        realigned.lower == gradient.lower
-    )  # in double precision the same scores but for rounding, so the same counts
-    assert gradient.lower.epsilon > 0
-    assert gradient.recovered is shuffled.recovered is None
-
-
-@pytest.mark.zoo
-def test_theorem_6_is_below_what_the_shuffled_gradients_show():
-    # No one else has a gradient, so all its conditions are met, but that an entry has 8 places to
-    # be in, and not 8032.
-    run = private(
-        "shuffled_fw",
-        sizes=(1000, 8, 3),
-        sigma=0.4,
-        shuffle_weights=True,
-        batch_clip=1.0,
-        dtype=torch.float32,
-    )
-    result = audit({**run, "loss": nothing}, steps=300)
-    published, certified = result.claims
-    assert (published.name, published.bound.guarantee) == ("published", Guarantee.ESTIMATE)
-    d = run["engine"].accountant.planned.dimension
-    assert published.epsilon == fenton_wilkinson.compute_epsilon(
-        noise_std=0.4, delta=DELTA, dimension=d
-    )
-    gradient, shuffled, realigned = (finding.lower.epsilon for finding in result.findings)
-    assert published.epsilon < shuffled < gradient <= certified.epsilon
-    assert abs(realigned - gradient) < 0.5  # in single precision
-    assert result.contradicted == (published,)
-
-
-def test_the_run_is_the_same_run_watched_or_not():
-    watched, plain = private(shuffle_weights=True), private(shuffle_weights=True)
-    audit(watched)
-    with GradientCanary(
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_an_audited_run_is_the_same_run(shuffled):
+    audited, plain = private(shuffle_weights=shuffled), private(shuffle_weights=shuffled)
+    audit(audited)
+    canary = GradientCanary(
         plain["optimizer"], weight(plain), generator=torch.Generator().manual_seed(9)
-    ):
+    )
+    with canary:
         steps_of(plain, 100)
-    for (key, one), (_, other) in zip(
-        unwrap(watched["model"]).named_parameters(),
-        unwrap(plain["model"]).named_parameters(),
-        strict=True,
+    for one, other in zip(
+        unwrap(audited["model"]).parameters(), unwrap(plain["model"]).parameters(), strict=True
     ):
-        assert torch.equal(one, other), key
-    assert accounted(watched) == watched["engine"].shuffler.shuffles == 100
+        assert torch.equal(one, other)
+    assert accounted(audited) == 100
 
 
 def test_virtual_steps_are_no_trials():
-    run = private(shuffle_weights=True, sigma=0.3, batch_size=16)
+    run = private(sigma=0.3, batch_size=16)
     with BatchMemoryManager(
         data_loader=run["data_loader"], max_physical_batch_size=3, optimizer=run["optimizer"]
     ) as data_loader:
         result = audit({**run, "data_loader": data_loader})
-    assert result.findings[2].recovered == 1.0
-    assert result.findings[2].lower == result.findings[0].lower
+    assert sum(result.findings[0].lower.trials) in (49, 50, 51)  # The counted halves.
     assert accounted(run) == 100
 
 
-def test_everything_is_put_back_when_the_loss_fails():
-    run = private(shuffle_weights=True)
-    shuffler = run["engine"].shuffler
+def test_the_optimizer_is_restored_when_the_loss_fails():
+    run = private()
 
     def failing(model, batch):
-        if shuffler.shuffles == 3:
+        if accounted(run) == 3:
             raise RuntimeError("no more")
         return cross_entropy(model(batch[0]), batch[1])
 
     with pytest.raises(RuntimeError, match="no more"):
         audit({**run, "loss": failing})
     assert "add_noise" not in vars(run["optimizer"])
-    assert "draw" not in vars(shuffler)
 
 
-def test_the_canary_is_by_default_in_the_largest_tensor_that_moves():
+def test_the_canary_is_by_default_in_the_largest_trained_tensor():
     assert "entry (0, 0) of '2.weight'" in audit(private(sizes=(3, 4, 50))).notes[0]
-    result = audit(private("shuffled_fw", sizes=(3, 4, 50), shuffle_weights=True, batch_clip=1.0))
-    assert "entry (0, 0) of '2.weight'" in result.notes[0]
-    assert [(claim.name, claim.against) for claim in result.claims] == [
-        ("published", ("shuffled gradient",)),
-        ("certified", ()),
-    ]
 
 
 ADAPTIVE = {
@@ -208,18 +143,8 @@ ADAPTIVE = {
 }
 REFUSED = [
     (
-        {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "shuffle_weights": True},
-        "plain torch.optim.SGD.*momentum=0.9",
-    ),
-    (
-        {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "shuffle_weights": True},
-        "weight_decay=0.1",
-    ),
-    ({"sgd": torch.optim.Adam, "shuffle_weights": True}, "plain torch.optim.SGD.*got Adam"),
-    ({"sgd": lambda p: torch.optim.SGD(p, lr=0.0), "shuffle_weights": True}, "positive lr"),
-    (
         {"engine": "shuffled_checkin", "local_noise": True},
-        "the reports' own noise",
+        "adds noise to each report",
     ),
     ({"engine": "secret_checkin", "local_noise": True}, "audit_secret_checkin"),
     ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
@@ -256,7 +181,11 @@ def quieter(run):
         ("loss", lambda run: lambda model, batch: None, "a scalar tensor, got NoneType"),
         ("loss", lambda run: None, "loss must be a function"),
         ("model", lambda run: run["model"].eval(), r"call model\.train"),
-        ("model", lambda run: copy.deepcopy(run["model"]), "does not hold this model's parameters"),
+        (
+            "model",
+            lambda run: copy.deepcopy(run["model"]),
+            "does not train this model's",
+        ),
         ("data_loader", lambda run: [], "data_loader must be a DataLoader"),
         ("optimizer", lambda run: torch.optim.SGD(run["model"].parameters()), "DPOptimizer"),
     ],

@@ -14,14 +14,14 @@ from torch.utils.data import TensorDataset
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.commands import compare
-from opacus_shuffle.commands.compare import KINDS, train_kind
-from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.compare import TRUST_MODELS, Progress, runtime_note, train_model
+from opacus_shuffle.commands.images import load_images
 from opacus_shuffle.commands.main import main
 from opacus_shuffle.core.guarantees import Guarantee
 
 pytestmark = pytest.mark.filterwarnings("ignore:This run is not private")
 RECORDS, ROUNDS, RUNS = 60, 4, 2
-NOBODY = dataclasses.replace(KINDS[3], rounds=ROUNDS)
+NOBODY = dataclasses.replace(TRUST_MODELS[3], rounds=ROUNDS)
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,13 @@ def ran(tmp_path_factory):
     """
     pytest.importorskip("matplotlib")
     folder, small = tmp_path_factory.mktemp("compare"), []
-    for images, labels in (data.tensors for data in load_image_dataset("mnist-5k")):
+    for images, labels in (data.tensors for data in load_images("mnist-5k")):
         quarters = torch.nn.functional.pad(images[:RECORDS, ..., ::2, ::2], (1, 1, 1, 1))
         small.append(TensorDataset(quarters, labels[:RECORDS]))
-    kinds = tuple(dataclasses.replace(kind, rounds=ROUNDS) for kind in KINDS)
+    fewer = tuple(dataclasses.replace(each, rounds=ROUNDS) for each in TRUST_MODELS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "load_image_dataset", lambda *_: small)
-        patch.setattr(compare, "KINDS", kinds)
+        patch.setattr(compare, "load_images", lambda *_: small)
+        patch.setattr(compare, "TRUST_MODELS", fewer)
         patch.setattr(compare, "SAMPLED_BATCH", RECORDS // ROUNDS)
         written = {"output": str(folder / "found.png"), "statement": str(folder / "found.json")}
         options = {**written, "runs": RUNS, "seed": 0, "quiet": True}
@@ -66,9 +66,8 @@ def test_a_file_that_cannot_be_written_costs_no_result(
 
 def test_every_kind_of_trust_stays_within_the_same_proved_budget(ran):
     found, _ = ran
-    assert [(outcome.kind.trusted, outcome.kind.how) for outcome in found.outcomes] == [
-        (kind.trusted, kind.how) for kind in KINDS
-    ]
+    trained = [outcome.trust_model.how for outcome in found.outcomes]
+    assert trained == [trust_model.how for trust_model in TRUST_MODELS]
     for outcome in found.outcomes:
         bound = outcome.bound
         assert bound.guarantee is Guarantee.PROVED
@@ -106,8 +105,8 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
             "zero_out: compared with a run in which one record reports zero." in text
         )  # no epsilon without what it compares
         assert (
-            f"mean ± sample standard deviation of {RUNS} runs; epsilon is one run's, and so is "
-            "what a user sends" in text
+            f"mean ± sample standard deviation of {RUNS} runs; epsilon is that of one run, and so "
+            "is the size of what a user sends" in text
         )
     assert found.markdown().count("\n| ") == 6
     for row, shown in zip(exported["rows"], found.rows(), strict=True):
@@ -126,11 +125,11 @@ def test_the_sentence_to_quote_is_about_the_sums_and_says_how_sure_its_accuracie
     assert "(sums of bits)" in sentence  # whichever row happens to be best on the held-out images
     # Epsilon is one run's, so no mean of several is quoted beside it.
     server, ours, _, nobody = (outcome.accuracies[0] for outcome in secret.outcomes)
-    for accuracy in (server, ours, nobody):
-        assert f" {accuracy:.1%} " in sentence
+    assert f"has {ours:.1%} accuracy on {RECORDS} held-out images of mnist-5k" in sentence
+    assert f"{server:.1%} when trusting a server and {nobody:.1%} when trusting nobody" in sentence
     assert "±" not in sentence
     largest = max((share * (1 - share) / RECORDS) ** 0.5 for share in (server, ours, nobody))
-    assert f"standard error of {largest:.1%} at most" in sentence
+    assert f"standard error is at most {largest:.1%}" in sentence
     assert "To quote:" in str(secret)
     assert secret.to_dict()["private"] is True
 
@@ -150,7 +149,7 @@ def test_what_follows_the_mean_is_the_sample_standard_deviation_of_the_runs(ran)
     found = with_accuracies(ran[0], 0.90, 0.92, 0.97)
     spread = math.sqrt((0.03**2 + 0.01**2 + 0.04**2) / 2)  # about 0.036
     assert {cells[3] for cells in found.rows()} == {f"93.0% ± {100 * spread:.1f}"}
-    assert [outcome.spread for outcome in found.outcomes] == pytest.approx([spread] * len(KINDS))
+    assert [outcome.spread for outcome in found.outcomes] == pytest.approx([spread] * 4)
 
 
 def words_and_boxes(figure):
@@ -173,7 +172,7 @@ def test_no_label_of_the_picture_lies_on_a_bar_or_off_the_canvas(ran, accuracies
         figure = compare.draw(with_accuracies(ran[0], *accuracies))
     check_layout(figure)
     _, labels, spreads = words_and_boxes(figure)
-    assert len(labels) == len(spreads) == len(KINDS)
+    assert len(labels) == len(spreads) == len(TRUST_MODELS)
     assert not any(label.overlaps(box) for label in labels for box in spreads)
 
 
@@ -183,7 +182,7 @@ def test_one_run_alone_shows_no_spread(ran):
     assert "accuracy: one run each" in " ".join(str(alone).split())
     figure = compare.draw(alone)
     labels, _, spreads = words_and_boxes(figure)
-    assert labels == ["93.0%"] * len(KINDS)
+    assert labels == ["93.0%"] * len(TRUST_MODELS)
     assert spreads == []
     assert "±" not in figure.axes[0].get_xlabel()
 
@@ -206,9 +205,9 @@ def features(seed, records=60):
 
 
 def test_a_seed_repeats_all_runs_which_differ_and_each_has_the_budget_of_gaussian_noise():
-    kind = dataclasses.replace(NOBODY, rounds=9)
+    nobody = dataclasses.replace(NOBODY, rounds=9)
     thrice, again, once = (
-        train_kind(kind, features(0), features(1), epsilon=3.0, delta=1e-6, runs=runs, seed=7)
+        train_model(nobody, features(0), features(1), epsilon=3.0, delta=1e-6, runs=runs, seed=7)
         for runs in (3, 3, 1)
     )
     assert thrice == again
@@ -224,15 +223,33 @@ def test_a_seed_repeats_all_runs_which_differ_and_each_has_the_budget_of_gaussia
 def test_every_run_begins_anew():
     """With next to no noise all runs are one: none goes on from another's weights or momentum."""
     # At a learning rate of 10 more rounds, or a first step in momentum, would change accuracy.
-    kind, seen = dataclasses.replace(NOBODY, learning_rate=10.0), features(0)
-    found = train_kind(kind, seen, seen, epsilon=1e8, delta=1e-6, runs=3, seed=0)
+    nobody, seen = dataclasses.replace(NOBODY, learning_rate=10.0), features(0)
+    found = train_model(nobody, seen, seen, epsilon=1e8, delta=1e-6, runs=3, seed=0)
     assert set(found.accuracies) == {found.accuracies[0]}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.trusted}, {kind.how}")
+@pytest.mark.parametrize("trust_model", TRUST_MODELS, ids=lambda each: each.how)
 @pytest.mark.parametrize("records", [10, 4000, 60_000])
-def test_the_passes_over_the_data_follow_their_number(kind, records):
-    batch_size = kind.batch_size(records, epsilon=1.0, delta=1e-5)
-    rounds = kind.epochs(records, batch_size) * math.ceil(records / batch_size)
-    assert rounds == pytest.approx(kind.rounds, rel=0.1)
+def test_the_passes_over_the_data_follow_their_number(trust_model, records):
+    batch_size = trust_model.batch_size(records, epsilon=1.0, delta=1e-5)
+    rounds = trust_model.epochs(records, batch_size) * math.ceil(records / batch_size)
+    assert rounds == pytest.approx(trust_model.rounds, rel=0.1)
     assert batch_size <= records
+
+
+@pytest.mark.parametrize(("quiet", "written"), [(False, "0\n10\n21\n"), (True, "")])
+def test_progress_writes_a_line_at_once_and_then_one_every_ten_seconds(quiet, written, capsys):
+    """The clock is simulated."""
+    seconds = [0, 1, 9.9, 10, 19, 21, 30]
+    progress = Progress(quiet=quiet, clock=iter(seconds).__next__)
+    for second in seconds:
+        progress(str(second))
+    assert capsys.readouterr() == ("", written)
+
+
+@pytest.mark.parametrize(
+    ("runs", "records", "text"),
+    [(1, 4000, "4 rows × 1 run on 4,000 images; about 1 min"), (3, 60_000, "3 runs on 60,000")],
+)
+def test_the_expected_duration_names_the_work(runs, records, text):
+    assert text in runtime_note(runs, records)

@@ -98,10 +98,10 @@ def test_epsilon_prints_one_number_rounded_up_and_its_meaning(capsys, line, boun
     number, *meaning = said(capsys, f"epsilon {line} --bound {bound}")
     exact = compute_epsilon(**run, bound=bound)
     assert exact <= float(number) <= exact * 1.001
-    told = " ".join(meaning)
+    text = " ".join(meaning)
     always = [f"{run['steps']} rounds", f"delta = {run['delta']:.4g}", "zero_out: ", f"{bound}: "]
     for word in (*always, *words):
-        assert word in told
+        assert word in text
     values = json.loads(*said(capsys, f"epsilon {line} --bound {bound} --json"))
     assert values["epsilon"] == exact
     assert values["certified_epsilon"] == compute_epsilon(**run)
@@ -111,7 +111,7 @@ def test_epsilon_prints_one_number_rounded_up_and_its_meaning(capsys, line, boun
 @pytest.mark.parametrize(
     ("line", "bound", "run", "words"),
     [
-        (RUN, "pair", SAMPLED, "local noise multiplier (one report's own sigma"),
+        (RUN, "pair", SAMPLED, "local noise multiplier (sigma of one report"),
         (f"{VIT} --dimension 85.8e6", "published", WEIGHTS, "noise multiplier of the sum (sigma"),
         (EPOCHS, "certified", ALLOCATED, "noise multiplier of the sum (sigma"),
     ],

@@ -18,7 +18,7 @@ def checked_answer(printed: str) -> dict:
 
     def checked(held: dict) -> dict:
         """Of every object, the innermost first: a job is as asked, a finding has a confidence."""
-        known = meaning <= held.keys() <= documented or {"data_root", "confidence"} & held.keys()
+        known = meaning <= held.keys() <= documented or {"data", "confidence"} & held.keys()
         assert known or "epsilon" not in held
         return held
 

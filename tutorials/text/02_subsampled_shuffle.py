@@ -19,12 +19,12 @@ import warnings
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
+from small_cnn import SmallCNN, accuracy
 from torch import nn
 from torch.utils.data import DataLoader
 
 import opacus_shuffle
-from opacus_shuffle.commands.image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
-from opacus_shuffle.commands.small_cnn import SmallCNN, accuracy
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
 
 plt.style.use("figures.mplstyle")

@@ -18,13 +18,13 @@ import warnings
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from image_datasets import load_image_dataset
+from small_cnn import SmallCNN, accuracy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.small_cnn import SmallCNN, accuracy
 
 plt.style.use("figures.mplstyle")
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook")

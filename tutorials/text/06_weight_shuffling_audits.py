@@ -1,16 +1,19 @@
 # %% [markdown]
 # # WS Table VI: audits, and what matching undoes
 #
-# **An attack finds more than the published $\varepsilon$ at the paper's own setting, and whoever sees the weights before and after an
+# **An attack shows more than the published $\varepsilon$ at the paper's own setting. An adversary who sees the weights before and after an
 # update can undo the permutation between them.**
 #
-# An audit runs a mechanism with one record and without it, many times, and lets an attacker guess which was which. How often the guesses
-# are right bounds $\varepsilon$ from *below*, with a stated confidence (95 % for each number here), whatever anyone proved. Yang, Ji and Xiang's
-# *Weights Shuffling for Improving DPSGD in Transformer-based Models* (WS) audits its mechanism in Table VI and reports 0.4771 and 0.7005 for
-# claims of 0.5 and 1. One trusted server adds the noise; neighbours are zero-out. Half a minute on two CPU cores; `FULL` takes five
-# seeds, two minutes.
+# An audit runs a mechanism many times, with one record and without it, and an attacker guesses whether the record was there. The rate of
+# correct guesses bounds $\varepsilon$ from *below*, with a stated confidence (95 % for each number here) and independently of any proof. Yang, Ji
+# and Xiang's *Weights Shuffling for Improving DPSGD in Transformer-based Models* (WS) audits its mechanism in Table VI and reports 0.4771 and
+# 0.7005 for claims of 0.5 and 1. One trusted server adds the noise; neighbours are zero-out. The notebook takes half a minute on two CPU cores;
+# `FULL` uses five seeds and takes two minutes.
+#
+# The attacks are in `reproduction/`: `permuted_audits.py`, `released_weights.py` and `realignment.py`.
 
 # %%
+import sys
 import warnings
 
 import matplotlib.pyplot as plt
@@ -18,14 +21,13 @@ import torch
 from torch import nn
 
 import opacus_shuffle
-from opacus_shuffle.audit import align
-from opacus_shuffle.commands.audit import (
-    AuditSettings,
-    audit_published_setting,
-    audit_small_training,
-)
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
 from opacus_shuffle.core.rounding import round_down, round_up
+
+sys.path.append("../reproduction")
+from permuted_audits import audit_published_setting
+from realignment import align
+from released_weights import audit_small_training
 
 plt.style.use("figures.mplstyle")
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook|This run is not private")
@@ -51,16 +53,18 @@ for target in PRINTED:
         ("one_coordinate", {}),
         ("oblique", {"trials": 2_000}),
     ):  # the second needs few runs
-        settings = [
-            AuditSettings(steps=10_000, target_epsilon=target, seed=seed, **runs) for seed in SEEDS
+        found[target, pair] = [
+            audit_published_setting(
+                steps=10_000, target_epsilon=target, pair=pair, seed=seed, **runs
+            )
+            for seed in SEEDS
         ]
-        found[target, pair] = [audit_published_setting(each, pair=pair) for each in settings]
 print(found[0.5, "one_coordinate"][0])
 
 # %%
 print("claim  printed audit  certified  pair of gradients  found at least")
 for (target, pair), results in found.items():
-    claims = {claim.name: claim.epsilon for claim in results[0].claims}
+    claims = {claim.bound: claim.epsilon for claim in results[0].claims}
     lower = [result.largest.lower.epsilon for result in results]
     print(
         f"{target:5}  {PRINTED[target]:13}  {round_up(claims['certified']):>9}  {pair:17}  {round_down(min(lower), digits=3):>14}"
@@ -69,8 +73,8 @@ for (target, pair), results in found.items():
     assert all(value < claims["certified"] for value in lower)
 
 # %% [markdown]
-# All of them are above the published value: it is no bound. None is above the certified one, which is DP-SGD's own $\varepsilon$, as it
-# must be.
+# All of them are above the published value, so this value is not a bound. None is above the certified value, which is DP-SGD's own
+# $\varepsilon$.
 
 # %% [markdown]
 # ## One step of real training, with and without re-alignment
@@ -79,13 +83,13 @@ for (target, pair), results in found.items():
 # as it was; one sees the permuted gradient alone; one sees the weights before and after the update and matches their rows first.
 
 # %%
-steps = [audit_small_training(AuditSettings(seed=seed)) for seed in SEEDS]
+steps = [audit_small_training(seed=seed) for seed in SEEDS]
 print(steps[0])
 
 # %%
 names = [finding.name for finding in steps[0].findings]
 values = [[result.findings[place].lower.epsilon for result in steps] for place in range(len(names))]
-published = next(claim.epsilon for claim in steps[0].claims if claim.name == "published")
+published = next(claim.epsilon for claim in steps[0].claims if claim.bound == "published")
 figure, axes = plt.subplots(figsize=(8, 3.2))
 least = [min(epsilons) for epsilons in values]
 bars = axes.barh(names, least, height=0.6, color="#666666", label="found by an attack")
@@ -107,12 +111,7 @@ _ = figure.legend(loc="outside lower center", ncols=2)
 
 # %%
 by_name = dict(zip(names, values, strict=True))
-recovered = [
-    finding.recovered
-    for result in steps
-    for finding in result.findings
-    if finding.recovered is not None
-]
+recovered = [result.findings[-1].recovered for result in steps]
 print(
     "share of the permuted rows that matching found:",
     ", ".join(f"{share:.1%}" for share in recovered),
@@ -121,7 +120,7 @@ assert all(share == 1 for share in recovered)
 assert all(value > published for value in by_name[names[-1]])
 
 # %% [markdown]
-# Matching takes back every row, and the last attacker is as good as the first: permuting hides nothing from whoever sees two releases.
+# Matching recovers every row, and the last attacker is as good as the first. Permuting hides nothing from an adversary who sees two releases.
 
 # %% [markdown]
 # ## How matching works, by hand

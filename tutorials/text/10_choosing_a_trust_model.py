@@ -16,13 +16,13 @@ import warnings
 
 import matplotlib.pyplot as plt
 import torch
+from image_datasets import load_image_dataset
 from IPython.display import Markdown
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
 from opacus_shuffle.commands.compare import CompareSettings, compare, draw
-from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.picture_styles import TRUST_COLOURS
 
@@ -120,7 +120,10 @@ Markdown(comparison.markdown())
 draw(comparison)
 
 # %%
-accuracy = {f"{each.kind.trusted}, {each.kind.how}": each.accuracy for each in comparison.outcomes}
+accuracy = {
+    f"{each.trust_model.trusted}, {each.trust_model.how}": each.accuracy
+    for each in comparison.outcomes
+}
 chance = (
     5 * (0.1 * 0.9 / comparison.test_records) ** 0.5 + 0.1
 )  # guessing, and five standard errors
@@ -185,7 +188,7 @@ card = f"""
 {report.statement()}
 
 It has {right:.1%} accuracy on {len(labels):,} held-out digits.
-Rounds and learning rate were chosen on training images of the same data set, which no ε counts.
+Rounds and learning rate were chosen on training images of the same data set. No ε accounts for this choice.
 """
 Markdown(card)
 

@@ -15,11 +15,11 @@ import warnings
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
-from opacus_shuffle.commands.image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
 from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
 

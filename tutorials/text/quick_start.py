@@ -12,11 +12,10 @@
 import warnings
 
 import torch
+from image_datasets import load_image_dataset
+from small_cnn import SmallCNN, accuracy
 from torch import nn
 from torch.utils.data import DataLoader
-
-from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.small_cnn import SmallCNN, accuracy
 
 warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook is firing")
 torch.manual_seed(0)  # the network's first weights; our noise is seeded by the operating system

@@ -1,4 +1,4 @@
-"""The small CNN of Opacus's MNIST example, and how often it is right.
+"""The small CNN of Opacus's MNIST example, and its accuracy.
 
 >>> sum(parameter.numel() for parameter in SmallCNN(channels=1, size=28).parameters())
 26010
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-PHYSICAL_BATCH = 300  # at which two CPU cores take the least time per record
+PHYSICAL_BATCH = 300
+"""The batch size with the smallest time per record on two CPU cores."""
 
 
 class SmallCNN(nn.Module):
@@ -38,7 +39,7 @@ class SmallCNN(nn.Module):
 
 @torch.no_grad()
 def accuracy(network: nn.Module, data: TensorDataset, device: torch.device | str = "cpu") -> float:
-    """Returns the share of records that the network classifies rightly."""
+    """Returns the fraction of records that the network classifies correctly."""
     network.eval()
     hits = sum(
         int((network(x.to(device)).argmax(1) == y.to(device)).sum())

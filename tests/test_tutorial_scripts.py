@@ -1,4 +1,4 @@
-"""Standard files in, normalised tensors out; anything else is refused with the file's name."""
+"""The scripts of the tutorials: readers of standard image files, and training of the small CNN."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import os
 import pickle
 import struct
 
+import image_datasets
 import numpy as np
 import pytest
 import torch
+import train_small_cnn
+from image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
+from torch.utils.data import TensorDataset
 
-from opacus_shuffle.commands.image_datasets import DEBIAN_FASHION_MNIST, load_image_dataset
+from opacus_shuffle.commands.images import load_images
+
+MORE = ("random_allocation", "secret_checkin", "shuffled_fw", "shuffled_sums")
 
 
 def idx(array):
@@ -72,13 +78,6 @@ def test_debian_s_fashion_mnist_is_whole():
     assert abs(train.tensors[0].std() - 1) < 0.01
 
 
-def test_mnist_5k_is_split_the_same_way_every_time():
-    (train, test), (again, _) = load_image_dataset("mnist-5k"), load_image_dataset("mnist-5k")
-    assert (len(train), len(test)) == (4000, 1000)
-    assert torch.equal(train.tensors[0], again.tensors[0])
-    assert set(train.tensors[1].tolist()) == set(test.tensors[1].tolist()) == set(range(10))
-
-
 @pytest.mark.parametrize("inside", ["", "cifar-10-batches-py"])
 def test_cifar_batches_are_read(tmp_path, inside):
     write_cifar(tmp_path / "data" / inside)
@@ -100,7 +99,7 @@ def test_a_cifar_batch_that_runs_code_or_has_no_labels_is_refused(tmp_path, cont
     monkeypatch.chdir(tmp_path)
     write_cifar(tmp_path / "data")
     (tmp_path / "data" / "test_batch").write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(ValueError, match="test_batch is not a python batch of CIFAR-10"):
+    with pytest.raises(ValueError, match="test_batch is not a Python batch of CIFAR-10"):
         load_image_dataset("cifar10", tmp_path / "data")
     assert not (tmp_path / "ran").exists()
 
@@ -109,7 +108,7 @@ def test_a_cifar_batch_that_runs_code_or_has_no_labels_is_refused(tmp_path, cont
     ("content", "named"),
     [
         (b"\x00\x00\x08\x01" + idx(np.zeros((2, 3, 3), np.uint8))[4:], "IDX"),
-        (idx(np.zeros((2, 3, 3), np.uint8))[:-1], "should hold .* it holds 17"),
+        (idx(np.zeros((2, 3, 3), np.uint8))[:-1], "should have .* but has 17"),
         (b"", "IDX"),
         (b"no gzip file", "is not an IDX file"),
         (b"\x1f\x8b", "is not a whole gzip file"),
@@ -128,8 +127,49 @@ def test_a_spoilt_file_is_named(tmp_path, content, named):
 
 
 @pytest.mark.parametrize(
-    ("name", "root"), [("mnist", None), ("cifar10", None), ("mnist-5k", "/tmp"), ("svhn", None)]
+    ("name", "root"),
+    [
+        ("mnist", None),
+        ("cifar10", None),
+        ("mnist-5k", "/tmp"),
+        ("svhn", None),
+        *(
+            (name, folder)
+            for name in ("mnist", "fashion-mnist", "cifar10")
+            for folder in ("", "/nowhere", "/etc/passwd", "\x00", "a" * 5000)
+        ),
+    ],
 )
-def test_what_cannot_be_found_says_where_it_was_looked_for(name, root):
+def test_a_data_set_that_cannot_be_found_is_refused(name, root):
     with pytest.raises(ValueError, match=r"root|name"):
         load_image_dataset(name, root)
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_an_archive_written_by_the_script_is_read_by_compare(tmp_path, name):
+    if name == "mnist":
+        write_idx_set(tmp_path, compress=False)
+    else:
+        write_cifar(tmp_path / "cifar-10-batches-py")
+    output = str(tmp_path / "images.npz")
+    image_datasets.main([name, "--root", str(tmp_path), "--output", output])
+    mean, std = image_datasets.MEAN_AND_STD[name]
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    read = zip(load_images(output), load_image_dataset(name, tmp_path), strict=True)
+    for (pixels, labels), (expected, targets) in ((a.tensors, b.tensors) for a, b in read):
+        torch.testing.assert_close(pixels, expected * std + mean)
+        assert labels.equal(targets)
+
+
+@pytest.mark.filterwarnings("ignore:This run is not private")
+@pytest.mark.parametrize(
+    "accountant", ["shuffled_checkin", *(pytest.param(a, marks=pytest.mark.zoo) for a in MORE)]
+)
+def test_the_training_script_ends_with_accuracy_and_a_report(accountant, capsys, monkeypatch):
+    few = [TensorDataset(*data[:400]) for data in load_images("mnist-5k")]
+    monkeypatch.setattr(train_small_cnn, "load_image_dataset", lambda *_: few)
+    arguments = ["--accountant", accountant, "--epochs", "1", "--batch-size", "40", "--seed", "0"]
+    train_small_cnn.main(arguments)
+    printed = capsys.readouterr().out
+    assert "test accuracy" in printed
+    assert f"{accountant}, 10 rounds" in " ".join(printed.split())
