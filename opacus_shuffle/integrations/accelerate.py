@@ -1,45 +1,42 @@
-"""Trains privately with Accelerate (the extra ``accelerate``); ``docs/how_to/accelerate.rst``."""
+"""Private training with Accelerate (``pip install '.[accelerate]'``).
+
+``docs/how_to/accelerate.rst`` has an example.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import accelerate  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.core import imports
 from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.integrations.epoch_budget import check_loader, check_settings
-
-try:
-    import accelerate  # type: ignore[import-untyped]
-except ImportError as error:
-    raise ImportError(
-        imports.missing_extra("opacus_shuffle.integrations.accelerate", "accelerate", "accelerate")
-    ) from error
 
 
 def prepare(
     accelerator: accelerate.Accelerator, model: Any, optimizer: Any, data_loader: DataLoader
 ) -> tuple[Any, Any, DataLoader]:
-    """Prepares what ``make_private`` returned for Accelerate; the loader stays as it is.
+    """Prepares what ``make_private`` returned for Accelerate, and leaves the loader unchanged.
 
-    ``accelerator.prepare`` would put another sampler into the loader, whose batches are not those
-    that are accounted. So batches are not moved for you: send each to ``accelerator.device``.
-    ``accelerator.save_state`` and ``load_state`` are refused from now on: states of it hold weights
-    without their account.
+    ``accelerator.prepare`` would replace the sampler of the loader, and the engine would not
+    account for its batches. The batches of the unchanged loader are not moved automatically: move
+    each one to ``accelerator.device``. ``accelerator.save_state`` and ``load_state`` are refused
+    afterwards, because their states contain the weights without the privacy account.
 
     Args:
-        accelerator: In one process, without gradient accumulation or float16.
-        model: Of ``make_private``.
-        optimizer: Of the same call.
-        data_loader: Of the same call.
+        accelerator: An accelerator of one process, without gradient accumulation or float16.
+        model: The model that ``make_private`` returned.
+        optimizer: The optimizer of the same call.
+        data_loader: The loader of the same call.
 
     Returns:
-        Model and optimizer as Accelerate prepares them, and the loader that was given.
+        The model and the optimizer as Accelerate prepares them, and the unchanged loader.
 
     Raises:
-        ValueError: If the accelerator would void ε, or the loader is not the optimizer's.
+        ValueError: If a setting of the accelerator would void ε, or the loader does not belong to
+            the optimizer.
     """
     instance_of("accelerator", accelerator, (accelerate.Accelerator,))
     check_settings(
@@ -57,12 +54,12 @@ def prepare(
 
 
 def _refuse_state(*_: Any) -> NoReturn:
-    """Refuses to save or load weights without their account.
+    """Refuses to save or load weights without their privacy account.
 
     Raises:
         ValueError: Always.
     """
     raise ValueError(
-        "a state of Accelerate holds weights and not what they cost: call "
+        "a state of Accelerate contains the weights without their privacy account: call "
         "engine.save_checkpoint(path=..., module=..., optimizer=...) and load_checkpoint"
     )

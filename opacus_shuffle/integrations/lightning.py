@@ -1,45 +1,36 @@
-"""Trains privately with Lightning (the extra ``lightning``); ``docs/how_to/lightning.rst``."""
+"""Private training with Lightning (``pip install '.[lightning]'``).
+
+``docs/how_to/lightning.rst`` has an example.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from opacus_shuffle.core import imports
+import lightning
+
 from opacus_shuffle.core.rounding import up_to_single
-from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.integrations.epoch_budget import EpochBudget, check_settings
 
-try:
-    import lightning
-except ImportError as error:
-    raise ImportError(
-        imports.missing_extra("opacus_shuffle.integrations.lightning", "lightning", "lightning")
-    ) from error
 
-
-class PrivacyCallback(lightning.Callback):
-    """Logs ``epsilon`` after each epoch, ends training at a budget, and refuses what would void it.
+class PrivacyCallback(lightning.Callback, EpochBudget):
+    """Logs ``epsilon`` after each epoch, and stops the trainer before ε exceeds a target.
 
     Args:
-        engine: The engine that has made the module's network private.
+        engine: The engine that made the network of the module private.
         delta: δ in (0, 1).
-        target_epsilon: ε to stay within: the trainer stops before an epoch with which ε would be
-            above it. By default it stops as it would anyway.
+        target_epsilon: The maximum ε. The trainer stops before an epoch that would exceed it. By
+            default there is no maximum.
 
     Raises:
-        ValueError: If an argument is out of range. Besides, ``fit`` is refused before its first
-            step if the trainer accumulates gradients, clips them, writes or resumes checkpoints or
-            has several processes, if the engine has not made the module's network private, or if
-            not even one epoch is within the target.
+        ValueError: If an argument is out of range. ``fit`` also raises it before the first step, if
+            the trainer accumulates or clips gradients, writes or resumes checkpoints or has several
+            processes, if the engine did not make the network private, or if not even one epoch is
+            within the target.
     """
 
-    def __init__(
-        self, engine: PrivacyEngine, *, delta: float, target_epsilon: float | None = None
-    ) -> None:
-        self.budget = EpochBudget(engine, delta=delta, target_epsilon=target_epsilon)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Checks the trainer's settings, and whether an epoch fits."""
+        """Checks the settings of the trainer, and whether one epoch is within the target."""
         check_settings(
             "Trainer",
             {
@@ -50,20 +41,21 @@ class PrivacyCallback(lightning.Callback):
                 "ckpt_path": (trainer.ckpt_path, None),
             },
         )
-        self.budget.start(pl_module, trainer.train_dataloader)
+        self.start(pl_module, trainer.train_dataloader)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Logs ε, and stops where the next epoch does not fit."""
-        pl_module.log("epsilon", up_to_single(self.budget.spent), prog_bar=True)
-        trainer.should_stop = trainer.should_stop or not self.budget.allows_epoch()
+        """Logs ε, and stops the trainer if the next epoch would exceed the target."""
+        # Lightning stores the value in single precision, so it is rounded up.
+        pl_module.log("epsilon", up_to_single(self.spent), prog_bar=True)
+        trainer.should_stop = trainer.should_stop or not self.allows_epoch()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> NoReturn:
-        """Refuses to save weights without their account.
+        """Refuses to save weights without their privacy account.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "a checkpoint of Lightning holds weights and not what they cost: call "
+            "a checkpoint of Lightning contains the weights without their privacy account: call "
             "engine.save_checkpoint(path=..., module=..., optimizer=...)"
         )

@@ -38,13 +38,13 @@ def test_whole_epochs_run_within_a_budget_and_no_step_beyond_it(name):
     run = Run(name)
     target = run.optimizer.epsilon_after(2 * len(run.loader), DELTA)
     budget = EpochBudget(run.engine, delta=DELTA, target_epsilon=target)
-    with pytest.raises(ValueError, match="whose batches nobody accounts for"):
+    with pytest.raises(ValueError, match="whose batches are not accounted for"):
         budget.start(run.model, run.toy["data_loader"])
     budget.start(run.model, run.loader)
     run.train()
     assert budget.allows_epoch()
     run.optimizer.noise_multiplier *= 0.99
-    with pytest.raises(ValueError, match="let the noise fall between epochs alone"):
+    with pytest.raises(ValueError, match="decrease the noise only between epochs"):
         budget.check_step()
     assert not budget.allows_epoch()
     with run.refused("does not allow this epoch", goes_on=False):

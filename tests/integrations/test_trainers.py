@@ -80,7 +80,7 @@ def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
             name for logs in trainer.state.log_history for name in logs
         }
         arguments.save_strategy = "epoch"
-        with pytest.raises(ValueError, match="holds weights and not what they cost"):
+        with pytest.raises(ValueError, match="contains the weights without their privacy account"):
             trainer.train()
 
 
@@ -94,7 +94,7 @@ def test_states_of_accelerate_are_refused_as_they_hold_weights_without_their_acc
 
     run, accelerator = Run(), Accelerator(cpu=True)
     prepare(accelerator, run.model, run.optimizer, run.loader)
-    with run.refused(r"holds weights and not what they cost: call engine\.save_checkpoint"):
+    with run.refused(r"contains the weights without their privacy account: call engine\.save_checkpoint"):
         getattr(accelerator, method)(str(tmp_path))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
