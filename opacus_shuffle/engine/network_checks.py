@@ -8,6 +8,7 @@ reason, or compute wrongly in silence, in the middle of training.
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import (
     check_attention,
@@ -35,19 +37,32 @@ from opacus_shuffle.engine.raw_gradients import (
     names_of,
     private_optimizers,
 )
-from opacus_shuffle.engine.training_plan import Request
 from opacus_shuffle.networks.check import SORT_BEFORE
 from opacus_shuffle.networks.loader_check import check_collate, check_criterion_on, check_padding
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.training_check import TrainingCheck
 
 
-def check_network(request: Request, engine: Any) -> TrainingCheck | None:
+def check_network(
+    module: nn.Module,
+    data_loader: DataLoader,
+    *,
+    criterion: Any,
+    batch_first: bool,
+    grad_sample_mode: str,
+    trained: Sequence[torch.Tensor],
+    accountant: Any,
+) -> TrainingCheck | None:
     """Refuses networks that cannot be trained as asked.
 
     Args:
-        request: What ``make_private`` got.
-        engine: The engine that asks.
+        module: As of ``make_private``; so are the next four.
+        data_loader: Its first records run through the network.
+        criterion: The loss, or None.
+        batch_first: Whether the first dimension of the network's inputs is the batch.
+        grad_sample_mode: How each record's gradient is found.
+        trained: The optimizer's parameters that require a gradient.
+        accountant: Of the engine that asks.
 
     Returns:
         The check that runs again when the network's modes change, or on the first batch if the
@@ -56,30 +71,28 @@ def check_network(request: Request, engine: Any) -> TrainingCheck | None:
     Raises:
         ValueError: The network cannot be trained, with its part that cannot.
     """
-    network, mode = unwrap(request.module), request.grad_sample_mode
-    check_earlier_runs(request, engine.accountant)
+    network = unwrap(module)
+    check_earlier_runs(module, trained, accountant)
     check_attention(network)
     check_embeddings(network)
-    if mode == "ghost":  # which divides by no more than the number of records
+    if grad_sample_mode == "ghost":  # which divides by no more than the number of records
         check_ghost_ties(network)
     else:
-        check_denominators(network, request.criterion)
-    if mode == "no_op" or any(map(is_lazy, network.parameters())):
+        check_denominators(network, criterion)
+    if grad_sample_mode == "no_op" or any(map(is_lazy, network.parameters())):
         return None
-    check = TrainingCheck(
-        network, batch_first=request.batch_first, mode=mode, trained=request.trainable
-    )
+    check = TrainingCheck(network, batch_first=batch_first, mode=grad_sample_mode, trained=trained)
     if idle := check.idle_layers(network):
         raise ValueError(
             f"module has layers in evaluation mode that the optimizer trains, {', '.join(idle)}: "
             "call module.train(), or freeze their parameters by requires_grad_(False) and leave "
             "them out of the optimizer"
         )
-    check.check_loader(network, request.data_loader, request.criterion)
-    check_collate(request.data_loader)
-    check_padding(network, request.data_loader)
-    if mode != "ghost" and request.criterion is not None:  # ghost clipping checks it later
-        check_criterion_on(request.criterion, network, request.data_loader)
+    check.check_loader(network, data_loader, criterion)
+    check_collate(data_loader)
+    check_padding(network, data_loader)
+    if grad_sample_mode != "ghost" and criterion is not None:  # ghost clipping checks it later
+        check_criterion_on(criterion, network, data_loader)
     return check
 
 
@@ -127,17 +140,18 @@ def check_denominators(network: nn.Module, criterion: Any) -> None:
             )
 
 
-def check_earlier_runs(request: Request, accountant: Any) -> None:
+def check_earlier_runs(module: nn.Module, trained: Sequence[torch.Tensor], accountant: Any) -> None:
     """Refuses what an earlier ``make_private`` holds, but for what it returned to the same engine.
 
     Args:
-        request: What ``make_private`` got.
+        module: As of ``make_private``.
+        trained: The optimizer's parameters that require a gradient.
         accountant: Of the engine that asks.
 
     Raises:
         ValueError: It is held, or trains more than before; the earlier run goes on as it was.
     """
-    module, network = request.module, unwrap(request.module)
+    network = unwrap(module)
     remedy = "call its to_standard_module() (cleanup() with wrap_model=False) first"
     own, inside = set(map(id, module.parameters())), hasattr(network, "autograd_grad_sample_hooks")
     for other, parameter in held_parameters():
@@ -153,9 +167,9 @@ def check_earlier_runs(request: Request, accountant: Any) -> None:
             f"module is a {type(network).__name__} that an earlier make_private has made private: "
             f"pass what that returned, with which the earlier run ends, or {remedy}"
         )
-    trained = set(map(id, request.trainable))
+    identities = set(map(id, trained))
     unknown = {} if is_copy(network) else unknown_to_hooks(network)
-    if thawed := [name for name, parameter in unknown.items() if id(parameter) in trained]:
+    if thawed := [name for name, parameter in unknown.items() if id(parameter) in identities]:
         raise ValueError(
             f"parameters {', '.join(thawed[:3])} were frozen when module was made private, so that "
             "nobody computes their gradients per record: pass model.to_standard_module() to "

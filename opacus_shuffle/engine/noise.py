@@ -91,7 +91,7 @@ class AdaptiveNoise(GaussianNoise):
     """Adds Opacus's noise of adaptive clipping: to the sum, and to the count of clipped records.
 
     It follows Theorem 1 of arXiv:1905.03871, whose sensitivity is half of Opacus's. For the cost of
-    a step see :mod:`~opacus_shuffle.engine.schemes.opacus_own`.
+    a step see :mod:`~opacus_shuffle.engine.schemes.opacus_scheme`.
     """
 
     def multiplier(self, optimizer: Any) -> float:

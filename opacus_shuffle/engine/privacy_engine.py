@@ -19,7 +19,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,13 +69,20 @@ from opacus_shuffle.engine.network_checks import (
     watch_packs,
 )
 from opacus_shuffle.engine.pickling import leave_out_records
+from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
 from opacus_shuffle.engine.sampling.samplers import INDEPENDENT
-from opacus_shuffle.engine.schemes import Scheme, scheme_of
-from opacus_shuffle.engine.schemes.base import LEFT_OUT
-from opacus_shuffle.engine.training_plan import Budget, Request, Run
+from opacus_shuffle.engine.schemes import scheme_class
+from opacus_shuffle.engine.schemes.base import SKIPPED
+from opacus_shuffle.engine.training_plan import (
+    ADAPTIVE,
+    Budget,
+    check_arguments,
+    check_norms,
+    trained_parameters,
+)
 from opacus_shuffle.engine.weights.shuffler import make_plain, make_shuffled
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling, find_spec
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.training_check import modes_of
 from opacus_shuffle.permutation import PermutationSpec
@@ -160,7 +171,7 @@ class PrivacyEngine(CheckpointMixin):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader,
-        noise_multiplier: float | None = None,
+        noise_multiplier: float | Budget | None = None,
         max_grad_norm: float | list[float],
         criterion: Any = None,
         batch_first: bool = True,
@@ -176,7 +187,7 @@ class PrivacyEngine(CheckpointMixin):
         shuffle_weights: bool | str | PermutationSpec | WeightShuffling = False,
         aggregator: ShuffleVectorSum | None = None,
         report: str | None = None,
-        **others: Any,
+        **adaptive: Any,
     ) -> Any:
         """Makes a network, an optimizer and a data loader train privately, as Opacus's engine does.
 
@@ -195,6 +206,7 @@ class PrivacyEngine(CheckpointMixin):
                 k the records really in the batch), else the multiplier of the sum, as in Opacus.
                 Above 0 (0 is allowed with Opacus's accountants). With ``shuffled_sums`` a protocol
                 is built that has this much noise or a little more.
+                :meth:`make_private_with_epsilon` passes a :class:`Budget`, for which it is found.
             max_grad_norm: C, the norm to which each record's gradient is clipped, or one per
                 parameter with ``clipping="per_layer"``.
             criterion: The loss of your loop, ``criterion(outputs, targets)``. It is refused if it
@@ -214,8 +226,9 @@ class PrivacyEngine(CheckpointMixin):
             noise_generator: Draws the noise, on the parameters' device; with ``shuffled_sums`` on
                 the CPU, if you like. By default seeded by the system. With a generator of your own
                 a run is not private.
-            grad_sample_mode: How each record's gradient is found: ``"hooks"``, ``"functorch"``,
-                ``"ew"``, or ``"ghost"``, which finds norms alone and takes less memory.
+            grad_sample_mode: How each record's gradient is found: ``"hooks"``, ``"functorch"``, or
+                ``"ghost"``, which finds norms alone and takes less memory. ``"ew"`` with Opacus's
+                accountants only.
             wrap_model: Whether the network comes back in a wrapper. If not, train the network that
                 you passed; its hooks come back in the wrapper's place.
             rand_on_empty: Whether an empty batch becomes one of random numbers, with Opacus's own
@@ -233,7 +246,7 @@ class PrivacyEngine(CheckpointMixin):
             report: ``secret_checkin`` alone: the shape of reports, ``"linear"`` (the default with
                 ``local_noise=True``, it takes the least noise), ``"step"`` (with a pure ε against
                 the shuffler, too) or ``"gaussian"``.
-            **others: The five keywords of ``clipping="adaptive"``; any other is refused.
+            **adaptive: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
             As Opacus: (module, optimizer, data loader), and the criterion before the loader with
@@ -247,114 +260,170 @@ class PrivacyEngine(CheckpointMixin):
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
         """
-        request = Request(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
+        known = ADAPTIVE if clipping == "adaptive" else ()
+        self._refuse_unknown({name: adaptive[name] for name in adaptive if name not in known})
+        check_arguments(
+            module,
+            optimizer,
+            data_loader,
             criterion=criterion,
             batch_first=batch_first,
             loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
-            sampling=sampling,
-            clipping=clipping,
             noise_generator=noise_generator,
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             rand_on_empty=rand_on_empty,
             local_noise=local_noise,
-            shuffle_weights=shuffle_weights,
-            aggregator=aggregator,
-            report=report,
-            others=others,
         )
-        scheme = scheme_of(self)
-        run = scheme.check(request)
-        made = self._build(scheme, run)
-        self.runs += 1
-        self.num_users = run.sampling.num_users
+        trained = trained_parameters(optimizer)
+        check_norms(max_grad_norm, clipping, len(trained))
+        scheme = scheme_class(self.accountant)(
+            self,
+            ranks=Ranks.of(module),
+            trained=trained,
+            max_grad_norm=max_grad_norm,
+            clipping=clipping,
+            grad_sample_mode=grad_sample_mode,
+            local_noise=local_noise,
+            shuffle_weights=shuffle_weights,
+            adaptive=adaptive,
+        )
+        scheme.check_options(
+            rand_on_empty=rand_on_empty, sampling=sampling, aggregator=aggregator, report=report
+        )
+        scheme.check_ranks(noise_generator, data_loader.generator)
+        scheme.sampling = scheme.plan_sampling(
+            data_loader, poisson_sampling=poisson_sampling, sampling=sampling
+        )
+        sigma = None  # with a budget it is found last, for what the plan then is
+        if not isinstance(noise_multiplier, Budget):
+            sigma = scheme.noise_multiplier = scheme.plan_noise(noise_multiplier)
+        scheme.check_noise_generator(noise_generator)
+        scheme.spec = find_spec(
+            scheme.shuffling, module, optimizer, data_loader, grad_sample_mode=grad_sample_mode
+        )
+        scheme.plan_batch_clip(module, sigma)
+        if isinstance(noise_multiplier, Budget):
+            scheme.noise_multiplier = scheme.calibrate(noise_multiplier)
+        check_supported(self, module)
+        training_check = check_network(
+            module,
+            data_loader,
+            criterion=criterion,
+            batch_first=batch_first,
+            grad_sample_mode=grad_sample_mode,
+            trained=trained,
+            accountant=self.accountant,
+        )
+        with self._restored_if_refused(module) as wrap:
+            scheme.describe(loss_reduction=loss_reduction, noise_generator=noise_generator)
+            self._remember_data(data_loader.dataset)
+            model = wrap(
+                batch_first=batch_first,
+                max_grad_norm=max_grad_norm,
+                loss_reduction=loss_reduction,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+            )
+            if grad_sample_mode == "ghost":
+                watch_passes(model)  # its hooks come before those that functorch must not copy
+            correct_layers(model, () if training_check is None else training_check.functional)
+            let_layers_be_empty(model, unwrap(module))
+            explain_missing_calls(model)
+            if scheme.mechanisms or scheme.sampling.kind in INDEPENDENT:
+                model.forbid_grad_accumulation()  # two batches could hold one record twice
+            loader = scheme.build_loader(
+                data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty
+            )
+            private = scheme.build_optimizer(
+                optimizer, loss_reduction=loss_reduction, noise_generator=noise_generator
+            )
+            scheme.attach(
+                module,
+                model,
+                private,
+                loader,
+                loader_generator=data_loader.generator,
+                noise_generator=noise_generator,
+            )
+        if training_check is not None:
+            watched: Any = model if isinstance(model, nn.Module) else module
+            watched.register_forward_pre_hook(training_check, with_kwargs=True)
+            private.training_check = training_check
+            # Opacus's hooks set PyTorch's flags
+            training_check.checked = training_check.checked and modes_of(unwrap(module))
+        for part in (module, model):
+            leave_out_records(part)
+        watch_packs(unwrap(module))
         warn_on_unaccounted_weights(unwrap(module), self)
+        self.runs += 1
+        self.num_users = scheme.sampling.num_users
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
         sentence = ""
         if planned is not None and self.accountant.emulated:
-            sentence = weak_noise(planned, run.noise_multiplier)
+            sentence = weak_noise(planned, scheme.noise_multiplier)
         elif planned is not None and local_noise:
             sentence = weak_noise(planned)
         if sentence:
             warnings.warn(sentence, stacklevel=2)
-        return made
+        if grad_sample_mode != "ghost":
+            return model, private, loader
+        loss = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        return model, private, GhostCriterion(model, private, loss, loss_reduction), loader
 
-    def _build(self, scheme: Scheme, run: Run) -> tuple[Any, ...]:
-        """Builds model, loader, optimizer and criterion as decided, or changes nothing.
+    def _refuse_unknown(self, keywords: dict[str, Any]) -> None:
+        """Refuses keywords that :meth:`make_private` does not have.
 
-        Returns:
-            What ``make_private`` does.
+        Raises:
+            ValueError: If there are any, with the likely meaning.
         """
-        asked, network = run.request, unwrap(run.request.module)
-        check_supported(self, asked.module)
-        training_check = check_network(asked, self)
-        before = [(owner.__dict__, dict(vars(owner))) for owner in (self.accountant, self)]
-        model: Any = asked.module
-        earlier = None
-        try:
-            scheme.describe(run)
-            self._remember_data(asked.data_loader.dataset)
-            earlier = make_plain(asked.module)
-            model = wrap_network(
-                self,
-                asked.module,
-                batch_first=asked.batch_first,
-                max_grad_norm=asked.max_grad_norm,
-                loss_reduction=asked.loss_reduction,
-                grad_sample_mode=asked.grad_sample_mode,
-                wrap_model=asked.wrap_model,
-            )
-            if asked.grad_sample_mode == "ghost":
-                watch_passes(model)  # its hooks come before those that functorch must not copy
-            correct_layers(model, () if training_check is None else training_check.functional)
-            let_layers_be_empty(model, network)
-            explain_missing_calls(model)
-            if scheme.mechanisms or run.sampling.kind in INDEPENDENT:
-                model.forbid_grad_accumulation()  # two batches could hold one record twice
-            loader, optimizer = scheme.loader(run), scheme.build_optimizer(run)
-            scheme.attach(run, model, optimizer, loader)
-        except BaseException:  # Opacus refuses some layers midway
-            for attributes, earlier_ones in before:
-                attributes.clear()
-                attributes.update(earlier_ones)
-            if earlier is not None:
-                make_shuffled(asked.module, earlier)
-            if model is not asked.module:
-                model.cleanup()
-                forget_parameters(network)
-            raise
-        if training_check is not None:
-            watched: Any = model if isinstance(model, nn.Module) else asked.module
-            watched.register_forward_pre_hook(training_check, with_kwargs=True)
-            optimizer.training_check = training_check
-            # Opacus's hooks set PyTorch's flags
-            training_check.checked = training_check.checked and modes_of(network)
-        for part in (asked.module, model):
-            leave_out_records(part)
-        watch_packs(network)
-        if asked.grad_sample_mode != "ghost":
-            return model, optimizer, loader
-        loss = asked.criterion or nn.CrossEntropyLoss(reduction=asked.loss_reduction)
-        criterion = GhostCriterion(model, optimizer, loss, asked.loss_reduction)
-        return model, optimizer, criterion, loader
+        fields = [field.name for field in dataclasses.fields(WeightShuffling)]
+        written = {name: f"shuffle_weights=WeightShuffling({name}=...)" for name in fields}
+        written |= {
+            name: name for name in list(inspect.signature(self.make_private).parameters)[:-1]
+        }
+        reject_unknown("make_private", keywords, parameters=written)
 
     def _remember_data(self, data: Any) -> None:
-        """Warns, as Opacus does, where an engine gets another data set than before."""
+        """Warns, as Opacus does, if an engine gets another data set than before."""
         if self.dataset is not None and self.dataset != data:
             warnings.warn(
                 f"PrivacyEngine detected new dataset object. Was: {self.dataset}, got: {data}. "
                 "Privacy accounting works per dataset, please initialize new PrivacyEngine if "
                 "you're using different dataset. You can ignore this warning if two datasets "
                 "above represent the same logical dataset",
-                stacklevel=4,
+                stacklevel=3,
             )
         self.dataset = data if self.dataset is None else self.dataset
+
+    @contextlib.contextmanager
+    def _restored_if_refused(self, module: nn.Module) -> Iterator[Callable[..., Any]]:
+        """Restores engine, accountant and module if anything in this block is refused.
+
+        Returns:
+            The function that wraps the module as Opacus does.
+        """
+        before = [(owner.__dict__, dict(vars(owner))) for owner in (self.accountant, self)]
+        model, earlier = module, make_plain(module)
+
+        def wrap(**settings: Any) -> Any:
+            nonlocal model
+            model = wrap_network(self, module, **settings)
+            return model
+
+        try:
+            yield wrap
+        except BaseException:  # Opacus refuses some layers midway
+            for attributes, earlier_ones in before:
+                attributes.clear()
+                attributes.update(earlier_ones)
+            if earlier is not None:
+                make_shuffled(module, earlier)
+            if model is not module:
+                model.cleanup()  # type: ignore[operator]
+                forget_parameters(unwrap(module))
+            raise
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,
@@ -401,15 +470,14 @@ class PrivacyEngine(CheckpointMixin):
                 "noise_multiplier is what make_private_with_epsilon finds: leave it out or call "
                 "make_private"
             )
-        request = Request.of(**keywords)
         if len(self.accountant) > 0:
             warnings.warn(
                 "this engine has already spent privacy: the noise assumes a fresh start, so the "
                 f"total will exceed target_epsilon={target_epsilon}",
                 stacklevel=2,
             )
-        made = self.make_private(**{**keywords, **scheme_of(self).calibrate(request, budget)})
-        made[1].planned_rounds = steps = epochs * max(len(made[-1]), len(request.data_loader))
+        made = self.make_private(**keywords, noise_multiplier=budget)
+        made[1].planned_rounds = steps = epochs * max(len(made[-1]), len(keywords["data_loader"]))
         planned = getattr(self.accountant, "planned", None)
         noise = made[1].noise_multiplier / made[1].expected_batch_size
         if sentence := drowned(planned.noise_of_mean if planned else noise, steps):
@@ -455,7 +523,7 @@ class PrivacyEngine(CheckpointMixin):
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         skipped = [
-            LEFT_OUT
+            SKIPPED
             for reference in self.tickets
             if (book := reference()) and book.left_out(at_step=False)
         ]

@@ -76,7 +76,7 @@ def test_two_records_and_two_epochs_are_drawn_apart():
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [*(("a server", mode) for mode in MODES), ("sums of bits", "hooks"), ("sums of bits", "ew")],
+    [*(("a server", mode) for mode in MODES if mode != "ew"), ("sums of bits", "hooks")],
 )
 def test_an_epoch_trains_on_each_record_once_and_is_accounted_in_full_at_its_first_step(kind, mode):
     run = KINDS[kind](mode=mode)
@@ -295,7 +295,7 @@ def test_the_report_says_what_is_hidden_and_what_is_not_claimed():
         ({"poisson_sampling": False}, "got poisson_sampling=False: leave it out"),
         ({"local_noise": True}, "at the server: leave out local_noise"),
         ({"rand_on_empty": True}, "leave it out, for batches of no records"),
-        ({"clipping": "adaptive"}, "clipping must be one of"),
+        ({"clipping": "adaptive"}, "clipping .* must be one of"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(options, words):

@@ -60,7 +60,7 @@ def contents(run, *more):
 # ---- what is saved comes back ---------------------------------------------------------------
 
 HONEST = [
-    *(("shuffled_checkin", mode, {}) for mode in MODES),
+    *(("rdp" if mode == "ew" else "shuffled_checkin", mode, {}) for mode in MODES),
     ("shuffled_checkin", "hooks", {"shuffle_weights": True}),
     ("rdp", "ghost", {}),
 ]

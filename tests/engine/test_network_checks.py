@@ -102,11 +102,11 @@ def test_embeddings_train_on_batches_of_no_records(mode):
     network = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3))
     data = TensorDataset(torch.randint(0, 9, (40, 3)), torch.randint(0, 3, (40,)))
     toy = {"module": network, "data_loader": DataLoader(data, batch_size=1)}
-    assert Run("shuffled_checkin", mode, toy=toy).train().accounted == 40
+    assert Run(mode=mode, toy=toy).train().accounted == 40
 
 
 def test_expanded_weights_say_that_records_are_not_passed_by_keyword():
-    model, _, loader = private("subsampled_shuffle", grad_sample_mode="ew")
+    model, _, loader = private("rdp", grad_sample_mode="ew")
     with pytest.raises(
         ValueError,
         match=r"grad_sample_mode='ew' needs the records as first positional .*got input by",
@@ -247,7 +247,7 @@ def test_losses_that_are_divided_by_other_records_labels_are_refused_where_they_
     within["module"].add_module("loss", nn.ModuleList([loss("mean")]))
     for changes in (
         {"criterion": loss("mean")},
-        {"criterion": loss("mean"), "grad_sample_mode": "ew"},
+        {"criterion": loss("mean"), "grad_sample_mode": "functorch"},
         within,
     ):
         with pytest.raises(

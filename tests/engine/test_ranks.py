@@ -110,7 +110,6 @@ MODES = [
     ("hooks", "flat"),
     ("hooks", "per_layer"),
     ("functorch", "flat"),
-    ("ew", "flat"),
     ("ghost", "flat"),
 ]
 WHOLE: dict[str, dict[str, Any]] = {

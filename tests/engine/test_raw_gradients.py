@@ -19,7 +19,7 @@ ACCOUNTANTS = ("subsampled_shuffle", "shuffled_fw", "rdp")
 RAW = "would move parameters of a private run by gradients that are neither clipped, noised nor acc"
 
 
-def private(mode="hooks", name="subsampled_shuffle", *, frozen=False, **options):
+def private(mode="hooks", name=None, *, frozen=False, **options):
     """A run of two layers in batches of everyone, of which the first may be frozen and left out."""
     toy = make_toy(records=8, batch_size=8)
     if frozen:

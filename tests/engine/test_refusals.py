@@ -125,6 +125,7 @@ ANY = [
     ({"poisson_sampling": "False"}, "poisson_sampling"),
     ({"grad_sample_mode": "no_op"}, "grad_sample_mode"),
     ({"grad_sample_mode": "hook"}, "grad_sample_mode"),
+    ({"grad_sample_mode": "ew"}, r"grad_sample_mode \(with accountant .*'ghost'.*, got 'ew'"),
     ({"grad_sample_mode": "ghost", "clipping": "per_layer", "max_grad_norm": [1.0] * 4}, "ghost"),
     ({"grad_sample_mode": "ghost", "criterion": nn.MSELoss(reduction="sum")}, "reduction"),
     ({"loss_reduction": "summ"}, r"loss_reduction must be one of 'mean', .*did you mean 'sum'\?"),

@@ -148,7 +148,7 @@ def test_the_part_along_a_gradient_has_the_mean_and_the_noise_that_are_promised(
 
 @pytest.mark.parametrize("report", ["linear", "step"])
 @pytest.mark.parametrize(
-    "mode", ["hooks", *(pytest.param(mode, marks=pytest.mark.zoo) for mode in ("functorch", "ew"))]
+    "mode", ["hooks", *(pytest.param(mode, marks=pytest.mark.zoo) for mode in ("functorch",))]
 )
 def test_reports_in_other_directions_keep_their_own(mode, report):
     """Two users' gradients at a right angle: each is on its own axis, with its own share."""

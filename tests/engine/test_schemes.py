@@ -208,8 +208,8 @@ def test_an_error_at_the_very_end_of_make_private_leaves_nothing_behind(
     engine, toy = PrivacyEngine(accountant="shuffled_checkin"), make_toy()
     attach = Scheme.attach
 
-    def interrupted(scheme, *parts):
-        attach(scheme, *parts)
+    def interrupted(scheme, *parts, **generators):
+        attach(scheme, *parts, **generators)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Scheme, "attach", interrupted)

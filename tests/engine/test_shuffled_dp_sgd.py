@@ -163,7 +163,7 @@ SIX_NORMS = [0.3, 0.2, 0.5, 0.4, 0.6, 0.1]
 @pytest.mark.parametrize(
     ("options", "physical"),
     [
-        ({"mode": "ew"}, None),
+        ({"mode": "functorch"}, None),
         ({"mode": "ghost"}, 3),
         ({"mode": "no wrapper", "clipping": "per_layer", "max_grad_norm": SIX_NORMS}, 3),
     ],

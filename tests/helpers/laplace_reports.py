@@ -79,5 +79,5 @@ class LaplaceTraining(Scheme):
 
     mechanisms: ClassVar = (LaplaceReports,)
 
-    def strategies(self, run, clipping):
-        return clipping, LaplaceNoise(run.sampling.batch_size)
+    def strategies(self, clipping):
+        return clipping, LaplaceNoise(self.sampling.batch_size)

@@ -39,7 +39,8 @@ class Run:
     """A private run of a small network, with its updates counted.
 
     Args:
-        name: The accountant.
+        name: The accountant; by default ``"subsampled_shuffle"``, or ``"rdp"`` with expanded
+            weights, which only Opacus's own accountants have.
         mode: One of :data:`MODES`.
         sigma: The noise multiplier; None leaves it out.
         engine: By default a new one of this accountant.
@@ -53,7 +54,7 @@ class Run:
 
     def __init__(
         self,
-        name: str = "subsampled_shuffle",
+        name: str | None = None,
         mode: str = "hooks",
         *,
         sigma: float | None = 2.0,
@@ -71,6 +72,7 @@ class Run:
             self.toy["optimizer"] = optimizer(self.network.parameters())
         elif "module" in (toy or {}) and "optimizer" not in (toy or {}):
             self.toy["optimizer"] = torch.optim.SGD(self.network.parameters(), lr=0.05)
+        name = name or ("rdp" if mode == "ew" else "subsampled_shuffle")
         self.engine = PrivacyEngine(accountant=name) if engine is None else engine
         if sigma is not None:
             options["noise_multiplier"] = sigma

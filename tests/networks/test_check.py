@@ -713,7 +713,8 @@ def test_looking_leaves_no_trace(mode, used):
 # Of make_private
 
 
-def private(network, accountant="subsampled_shuffle", mode="hooks", engine=None, **options):
+def private(network, accountant=None, mode="hooks", engine=None, **options):
+    accountant = accountant or ("rdp" if mode == "ew" else "subsampled_shuffle")
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     toy = make_toy() | {"module": network, "optimizer": torch.optim.SGD(trained, lr=0.1), **options}
     made = (engine or PrivacyEngine(accountant=accountant)).make_private(
@@ -746,7 +747,7 @@ def sequences(*shape, batch=4, **options):
     ("accountant", "mode"),
     [
         *((name, "hooks") for name in ("shuffle_gauss", "shuffled_sums", "rdp")),
-        *(("subsampled_shuffle", mode) for mode in ("hooks", "functorch", "ew", "ghost")),
+        *(("subsampled_shuffle", mode) for mode in ("hooks", "functorch", "ghost")),
     ],
 )
 def test_make_private_refuses_with_every_mechanism_and_leaves_the_network_alone(accountant, mode):

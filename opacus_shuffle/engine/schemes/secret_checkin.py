@@ -1,4 +1,4 @@
-"""Secret check-in: all users report in every round, those who do not take part noise alone.
+"""Secret check-in: all users report in every round, and those who do not take part send noise.
 
 A batch is a sample by coins of rate q, the loader's batch size over the number of records. Its sum
 carries the noise of all n records, and is divided by the constant q·n.
@@ -7,9 +7,9 @@ carries the noise of all n records, and is divided by the constant q·n.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from opacus_shuffle.accountants.mechanisms import Mechanism, SecretCheckIn
 from opacus_shuffle.analysis.report_shapes import SHAPES
@@ -19,71 +19,73 @@ from opacus_shuffle.engine.linear_reports import TiltedReports
 from opacus_shuffle.engine.noise import LocalGaussianNoise, Noise
 from opacus_shuffle.engine.sampling.samplers import SamplingPlan
 from opacus_shuffle.engine.schemes.base import Scheme
-from opacus_shuffle.engine.training_plan import Request, Run
 
 
 class ReportsOfEveryone(Scheme):
-    """One round of shuffled reports of all records per step."""
+    """One round of shuffled reports of all records per step.
+
+    Attributes:
+        report: The shape of the reports.
+    """
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (SecretCheckIn,)
+    options: ClassVar[tuple[str, ...]] = ("report",)
+    modes: ClassVar[tuple[str, ...]] = ("hooks", "functorch", "ghost")
+    report: str
 
-    def check_request(self, request: Request) -> None:
+    def check_options(self, *, report: str | None = None, **options: Any) -> None:
         """Refuses what does not go with reports of this shape."""
-        super().check_request(request)
-        modes = ("hooks", "functorch", "ew", "ghost")
-        if (shape := self.shape(request)) == "gaussian":
-            one_of("grad_sample_mode", request.grad_sample_mode, modes)
+        super().check_options(**options)
+        # By default the shape that needs the least noise.
+        self.report = report or ("linear" if self.local_noise else "gaussian")
+        if one_of("report", self.report, tuple(SHAPES)) == "gaussian":
             return
-        if not request.local_noise:
+        if not self.local_noise:
             raise ValueError(
-                f"report={request.report!r} is drawn by each record's user: pass "
+                f"report={report!r} is drawn by each record's user: pass "
                 "local_noise=True, or report='gaussian', whose noise may be added once to the sum"
             )
-        one_of(f"clipping (with report={shape!r})", request.clipping, ("flat",))
-        what = f"grad_sample_mode (with report={shape!r}, which needs each record's gradient)"
-        one_of(what, request.grad_sample_mode, modes[:3])
+        shape = f"with report={self.report!r}"
+        one_of(f"clipping ({shape})", self.clipping, ("flat",))
+        name = f"grad_sample_mode ({shape}, which needs each record's gradient)"
+        one_of(name, self.grad_sample_mode, ("hooks", "functorch"))
 
-    def check_report(self, request: Request) -> None:
-        """Refuses unknown shapes of reports."""
-        if request.report is not None:
-            one_of("report", request.report, tuple(SHAPES))
-
-    @staticmethod
-    def shape(request: Request) -> str:
-        """Returns the shape of reports: by default the one that asks for the least noise."""
-        return request.report or ("linear" if request.local_noise else "gaussian")
-
-    def plan_sampling(self, request: Request) -> SamplingPlan:
+    def plan_sampling(
+        self,
+        data_loader: DataLoader,
+        *,
+        poisson_sampling: bool | None = None,
+        sampling: str | None = None,
+    ) -> SamplingPlan:
         """Plans samples at the rate of the loader's batch size over the number of records.
 
         Other accountants take 1 over the number of batches, which would round 0.8 to 0.5.
         """
-        plan, loader = super().plan_sampling(request), request.data_loader
-        if loader.batch_size is None:  # a Poisson sampler, of ours or of Opacus
-            rate = loader.batch_sampler.sample_rate  # type: ignore[union-attr]
+        plan = super().plan_sampling(data_loader, poisson_sampling=poisson_sampling)
+        if data_loader.batch_size is None:  # a Poisson sampler, of this package or of Opacus
+            rate = data_loader.batch_sampler.sample_rate  # type: ignore[union-attr]
             batch = max(1, round(rate * plan.num_users))
             return dataclasses.replace(plan, batch_size=batch, sample_rate=rate)
-        shares = request.ranks.size if isinstance(loader.sampler, DistributedSampler) else 1
-        batch = min(loader.batch_size * shares, plan.num_users)
+        shares = self.ranks.size if isinstance(data_loader.sampler, DistributedSampler) else 1
+        batch = min(data_loader.batch_size * shares, plan.num_users)
         return dataclasses.replace(plan, batch_size=batch, sample_rate=batch / plan.num_users)
 
-    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
+    def mechanism(self, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """Returns the mechanism of one round."""
         return SecretCheckIn.of_batch(
             noise_multiplier=noise_multiplier,
-            num_users=run.sampling.num_users,
-            sample_rate=run.sampling.sample_rate,
-            emulated=self.emulated(run.request),
-            report=self.shape(run.request),
+            num_users=self.sampling.num_users,
+            sample_rate=self.sampling.sample_rate,
+            emulated=self.emulated,
+            report=self.report,
         )
 
-    def strategies(self, run: Run, clipping: Clipping) -> tuple[Clipping, Noise]:
-        """Returns how the optimizer sums reports, and that all users' noise is on them."""
-        asked = run.request
-        users = len(asked.ranks.share(run.sampling.num_users))
-        if (shape := self.shape(asked)) != "gaussian":
-            reports = TiltedReports(users, shape)
+    def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
+        """Returns how the optimizer sums reports, with the noise of all users."""
+        users = len(self.ranks.share(self.sampling.num_users))
+        if self.report != "gaussian":
+            reports = TiltedReports(users, self.report)
             return reports, reports
-        if asked.local_noise:
+        if self.local_noise:
             return clipping, LocalGaussianNoise(users)
-        return super().strategies(run, clipping)
+        return super().strategies(clipping)

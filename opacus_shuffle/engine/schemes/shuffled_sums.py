@@ -13,6 +13,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons
@@ -23,15 +24,14 @@ from opacus_shuffle.accountants.mechanisms.shuffled_sums import ROUND_DELTA, SAM
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
-from opacus_shuffle.core.validation import instance_of, moderate, one_of, positive
+from opacus_shuffle.core.validation import instance_of, moderate, one_of
 from opacus_shuffle.engine.clipping import Clipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.sampling.samplers import INDEPENDENT, SamplingPlan
-from opacus_shuffle.engine.schemes.base import plan_on_ranks
 from opacus_shuffle.engine.schemes.random_allocation import EpochScheme
 from opacus_shuffle.engine.shuffled_sum import ShuffledSum, StreamedSum
-from opacus_shuffle.engine.training_plan import Budget, Request, Run
+from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.protocols.calibration import SumBudget
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -40,72 +40,79 @@ class VectorSums(EpochScheme):
     """Sends every record's clipped gradient as shuffled bits, which noise bits hide."""
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (ShuffledSums,)
-    noise_elsewhere: ClassVar[str] = "has its noise in the reports' own bits"
+    noise_location: ClassVar[str] = "has its noise in the reports' own bits"
+    options: ClassVar[tuple[str, ...]] = ("aggregator", "sampling")
+    modes: ClassVar[tuple[str, ...]] = ("hooks", "functorch", "ghost")
+    clippings: ClassVar[tuple[str, ...]] = ("flat",)
+    protocol: ShuffleVectorSum | None = None
+    """The protocol of each round: the user's aggregator, or one for the noise or the budget."""
 
-    def check(self, request: Request) -> Run:
-        """Decides what will run, and builds a protocol if none was given."""
-        run = super().check(request)
-        protocol = request.aggregator
-        if protocol is None:
-            norm = moderate("max_grad_norm", request.max_grad_norm)
-            sizes = (_reports(run.sampling), _entries(request), norm)
-            protocol = ShuffleVectorSum.with_noise_multiplier(
-                *sizes, run.noise_multiplier, delta=ROUND_DELTA, **_rounding(run.sampling)
+    def check_options(self, *, aggregator: Any = None, **options: Any) -> None:
+        """Refuses an aggregator that is no protocol."""
+        super().check_options(aggregator=aggregator, **options)
+        if aggregator is not None:
+            self.protocol = instance_of("aggregator", aggregator, (ShuffleVectorSum,))
+
+    def plan_sampling(
+        self,
+        data_loader: DataLoader,
+        *,
+        poisson_sampling: bool | None = None,
+        sampling: str | None = None,
+    ) -> SamplingPlan:
+        """Plans how batches are drawn: by every record's own coin or draw, or of one size."""
+        kind: Any = "fixed_size" if poisson_sampling is False else "poisson"
+        if sampling is not None:
+            if poisson_sampling is not None:
+                raise ValueError(
+                    f"sampling={sampling!r} and poisson_sampling={poisson_sampling} both say how "
+                    "batches are drawn: leave out the latter"
+                )
+            kind = one_of("sampling", sampling, SAMPLINGS)
+        return self.plan_batches(data_loader, kind)
+
+    def noise_device(self, noise_generator: torch.Generator | None) -> torch.device:
+        """Returns a GPU that the parameters are on, unless the user's generator is on the CPU."""
+        device, cpu = self.trained[0].device, torch.device("cpu")
+        on_cpu = noise_generator is not None and noise_generator.device == cpu
+        return cpu if device.type != "cuda" or on_cpu else device
+
+    @property
+    def everyone_reports(self) -> bool:
+        """Whether all records report in every round, and not only those of the batch."""
+        return self.sampling.kind in INDEPENDENT
+
+    @property
+    def sizes(self) -> tuple[int, int, float]:
+        """The reports of a round, the entries of each, and the norm of a report."""
+        plan, norm = self.sampling, moderate("max_grad_norm", self.max_grad_norm)
+        reports = plan.num_users if self.everyone_reports else plan.batch_size
+        return reports, sum(parameter.numel() for parameter in self.trained), norm
+
+    @property
+    def rounding(self) -> dict[str, Any]:
+        """The values for which a protocol's grid is chosen, as keywords of the protocol."""
+        rate = self.sampling.sample_rate
+        return {"zero_on_grid": True, "rate": rate} if self.everyone_reports else {}
+
+    def plan_noise(self, noise_multiplier: float | None) -> float:
+        """Returns the noise multiplier of the protocol, which is built if none was given."""
+        if self.protocol is None:
+            sigma = super().plan_noise(noise_multiplier)
+            self.protocol = ShuffleVectorSum.with_noise_multiplier(
+                *self.sizes, sigma, delta=ROUND_DELTA, **self.rounding
             )
-        self.check_protocol(protocol, request, run.sampling)
-        sigma = protocol.noise_multiplier
-        return dataclasses.replace(run, noise_multiplier=sigma, aggregator=protocol)
-
-    def check_request(self, request: Request) -> None:
-        """Refuses norms per layer, and gradients that nobody computes for each record."""
-        super().check_request(request)
-        one_of("clipping (with shuffled_sums)", request.clipping, ("flat",))
-        modes = ("hooks", "functorch", "ew", "ghost")
-        one_of("grad_sample_mode (with shuffled_sums)", request.grad_sample_mode, modes)
-
-    def check_aggregator(self, request: Request) -> None:
-        """Refuses an aggregator that is no protocol, or comes with a noise multiplier."""
-        if request.aggregator is None:
-            return
-        instance_of("aggregator", request.aggregator, (ShuffleVectorSum,))
-        if request.noise_multiplier is not None:
+        elif noise_multiplier is not None:
             raise ValueError(
                 "noise_multiplier follows from the aggregator, got "
-                f"noise_multiplier={request.noise_multiplier!r}: leave one of them out"
+                f"noise_multiplier={noise_multiplier!r}: leave one of them out"
             )
+        self.check_protocol(self.protocol)
+        return self.protocol.noise_multiplier
 
-    def check_noise(self, request: Request) -> float:
-        """Returns the noise multiplier, or the protocol's own."""
-        if request.aggregator is None:
-            return super().check_noise(request)
-        return request.aggregator.noise_multiplier
-
-    def plan_sampling(self, request: Request) -> SamplingPlan:
-        """Plans how batches are drawn: by every record's own coin or draw, or of one size."""
-        kind: Any = "fixed_size" if request.poisson_sampling is False else "poisson"
-        if request.sampling is not None:
-            if request.poisson_sampling is not None:
-                raise ValueError(
-                    f"sampling={request.sampling!r} and poisson_sampling="
-                    f"{request.poisson_sampling} both say how batches are drawn: leave out the "
-                    "latter"
-                )
-            kind = one_of("sampling", request.sampling, SAMPLINGS)
-        return plan_on_ranks(self.name, request, kind, secure_mode=self.engine.secure_mode)
-
-    def noise_device(self, request: Request) -> torch.device:
-        """Returns a GPU that the parameters are on, unless the user's generator is on the CPU."""
-        given, cpu = request.noise_generator, torch.device("cpu")
-        on_host = request.device.type != "cuda" or (given is not None and given.device == cpu)
-        return cpu if on_host else request.device
-
-    @staticmethod
-    def check_protocol(
-        protocol: ShuffleVectorSum, request: Request, sampling: SamplingPlan
-    ) -> None:
+    def check_protocol(self, protocol: ShuffleVectorSum) -> None:
         """Refuses a protocol that does not fit this run."""
-        norm, entries = positive("max_grad_norm", request.max_grad_norm), _entries(request)
-        everyone, reports = sampling.kind in INDEPENDENT, _reports(sampling)
+        everyone, (reports, entries, norm) = self.everyone_reports, self.sizes
         if protocol.num_users != reports:
             who = (
                 f"but all {reports} records report in every round, those that are not in the "
@@ -115,7 +122,7 @@ class VectorSums(EpochScheme):
                 else f"a batch holds {reports} records: build it with num_users={reports}"
             )
             raise ValueError(f"the aggregator sums num_users={protocol.num_users} reports, {who}")
-        if protocol.honest_fraction < 1 and sampling.sample_rate < 1 and not everyone:
+        if protocol.honest_fraction < 1 and self.sampling.sample_rate < 1 and not everyone:
             raise ValueError(
                 f"the aggregator's honest_fraction is {protocol.honest_fraction:.3g}, but batches "
                 "are samples of the data set: who of a sample is honest is random, and dishonest "
@@ -133,104 +140,79 @@ class VectorSums(EpochScheme):
                 "are the same bound on one record's gradient"
             )
 
-    def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
+    def calibrate(self, budget: Budget) -> float:
         """Builds the protocol of each round for the budget, or checks the given one."""
         one_of("bound", budget.bound, bounds_of(ShuffledSums))
-        self.check_request(request)
-        sampling = self.plan_sampling(request)
-        steps = budget.epochs * sampling.steps_per_epoch
-        protocol = request.aggregator
-        if protocol is None:
-            protocol = _protocol_for(budget, steps, sampling, request)
-        self.check_protocol(protocol, request, sampling)
-        epsilon = budget.spent([(_mechanism(protocol, sampling), steps)]).epsilon
+        steps = budget.epochs * self.sampling.steps_per_epoch
+        if self.protocol is None:
+            self.protocol = self.protocol_for(budget, steps)
+        self.check_protocol(self.protocol)
+        epsilon = budget.spent([(self.mechanism(0.0), steps)]).epsilon
         if epsilon > budget.target_epsilon * (1 + 1e-9):
             raise ValueError(
                 f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} "
                 f"steps spend {epsilon:.6g} by bound={budget.bound!r}; leave the aggregator out, "
                 "so that one is built for the budget, or train fewer epochs"
             )
-        return {"aggregator": protocol}
+        return self.protocol.noise_multiplier
 
-    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
-        """Returns the mechanism of one round of the protocol."""
-        protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
-        return _mechanism(protocol, run.sampling)
+    def protocol_for(self, budget: Budget, steps: int) -> ShuffleVectorSum:
+        """Returns the protocol of each of ``steps`` rounds that together stay within a budget.
 
-    def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
+        The noise is the least by the cheaper of the bounds that hold for the adjacency.
+        """
+        sizes, sampling = self.sizes, self.sampling
+        epsilon, delta, rate = budget.target_epsilon, budget.target_delta, sampling.sample_rate
+        if budget.adjacency == "replace" and sampling.kind == "fixed_size":
+            return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=rate)
+        lost = LOST_SHARE * SumBudget(epsilon, delta).delta / steps
+        if sampling.kind == "random_allocation":  # a trusted server's noise covers the bits' (11.9)
+            sigma = compute_noise_multiplier(
+                "random_allocation",
+                target_epsilon=epsilon,
+                target_delta=delta - steps * lost,
+                steps=steps,
+                adjacency=budget.adjacency,
+                num_batches=sampling.steps_per_epoch,
+            )
+        else:
+            like = SampledSum(mu=1.0, sample_rate=rate, lost=lost, sampling=sampling.kind)
+
+            def spent(noise_multiplier: float) -> float:
+                rounds = [(dataclasses.replace(like, mu=2 / noise_multiplier), steps)]
+                adjacency = Adjacency(budget.adjacency)
+                return min(gaussian_epsilons(rounds, delta=delta, adjacency=adjacency).values())
+
+            sigma = smallest_noise(spent, target_epsilon=epsilon)
+        return ShuffleVectorSum.with_noise_multiplier(
+            *sizes, sigma, delta=delta, rounds=steps, **self.rounding
+        )
+
+    def mechanism(self, noise_multiplier: float, batches: int = 1) -> Mechanism:
+        """Returns the mechanism of one round of the protocol, whose noise is fixed."""
+        protocol, plan = self.protocol, self.sampling
+        assert protocol is not None
+        if plan.kind == "poisson":
+            return ShuffledSums.of_protocol(protocol, sample_rate=plan.sample_rate)
+        if plan.kind == "random_allocation":
+            return ShuffledSums.of_protocol(protocol, num_batches=plan.steps_per_epoch)
+        return ShuffledSums.of_protocol(protocol, num_users=plan.num_users)
+
+    def round(self, optimizer: PrivateOptimizer) -> Mechanism:
         """Returns the mechanism of the round that was planned."""
         return self.accountant.planned  # type: ignore[no-any-return]
 
-    def strategies(self, run: Run, clipping: Clipping) -> tuple[Clipping, Noise]:
+    def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
         """Returns the protocol's strategy, which both clips and adds noise."""
-        assert run.aggregator is not None
-        everyone = run.sampling.kind in INDEPENDENT
-        sigma = float(run.noise_multiplier)
-        kind = StreamedSum if clipping.in_backward else ShuffledSum
-        sums = kind(run.aggregator, noise_multiplier=sigma, everyone_reports=everyone)
+        assert self.protocol is not None
+        sums = (StreamedSum if clipping.in_backward else ShuffledSum)(
+            self.protocol,
+            noise_multiplier=float(self.noise_multiplier),
+            everyone_reports=self.everyone_reports,
+        )
         return sums, sums
 
-    def covers_drop_outs(self, run: Run) -> bool:
-        """Tells whether fewer records than were drawn may report."""
-        return run.sampling.sample_rate == 1
-
-
-def _entries(request: Request) -> int:
-    """Returns how many numbers the optimizer trains."""
-    return sum(parameter.numel() for parameter in request.trainable)
-
-
-def _reports(sampling: SamplingPlan) -> int:
-    """Returns how many users report in a round."""
-    return sampling.num_users if sampling.kind in INDEPENDENT else sampling.batch_size
-
-
-def _rounding(sampling: SamplingPlan) -> dict[str, Any]:
-    """Returns by whose values a protocol's grid is chosen."""
-    everyone = sampling.kind in INDEPENDENT
-    return {"zero_on_grid": True, "rate": sampling.sample_rate} if everyone else {}
-
-
-def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSums:
-    """Returns the mechanism of one round of a protocol."""
-    if sampling.kind == "poisson":
-        return ShuffledSums.of_protocol(protocol, sample_rate=sampling.sample_rate)
-    if sampling.kind == "random_allocation":
-        return ShuffledSums.of_protocol(protocol, num_batches=sampling.steps_per_epoch)
-    return ShuffledSums.of_protocol(protocol, num_users=sampling.num_users)
-
-
-def _protocol_for(
-    budget: Budget, steps: int, sampling: SamplingPlan, request: Request
-) -> ShuffleVectorSum:
-    """Returns the protocol of each of ``steps`` rounds that together stay within a budget.
-
-    The noise is the least by the cheaper of the bounds that hold for the adjacency.
-    """
-    norm = positive("max_grad_norm", request.max_grad_norm)
-    sizes = (_reports(sampling), _entries(request), norm)
-    epsilon, delta, rate = budget.target_epsilon, budget.target_delta, sampling.sample_rate
-    if budget.adjacency == "replace" and sampling.kind == "fixed_size":
-        return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=rate)
-    lost = LOST_SHARE * SumBudget(epsilon, delta).delta / steps
-    if sampling.kind == "random_allocation":  # a trusted server's noise covers the bits' (11.9)
-        sigma = compute_noise_multiplier(
-            "random_allocation",
-            target_epsilon=epsilon,
-            target_delta=delta - steps * lost,
-            steps=steps,
-            adjacency=budget.adjacency,
-            num_batches=sampling.steps_per_epoch,
-        )
-    else:
-        like = SampledSum(mu=1.0, sample_rate=rate, lost=lost, sampling=sampling.kind)
-
-        def spent(noise_multiplier: float) -> float:
-            rounds = [(dataclasses.replace(like, mu=2 / noise_multiplier), steps)]
-            adjacency = Adjacency(budget.adjacency)
-            return min(gaussian_epsilons(rounds, delta=delta, adjacency=adjacency).values())
-
-        sigma = smallest_noise(spent, target_epsilon=epsilon)
-    return ShuffleVectorSum.with_noise_multiplier(
-        *sizes, sigma, delta=delta, rounds=steps, **_rounding(sampling)
-    )
+    @property
+    def allows_drop_outs(self) -> bool:
+        """Whether fewer records than were drawn may report."""
+        return self.sampling.sample_rate == 1

@@ -1,0 +1,273 @@
+"""Trains with Opacus's own accountants, bit for bit as Opacus does.
+
+Batches, noise and errors are the same. So is the account, except for adaptive clipping: Opacus
+accounts for its noised count as if one record changed it by 1/2. Opacus's floating-point arithmetic
+is the same as well: where Opacus makes 92 batches of 93 and accounts for the rate 1/92, so does
+this scheme. Runs that would train on nothing are refused, and so are settings that would silently
+have no effect. With a flag of this package, such as ``shuffle_weights``, noise and participation
+are secret instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import torch
+from opacus.accountants.utils import get_noise_multiplier
+from torch import nn
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.accountants.opacus_report import NORMS_UNSEEN, OWN_BATCHES, UNPROVED
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+from opacus_shuffle.core.randomness import renew_after_fork
+from opacus_shuffle.core.validation import not_negative
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.sampling.samplers import (
+    ExactPoissonSampler,
+    Kind,
+    PoissonSampler,
+    SamplingPlan,
+    TicketedSampler,
+    plan_sampling,
+)
+from opacus_shuffle.engine.sampling.tickets import TicketBook
+from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.training_plan import Budget
+from opacus_shuffle.engine.weights.weight_shuffling import plan_batch_clip
+
+LARGEST_TARGET = 1e6
+"""Opacus asks for ε within 0.01 of its target, as numbers far beyond this are not to each other."""
+LARGEST_TARGETS = {"prv": 400.0}
+"""Distributions of privacy losses are as long as they are large: 400 takes 10 seconds."""
+
+
+class OpacusScheme(Scheme):
+    """DP-SGD as Opacus trains it, for all accountants that are not of this package."""
+
+    coin_rate: float
+    """The rate of the coins of Opacus's sampler; accounted is the rate of the sampling plan."""
+
+    def check_options(
+        self,
+        *,
+        rand_on_empty: bool = False,
+        sampling: str | None = None,
+        aggregator: Any = None,
+        report: str | None = None,
+    ) -> None:
+        """Refuses what Opacus does not know."""
+        if self.local_noise:
+            raise ValueError(
+                f"local_noise=True needs an accountant that knows it, got {self.name!r}: use "
+                "'shuffle_gauss', 'subsampled_shuffle' or 'shuffled_checkin'"
+            )
+        self.refuse_foreign(aggregator=aggregator, sampling=sampling, report=report)
+
+    def check_ranks(
+        self,
+        noise_generator: torch.Generator | None,
+        loader_generator: torch.Generator | None,
+    ) -> None:
+        """Refuses secure mode on several processes; Opacus allows the rest."""
+        if self.engine.secure_mode and self.ranks.distributed:
+            raise ValueError(
+                "secure_mode=True is for one process, got a distributed module: Opacus's sampler "
+                "for several has no secure form; leave it out"
+            )
+
+    def plan_sampling(
+        self,
+        data_loader: DataLoader,
+        *,
+        poisson_sampling: bool | None = None,
+        sampling: str | None = None,
+    ) -> SamplingPlan:
+        """Plans as many batches, of as many records, as Opacus does."""
+        kind: Kind = "own" if poisson_sampling is False else "poisson"
+        plan = plan_sampling(self.name, data_loader, kind, expected=True)
+        self.coin_rate = 1 / len(data_loader)
+        steps = plan.steps_per_epoch if kind == "own" else int(1 / plan.sample_rate)
+        rate = 1 / steps
+        batch = int(plan.num_users * rate)
+        if batch < 1:
+            raise ValueError(
+                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, of "
+                "which Opacus's arithmetic makes an expected_batch_size of 0, so that gradients "
+                "would be divided by it: take a larger batch_size, or a shuffle accountant"
+            )
+        return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
+
+    def plan_noise(self, noise_multiplier: float | None) -> float:
+        """Returns the noise multiplier; Opacus allows 0."""
+        if noise_multiplier is None:
+            return super().plan_noise(noise_multiplier)  # which says that it is missing
+        return not_negative("noise_multiplier", noise_multiplier)
+
+    def plan_batch_clip(self, module: nn.Module, noise_multiplier: float | None) -> None:
+        """Plans the clipping of sums if ``shuffle_weights`` has a ``batch_clip``."""
+        self.check_shuffling("unshuffled_noise_multiplier")
+        if self.spec is not None and self.shuffling.batch_clip is not None:
+            self.batch_clip = plan_batch_clip(
+                self.shuffling,
+                self.spec,
+                module,
+                max_grad_norm=self.max_grad_norm,
+                trained=self.trained,
+            )
+
+    def calibrate(self, budget: Budget) -> float:
+        """Returns Opacus's noise multiplier, for no fewer steps than will run."""
+        if (budget.bound, budget.adjacency) != ("certified", "zero_out"):
+            raise ValueError(
+                f"accountant {self.name!r} has one ε only, got bound={budget.bound!r}, "
+                f"adjacency={budget.adjacency!r}: leave them out or use a shuffle accountant"
+            )
+        rate, batches = self.coin_rate, self.sampling.steps_per_epoch
+        if budget.target_epsilon > (largest := LARGEST_TARGETS.get(self.name, LARGEST_TARGET)):
+            raise ValueError(
+                f"target_epsilon must be at most {largest:g} with accountant {self.name!r}, whose "
+                f"search does not end above, got {budget.target_epsilon!r}: ask for less, or pass "
+                "noise_multiplier to make_private"
+            )
+        try:
+            sigma: float = get_noise_multiplier(
+                target_epsilon=budget.target_epsilon,
+                target_delta=budget.target_delta,
+                sample_rate=rate,
+                steps=max(int(budget.epochs / rate), budget.epochs * batches),
+                accountant=self.name,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"accountant {self.name!r} finds no noise for "
+                f"target_epsilon={budget.target_epsilon!r} at "
+                f"target_delta={budget.target_delta!r} ({error}): ask for other ones, or use "
+                "another accountant"
+            ) from error
+        # With adaptive clipping the noised count costs its share: see _accounted.
+        count_noise = self.adaptive.get("unclipped_num_std", math.inf)
+        if not sigma < count_noise:
+            raise ValueError(
+                f"unclipped_num_std must be above {sigma:.4g}, got {count_noise!r}: the noised "
+                "count of unclipped records would use up "
+                f"target_epsilon={budget.target_epsilon!r}; pass about {10 * sigma:.2g}"
+            )
+        sigma /= math.sqrt(1 - 0.75 * (sigma / count_noise) ** 2)
+        return float(sigma)
+
+    def describe(self, *, loss_reduction: str, noise_generator: torch.Generator | None) -> None:
+        """Warns if a run is not what Opacus's accountants assume."""
+        engine = self.engine
+        pytorch_noise = self.is_opacus and noise_generator is None
+        engine.pytorch_noise = engine.pytorch_noise or pytorch_noise
+        reasons = [OWN_BATCHES] * (self.sampling.kind == "own")
+        reasons += [NORMS_UNSEEN] * (self.clipping == "adaptive")
+        engine.unchecked = tuple(dict.fromkeys((*engine.unchecked, *reasons)))
+        for reason in reasons:
+            warnings.warn(
+                f"{self.name} assumes {reason}, so that its ε is no guarantee; {UNPROVED[reason]}",
+                PrivacyAssumptionWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def is_opacus(self) -> bool:
+        """Whether the run uses nothing that Opacus lacks."""
+        engine, moves = self.engine, self.shuffling.groups is not False
+        return not moves and not engine.secure_mode and engine.seed is None
+
+    def build_loader(
+        self, loader: DataLoader, *, batch_first: bool, rand_on_empty: bool
+    ) -> DataLoader:
+        """Returns a loader like Opacus's, which only warns of fewer records than were drawn."""
+        private: Any = super().build_loader(
+            loader, batch_first=batch_first, rand_on_empty=rand_on_empty
+        )
+        if isinstance(tickets := getattr(private, "tickets", None), TicketBook):
+            tickets.warns_of_fewer = self.is_opacus
+        return private  # type: ignore[no-any-return]
+
+    def own_loader(self, loader: DataLoader, tickets: TicketBook) -> DataLoader:
+        """Returns the user's own loader as it is, without tickets."""
+        return loader
+
+    def independent_sampler(self, generator: torch.Generator | None) -> TicketedSampler:
+        """Returns Opacus's sampler; with a flag of this package or several ranks, the exact one."""
+        exact = self.ranks.distributed or not self.is_opacus
+        return (ExactPoissonSampler if exact else PoissonSampler)(
+            num_samples=self.sampling.num_users,
+            sample_rate=self.coin_rate,
+            steps=self.sampling.steps_per_epoch,
+            generator=generator,
+            **({"ranks": self.ranks} if exact else {}),
+        )
+
+    def sampling_generator(self, loader_generator: Any) -> torch.Generator | None:
+        """Returns Opacus's generator: the loader's, or None for PyTorch's own."""
+        if self.is_opacus and not self.ranks.distributed:
+            return loader_generator  # type: ignore[no-any-return]
+        return super().sampling_generator(loader_generator)
+
+    def noise_generator(self) -> torch.Generator | None:
+        """Returns None, for PyTorch's own generator, where Opacus would."""
+        return None if self.is_opacus else super().noise_generator()
+
+    def attach(
+        self, module: nn.Module, model: Any, optimizer: Any, loader: Any, **generators: Any
+    ) -> None:
+        """Starts the run as every scheme does, and has its secrets renewed after a fork."""
+        super().attach(module, model, optimizer, loader, **generators)
+        for secret in (optimizer, loader.batch_sampler):
+            if isinstance(secret, PrivateOptimizer | PoissonSampler):
+                renew_after_fork(secret)
+
+    def report_user_generators(
+        self,
+        optimizer: PrivateOptimizer,
+        noise_generator: torch.Generator | None,
+        loader_generator: torch.Generator | None,
+    ) -> None:
+        """Names the user's generators that are not secret; Opacus's own are never secret."""
+        if self.is_opacus:
+            self._reported_generators.append(None)  # PyTorch's own generator
+        else:
+            super().report_user_generators(optimizer, noise_generator, loader_generator)
+
+    def record(self, optimizer: PrivateOptimizer) -> None:
+        """Records the step with Opacus's accountant, at the rate of Opacus's own hook."""
+        rate = self.sampling.sample_rate * optimizer.accumulated_iterations
+        noise_multiplier = _accounted(optimizer)
+        with self.recording():
+            self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
+
+    def recording(self) -> Any:
+        """Returns the engine's context for recording; an empty one if the engine is gone."""
+        try:
+            return self.engine.recording()
+        except ReferenceError:  # a network may outlive its engine
+            return contextlib.nullcontext()
+
+    def rehearse(self, optimizer: PrivateOptimizer, steps: int) -> Any:
+        """Returns a copy of Opacus's account that holds so many more steps."""
+        ahead, rate = copy.deepcopy(self.accountant), self.sampling.sample_rate
+        for _ in range(steps):
+            ahead.step(noise_multiplier=_accounted(optimizer), sample_rate=rate)
+        return ahead
+
+
+def _accounted(optimizer: Any) -> float:
+    """Returns the noise multiplier of a sum alone that costs as much as a step.
+
+    With adaptive clipping Opacus raises the noise on the sum to (σ⁻² − (2σ_u)⁻²)^(−1/2), by Theorem
+    1 of Andrew et al. 2021, "Differentially private learning with adaptive clipping"
+    (arXiv:1905.03871), where each record counts ±1/2. Opacus counts 0 or 1, so that the sum and the
+    count together cost (σ⁻² + ¾σ_u⁻²)^(−1/2).
+    """
+    count_noise = getattr(optimizer, "unclipped_num_std", math.inf)
+    sigma = float(optimizer.noise_multiplier)
+    return sigma / math.hypot(1.0, math.sqrt(0.75) * sigma / count_noise)
