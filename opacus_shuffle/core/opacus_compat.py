@@ -1,8 +1,8 @@
-"""Everything that this package knows of Opacus's inside: private names, callers, and defects.
+"""Everything that depends on Opacus's internals: private names, callers, and known defects.
 
-No other module mentions a private name of Opacus; ``tests/core/test_opacus_compat.py`` says, name
-by name, what is relied on. What Opacus's attention computes wrongly is found by its effect, so a
-repaired Opacus is refused nothing there.
+No other module uses a private name of Opacus. ``tests/core/test_opacus_compat.py`` tests each name
+that this module relies on. The defect of Opacus's attention is detected by its effect, so a version
+without it is not refused.
 
 >>> network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 >>> network[1].weight = network[0].weight
@@ -48,7 +48,7 @@ from opacus_shuffle.core.gaussian_noise import draw_noise
 from opacus_shuffle.core.randomness import SecretGenerator
 
 POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
-"""Opacus's batch samplers in which every record flips a coin of its own."""
+"""Opacus's batch samplers in which every record takes part independently of the others."""
 
 WRAPPING_PACKAGES = (
     "opacus.grad_sample",
@@ -58,24 +58,24 @@ WRAPPING_PACKAGES = (
     "torch.optim.swa_utils",
 )
 WRAPPER_NAMES = ("_module", "module", "_orig_mod")
-"""Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which
-names these keep the network.
+"""The attributes in which wrappers from those packages (of Opacus, of distributed training and of
+``torch.compile``) store the network.
 """
 
 ACCOUNTANTS = registry._ACCOUNTANTS
-"""What Opacus makes accountants by, under their names: its own, and those registered with it."""
+"""Opacus's registry of accountants by name: its own, and those registered with it."""
 
 mark_as_used = _mark_as_processed
-"""Notes on a gradient, or a list of them, that a step has used it."""
+"""Marks a gradient, or a list of them, as used by a step."""
 check_unused = _check_processed_flag
-"""Raises a ValueError for a gradient, or a list of them, that a step has used."""
+"""Raises a ValueError for a gradient, or a list of them, that a step has already used."""
 
 
 @functools.wraps(_generate_noise)
 def gaussian_noise(
     std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False
 ) -> Any:
-    """Draws noise of the reference's shape, from our stream if that is the generator."""
+    """Draws noise of the reference's shape; our own functions draw from our generator."""
     if isinstance(generator, SecretGenerator):
         return draw_noise(float(std), reference, generator)
     return _generate_noise(
@@ -83,9 +83,9 @@ def gaussian_noise(
     )
 
 
-# Opacus's optimizers call it by its name in their own modules. There it must be ours wherever a
-# SecretGenerator can be, or they would draw from the Twister inside of it; for every other
-# generator it is Opacus's, bit by bit.
+# Opacus's optimizers look up _generate_noise in their own modules, so it is replaced in each of
+# them: Opacus's function cannot draw from a SecretGenerator. For every other generator the result
+# is Opacus's, bit by bit.
 for _name, _module in list(sys.modules.items()):
     if (
         _name.startswith("opacus.optimizers.")
@@ -119,7 +119,7 @@ def _corrected(sampler: Callable[..., Any], *, norms: bool) -> Callable[..., Any
 def _gradients_of_bags(
     layer: nn.EmbeddingBag, backprops: torch.Tensor, indices: torch.Tensor, *offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Returns each record's gradient, as Opacus counts repeated tokens of a record only once."""
+    """Returns each record's gradient; Opacus would count repeated tokens of a record only once."""
     rows = torch.arange(len(indices), device=indices.device)
     rows = torch.searchsorted(offsets[0], rows, right=True) - 1 if offsets else rows[:, None]
     # Each record has its own copy of the weights, for which autograd computes a gradient.
@@ -132,8 +132,8 @@ def _gradients_of_bags(
     return gradient.view(len(backprops), *layer.weight.shape)
 
 
-# Opacus finds its rules by the class of a layer. Layers that are not marked keep these rules. Under
-# Opacus's own engine, no layer is marked.
+# Opacus looks up its rules by the class of a layer. The replaced rules only differ for marked
+# layers, and Opacus's own engine marks none.
 for _rules, _of_norms in (
     (GradSampleHooks.GRAD_SAMPLERS, False),
     (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, True),
@@ -144,13 +144,13 @@ for _rules, _of_norms in (
 def compute_functionally(layer: Any, *, batch_first: bool) -> None:
     """Marks a layer so that functional PyTorch computes its gradients, not Opacus's rule.
 
-    An embedding keeps the rule, which is faster and finds norms without gradients, but gets no
-    gradients of padding. The mark is removed with Opacus's hooks.
+    An embedding keeps the rule, which is faster and computes norms without gradients, but its
+    padding gets no gradients. The mark is removed with Opacus's hooks.
     """
     if type(layer) in (nn.Embedding, nn.EmbeddingBag):
         layer.ft_compute_sample_grad = None
         return
-    bare = copy.copy(layer)  # without hooks, which the function must not run
+    bare = copy.copy(layer)  # without hooks, because the function must not run them
     vars(bare).update({k: v for k, v in vars(nn.Module()).items() if k.endswith("_hooks")})
     prepare_layer(bare, batch_first=batch_first)
     layer.ft_compute_sample_grad = bare.ft_compute_sample_grad
@@ -182,7 +182,7 @@ def by_position(layer: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
 
 
 def wrap_network(engine: opacus.PrivacyEngine, module: nn.Module, **keywords: Any) -> Any:
-    """Returns what Opacus's engine makes of a network, which computes gradients per record."""
+    """Returns Opacus's wrapper of a network, which computes gradients per record."""
     return engine._prepare_model(module, **keywords)
 
 
@@ -190,16 +190,16 @@ class OpenOptimizer(DPOptimizer):
     """Opacus's optimizer, with public names for the signals of ``BatchMemoryManager``."""
 
     def signalled(self, *, take: bool = False) -> bool:
-        """What ``signal_skip_step`` said of the next step: that it only adds to the sum of a batch.
+        """Tells whether ``signal_skip_step`` was called: the next step only adds to a batch's sum.
 
         Args:
-            take: Whether this step is the next one, so that the signal is used up.
+            take: Whether to remove the signal, because this is the next step.
         """
         return bool(self._check_skip_next_step(pop_next=take))
 
     @property
     def last_step_was_skipped(self) -> bool:
-        """Whether the last step only added to a batch's sum, which ``zero_grad()`` then keeps."""
+        """Whether the last step only added to a batch's sum; ``zero_grad()`` then keeps the sum."""
         return bool(self._is_last_step_skipped)
 
     @last_step_was_skipped.setter
@@ -207,11 +207,11 @@ class OpenOptimizer(DPOptimizer):
         self._is_last_step_skipped = skipped
 
     def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> None:
-        """Refuses a step without gradients of records; Opacus does so too, without a reason.
+        """Refuses a step without gradients of records; Opacus's error gives no reason.
 
         Args:
-            parameter: Which has none.
-            unfinished: Whether it was in a forward pass that no backward pass came back to.
+            parameter: The parameter without gradients.
+            unfinished: Whether it was used in a forward pass without a backward pass.
         """
 
     def _get_flat_grad_sample(self, p: Any) -> Any:
@@ -221,19 +221,19 @@ class OpenOptimizer(DPOptimizer):
 
 
 def build_physical_loaders_with(build: Callable[..., DataLoader]) -> None:
-    """Lets ``BatchMemoryManager`` build its loaders by a function."""
+    """Makes ``BatchMemoryManager`` build its loaders by a function."""
     batch_memory_manager.DataLoader = build
 
 
 def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
-    """Returns the loader and the unread keywords of the stock ``make_private`` that is running.
+    """Returns the loader and the unused keywords of the running call of Opacus's ``make_private``.
 
-    Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded
-    down (98 records in batches of 2 become 49 of 1), and of its sampler nothing at all. If it ever
-    names these otherwise, nothing is found.
+    Opacus passes accountants only a sample rate, from a batch size that float arithmetic may have
+    rounded down (98 records in batches of 2 become 49 of 1), and nothing about the sampler. If
+    Opacus renames its variables, nothing is found.
     """
     frame = inspect.currentframe()
-    for _ in range(6):  # this function, the accountant's methods, the engine's
+    for _ in range(6):  # this function, the methods of the accountant and of the engine
         names: dict[str, Any] = frame.f_locals if frame else {}
         if isinstance(names.get("data_loader"), DataLoader):
             return names["data_loader"], dict(names.get("kwargs") or {})
@@ -242,7 +242,7 @@ def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
 
 
 def record_counts(optimizer: DPOptimizer) -> set[int]:
-    """How many records each parameter has gradients of; nothing of those that have none."""
+    """Returns the numbers of records for which parameters have gradients."""
     gradients = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
     return {
         sum(map(len, gradient)) if isinstance(gradient, list) else len(gradient)
@@ -252,14 +252,14 @@ def record_counts(optimizer: DPOptimizer) -> set[int]:
 
 
 def drop_sum(optimizer: DPOptimizer) -> None:
-    """Forgets the sum of a logical batch that was left before its end."""
+    """Discards the sum of a logical batch that was not completed."""
     optimizer._is_last_step_skipped = False
     for parameter in optimizer.params:
         parameter.summed_grad = None
 
 
 def drop_partial_batch(optimizer: DPOptimizer) -> None:
-    """Forgets a logical batch that was left before its end, and the steps to be skipped for it."""
+    """Discards a logical batch that was not completed, and its signals to skip steps."""
     drop_sum(optimizer)
     optimizer._step_skip_queue.clear()
     for parameter in optimizer.params:
@@ -267,45 +267,45 @@ def drop_partial_batch(optimizer: DPOptimizer) -> None:
 
 
 def clips_adaptively(optimizer: DPOptimizer) -> bool:
-    """Whether the clipping norm, and with it the noise, changes from step to step."""
+    """Tells whether the clipping norm, and with it the noise, changes from step to step."""
     return isinstance(optimizer, AdaClipDPOptimizer) or hasattr(
         optimizer, "_adjusted_noise_multiplier"
     )
 
 
 def forget_parameters(module: nn.Module) -> None:
-    """Takes off the network's parameters what an optimizer that never ran has put there."""
+    """Removes the attributes that an unused optimizer has set on the network's parameters."""
     for parameter in module.parameters():
         parameter.__dict__.pop("summed_grad", None)
 
 
 def without_records(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns an object's attributes without what Opacus keeps of single records there.
+    """Returns an object's attributes without Opacus's data of single records.
 
     The object is a network, a layer, a parameter or a wrapper.
     """
-    # By "_forward_counter" a parameter is told from one of a copy, which no hook clips.
+    # Parameters of a copy, which no hook clips, are recognised by their lack of "_forward_counter".
     left_out = {"_norm_sample", "_current_grad_sample", "max_batch_len", "_forward_counter"}
     if all(
         isinstance(call, list | tuple) for call in state.get("activations") or ()
-    ):  # a list of its own stays
+    ):  # an attribute of the user's stays
         left_out.add("activations")
     reset = {"grad_sample": None, "summed_grad": None, "_per_sample_gradient_norms": None}
     return {name: reset.get(name, value) for name, value in state.items() if name not in left_out}
 
 
 def is_used(parameter: torch.Tensor) -> bool:
-    """Whether a step has used all gradients of records of a parameter."""
+    """Tells whether a step has used all gradients of records of a parameter."""
     waiting = getattr(parameter, "grad_sample", None)
     return hasattr(waiting[-1] if isinstance(waiting, list) and waiting else waiting, "_processed")
 
 
 def waits_for_step(parameter: nn.Parameter) -> bool:
-    """Whether gradients of records wait for a step here; those that a step has used are marked."""
+    """Tells whether a parameter has gradients of records that no step has used."""
     total = getattr(parameter, "summed_grad", None)
     if getattr(parameter, "grad_sample", None) is not None and not is_used(parameter):
         return True
-    # All ranks but the first add no noise, so that the sum is not marked: there it becomes the
+    # Only the first rank adds noise and marks the sum. On the other ranks the sum becomes the
     # gradient itself.
     used = (
         parameter.grad is not None
@@ -316,17 +316,16 @@ def waits_for_step(parameter: nn.Parameter) -> bool:
 
 
 def wrapped_network(module: AbstractGradSampleModule) -> nn.Module:
-    """The network inside of a grad-sample module, hooks and all."""
+    """Returns the network inside a grad-sample module, with its hooks."""
     return module._module
 
 
 def forget_pass(module: Any, *, norms_only: bool = False) -> None:
-    """Takes off a network what earlier passes left: norms, and what waits for a backward pass.
+    """Removes the data of earlier passes from a network: norms, gradients and unfinished passes.
 
     Args:
         module: Opacus's wrapper or hooks.
-        norms_only: Leave what waits, and gradients of records, which a pass that failed may have
-            left at the layer where it did.
+        norms_only: Keep gradients of records and unfinished passes.
     """
     for parameter in module.trainable_parameters:
         parameter.__dict__.pop("_norm_sample", None)
@@ -337,18 +336,21 @@ def forget_pass(module: Any, *, norms_only: bool = False) -> None:
 
 
 def expect_backward(layer: nn.Module) -> None:
-    """Tells a layer's parameters that one more of its calls waits for a backward pass."""
+    """Counts one more call of a layer that needs a backward pass."""
     for _, parameter in trainable_parameters(layer):
         parameter._forward_counter += 1
 
 
 def norms_of_records(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the norms of records' gradients that ghost clipping found for a parameter, if any."""
+    """Returns the norms of a parameter's gradients per record from ghost clipping, if any."""
     return vars(parameter).get("_norm_sample")
 
 
 def norms_of_no_records(module: Any, layer: nn.Module) -> bool:
-    """Notes that a call of a layer had no records, of which Opacus may find no norms."""
+    """Sets empty norms if a call of a layer had no records; returns whether it did.
+
+    Opacus may fail for such a call.
+    """
     axis = 0 if module.batch_first or type(layer) is RNNLinear else 1
     if hasattr(layer, "max_batch_len") or any(call[-1].shape[axis] for call in layer.activations):  # type: ignore[union-attr]
         return False
@@ -362,17 +364,17 @@ def norms_of_no_records(module: Any, layer: nn.Module) -> bool:
 def raise_norms(
     layer: nn.Module, activations: torch.Tensor, backprops: torch.Tensor, *, axis: int
 ) -> None:
-    """Raises norms of gradients of a linear layer by what rounding may have taken from them.
+    """Increases the norms of a linear layer's gradients by a bound on their rounding error.
 
-    Opacus adds up scalar products of all pairs of rows of a record, which cancel where the rows are
-    long and the gradient is short: it has found norms of 0 for gradients of some hundred clipping
-    norms. What is added is far below the norm where nothing cancels.
+    Opacus adds up scalar products of all pairs of rows of a record. These cancel if the rows are
+    long and the gradient is short: Opacus has computed norms of 0 for gradients of some hundred
+    clipping norms. Without cancellation the increase is far below the norm.
 
     Args:
-        layer: Its parameters have the norms of the call.
-        activations: What it was given: [records, rows, features], or [rows, records, features].
-        backprops: The gradients of its output, of the same form.
-        axis: That of the rows.
+        layer: The layer; its parameters have the norms of the call.
+        activations: Its input: [records, rows, features], or [rows, records, features].
+        backprops: The gradients of its output, in the same layout.
+        axis: The axis of the rows.
     """
     lengths = backprops.norm(dim=-1)
     terms = max(backprops.shape[axis], backprops.shape[-1], activations.shape[-1])
@@ -386,7 +388,7 @@ def raise_norms(
 
 
 def records_of_calls(module: Any) -> int | None:
-    """How many records the calls had that wait for a backward pass; None if there are none."""
+    """Returns the number of records in calls that need a backward pass; None without such calls."""
     sizes = []
     for layer in wrapped_network(module).modules():
         axis = 0 if module.batch_first or type(layer) is RNNLinear else 1
@@ -395,9 +397,11 @@ def records_of_calls(module: Any) -> int | None:
 
 
 def forget_unfinished_passes(network: nn.Module) -> None:
-    """Forgets passes that were not finished, whose gradients would be added to the next batch's."""
+    """Discards unfinished passes; their gradients would be added to those of the next batch."""
     for layer in network.modules():
-        kept = layer.__dict__.get("activations")  # an attribute of the user's is no list of lists
+        kept = layer.__dict__.get(
+            "activations"
+        )  # an attribute of the user's is not a list of lists
         if isinstance(kept, list) and all(isinstance(call, list) for call in kept):
             kept.clear()
             layer.__dict__.pop("max_batch_len", None)
@@ -408,9 +412,9 @@ def forget_unfinished_passes(network: nn.Module) -> None:
 
 
 def unknown_to_hooks(network: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns, by name, the trainable parameters that the hooks of a private network do not know.
+    """Returns, by name, the trainable parameters of a private network without gradients per record.
 
-    They were frozen, or not there, when the hooks were made.
+    They were frozen, or did not exist, when the hooks were added.
     """
     trained = (
         trainable_parameters(network) if hasattr(network, "autograd_grad_sample_hooks") else ()
@@ -421,14 +425,14 @@ def unknown_to_hooks(network: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_copy(network: nn.Module) -> bool:
-    """Whether a network has the hooks of a private one, and parameters that these do not know."""
+    """Tells whether a network is a copy of a private one, whose hooks do not see its parameters."""
     return (
         0 < len(unknown_to_hooks(network)) == sum(1 for _ in trainable_parameters(network))
     )  # some may have been thawed
 
 
 def watches_gradients(module: Any) -> bool:
-    """Whether what wraps a network, or hooks it, still computes gradients per record of it."""
+    """Tells whether a network's wrapper or hooks still compute gradients per record."""
     return hasattr(module, "autograd_grad_sample_hooks") or isinstance(
         module, GradSampleModuleExpandedWeights
     )
@@ -438,9 +442,9 @@ def check_attention(module: nn.Module) -> None:
     """Refuses attention layers whose outputs the installed Opacus computes wrongly, by name.
 
     With ``batch_first=True`` Opacus 1.6.0 splices the heads into the time axis. Attention without
-    masks knows no order of time: where its input is turned around, its output is.
+    masks is equivariant in time: if the input is reversed, so is the output.
     """
-    # With a single head there is nothing to splice, and the outputs are right.
+    # With a single head the outputs are correct.
     paths = [
         name or "the module itself"
         for name, layer in module.named_modules()
@@ -448,7 +452,7 @@ def check_attention(module: nn.Module) -> None:
     ]
     if not paths:
         return
-    # The constructor draws initial weights, from a random state that is not ours to move.
+    # The constructor draws initial weights, which must not change the global random state.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         attention = DPMultiheadAttention(4, 2, batch_first=True).double().eval()
@@ -468,7 +472,7 @@ def check_ghost_ties(module: nn.Module) -> None:
     """Refuses layers that share a trainable parameter, which ghost clipping cannot train."""
     names = defaultdict[torch.Tensor, list[str]](list)
     for path, layer in module.named_modules():
-        # A recurrent network has its cells' parameters by names of its own, too.
+        # A recurrent network has its cells' parameters under names of its own as well.
         for name, parameter in layer.named_parameters(recurse=False):
             if parameter.requires_grad and not isinstance(layer, DPRNNBase):
                 names[parameter].append(f"{path}.{name}" if path else name)
