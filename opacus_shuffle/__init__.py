@@ -114,5 +114,5 @@ __getattr__, __dir__ = imports.lazy_attributes(
     },
 )
 imports.after_import(
-    "opacus", lambda: importlib.import_module("opacus_shuffle.accountants.accountant")
+    "opacus", lambda: importlib.import_module("opacus_shuffle.accountants.opacus_registry")
 )

@@ -18,9 +18,10 @@ from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, 
 from opacus_shuffle.core.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from opacus_shuffle.accountants.accountant import ShuffleAccountant, register_accountants
+    from opacus_shuffle.accountants.accountant import ShuffleAccountant
     from opacus_shuffle.accountants.compute import best_sample_rate
     from opacus_shuffle.accountants.dp_accounting_export import to_dp_accounting
+    from opacus_shuffle.accountants.opacus_registry import register_accountants
 
 _package = "opacus_shuffle.accountants"
 __getattr__, __dir__ = lazy_attributes(  # what needs Opacus, or an extra
@@ -28,7 +29,7 @@ __getattr__, __dir__ = lazy_attributes(  # what needs Opacus, or an extra
     {
         "ShuffleAccountant": f"{_package}.accountant",
         "best_sample_rate": f"{_package}.compute",
-        "register_accountants": f"{_package}.accountant",
+        "register_accountants": f"{_package}.opacus_registry",
         "to_dp_accounting": f"{_package}.dp_accounting_export",
     },
 )

@@ -17,14 +17,13 @@ It records every round as a mechanism, and answers with any bound on them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from opacus.accountants import IAccountant, register_accountant
+from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
@@ -34,7 +33,7 @@ from opacus_shuffle.accountants.history import (
     number_of_rounds,
     rewound_sentence,
 )
-from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
+from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport, weak_noise
 from opacus_shuffle.core.guarantees import (
     Adjacency,
@@ -633,20 +632,3 @@ def names_in(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
         raise ValueError(f"{name} must be a list of strings, got {value!r}")
     return tuple(value)
-
-
-def register_accountants() -> None:
-    """Registers an accountant for every mechanism with Opacus, under the mechanism's name.
-
-    It replaces accountants of the same names.
-
-    >>> from opacus.accountants import create_accountant
-    >>> create_accountant("shuffle_gauss").mechanism()
-    'shuffle_gauss'
-    """
-    for name, mechanism_class in MECHANISMS.items():
-        factory: Any = functools.partial(ShuffleAccountant, mechanism_class)
-        register_accountant(name, factory, force=True)
-
-
-register_accountants()
