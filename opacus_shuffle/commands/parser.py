@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.core.tables import paragraph
+from opacus_shuffle.core.tables import did_you_mean, paragraph
 
 NAME = "opacus-shuffle"
+_SIMILARITY = 0.67
+"""With this ratio of matching letters "num-users" is suggested for "users"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +104,6 @@ PURPOSES = {
 """The headings in the list of commands, and the commands below each."""
 
 
-def did_you_mean(word: str, corrections: Mapping[str, str]) -> str:
-    """Returns a suggestion for a misspelt word, or an empty text if no word is similar.
-
-    Args:
-        word: The misspelt word.
-        corrections: Maps each word that may have been meant to the text to suggest.
-    """
-    # A ratio of two thirds finds "num-users" for "users".
-    close = difflib.get_close_matches(word.strip("-").lower(), corrections, 1, 0.67)
-    return f" (did you mean {corrections[close[0]]}?)" if close else ""
-
-
 class OneLineParser(argparse.ArgumentParser):
     """A parser that raises a ``ValueError`` of one line with a suggestion, instead of exiting."""
 
@@ -123,7 +112,7 @@ class OneLineParser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
             choices = {name: name for name in re.findall(r"[\w-]+", choice[2])}
-            message += did_you_mean(choice[1], choices)
+            message += did_you_mean(choice[1].strip("-"), choices, similarity=_SIMILARITY)
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
@@ -149,7 +138,8 @@ class CommandParser(OneLineParser):
             prefix = name if name.startswith("--") else name[:2]
             is_flag = re.match("-+[A-Za-z]", name)
             if is_flag and not any(flag.startswith(prefix) for flag in actions):
-                self.error(f"unrecognized arguments: {name}{did_you_mean(name, corrections)}")
+                suggestion = did_you_mean(name.strip("-"), corrections, similarity=_SIMILARITY)
+                self.error(f"unrecognized arguments: {name}{suggestion}")
         return super().parse_known_args(args, namespace)
 
     def with_flags(self, message: str, words: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-r"""Tables and wrapped paragraphs as text, for all printed results.
+r"""Tables, wrapped paragraphs and suggestions as text, for printed results and messages.
 
 >>> rows = [("certified", "0.25"), ("pair", "12.5")]
 >>> print("\n".join(text_table(("bound", "epsilon"), rows, right=("epsilon",))))
@@ -10,8 +10,9 @@ pair          12.5
 
 from __future__ import annotations
 
+import difflib
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 WIDTH = 80
 """Characters of a printed line."""
@@ -51,3 +52,15 @@ def paragraph(text: str, *, term: str = "", indent: int = 0) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def did_you_mean(word: str, corrections: Mapping[str, str], *, similarity: float = 0.6) -> str:
+    """Returns a suggestion for a misspelt word, or an empty text if no word is similar.
+
+    Args:
+        word: The misspelt word.
+        corrections: Maps each valid word, in lower case, to the text to suggest.
+        similarity: The least ratio of matching letters, from 0 to 1 (that of :mod:`difflib`).
+    """
+    close = difflib.get_close_matches(word.lower(), corrections, 1, similarity)
+    return f" (did you mean {corrections[close[0]]}?)" if close else ""

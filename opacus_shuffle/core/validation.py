@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import reprlib
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from opacus_shuffle.core.tables import did_you_mean
 
 
 def reject_unknown(
@@ -45,18 +46,6 @@ def reject_unknown(
         + (f" (known: {', '.join(sorted(known))})" if known else "")
         + "".join(did_you_mean(name, written) for name in unknown)
     )
-
-
-def did_you_mean(word: str, choices: Mapping[str, str], *, similarity: float = 0.6) -> str:
-    """Returns a question that suggests the most similar choice; empty if there is none.
-
-    Args:
-        word: The unknown word.
-        choices: The text to suggest for each valid word, in lower case.
-        similarity: The least similarity, from 0 to 1 (that of :mod:`difflib`).
-    """
-    close = difflib.get_close_matches(word.lower(), choices, 1, similarity)
-    return f" (did you mean {choices[close[0]]}?)" if close else ""
 
 
 def finite_number(name: str, value: Any, *, infinite: bool = False) -> float:

@@ -44,29 +44,18 @@ def again(value: object) -> object:
     return torch.load(file, weights_only=True)
 
 
-def same(one: object, other: object) -> bool:
-    other = other.item() if isinstance(other, np.generic) else other
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return one == other or repr(one) == repr(other)  # nan
-
-
 @settings(max_examples=60)
 @given(values)
 def test_plain_values_come_back_as_they_were(value):
     foreign: set[str] = set()
     made = plain(value, foreign)
-    assert same(made, value)
+    with np.printoptions(legacy="1.25"):  # NumPy's numbers are written as Python's
+        expected = repr(value)
+    assert repr(made) == expected
     if foreign:
         assert foreign == {"builtins.bytes"}  # the empty ones, which PyTorch's reader does not know
         return
-    assert same(again(made), made)
+    assert repr(again(made)) == expected
 
 
 def test_metadata_of_a_state_dict_stays():

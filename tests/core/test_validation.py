@@ -85,11 +85,11 @@ def test_unknown_keywords_are_listed_with_what_may_have_been_meant():
         validation.reject_unknown("f()", {"sigm": 1.0}, parameters={"sigma": "--sigma"})
 
 
-def bound_with(**fields):
-    """A privacy bound with some other fields."""
-    usual = {"mechanism": "shuffle_gauss", "bound": "certified", "epsilon": 0.25, "delta": 1e-5}
-    worth = {"adjacency": "zero_out", "guarantee": Guarantee.PROVED, "covers": "every data set"}
-    return PrivacyBound(**{**usual, **worth, "rounds": 1, **fields})
+bound_with = functools.partial(
+    PrivacyBound,
+    **{"mechanism": "shuffle_gauss", "bound": "certified", "epsilon": 0.25, "delta": 1e-5},
+    **{"adjacency": "zero_out", "guarantee": Guarantee.PROVED, "covers": "all", "rounds": 1},
+)
 
 
 @pytest.mark.parametrize(
