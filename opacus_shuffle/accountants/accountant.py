@@ -55,7 +55,7 @@ from opacus_shuffle.core.validation import (
 )
 
 Step = tuple[float, float]
-"""What Opacus knows of a step: its noise multiplier and its sample rate."""
+"""A step as Opacus records it: its noise multiplier and its sample rate."""
 
 OUR_FLAGS = ("local_noise", "shuffle_weights", "aggregator", "report")
 """Keywords of this package's ``make_private`` that Opacus's ``make_private`` does not have."""
@@ -67,24 +67,24 @@ class ShuffleAccountant(IAccountant):
     """Accounts for the rounds of one run, all of one mechanism; saves and loads them.
 
     Args:
-        mechanism_class: What is accounted, such as ``ShuffledCheckIn``.
-        num_users: n, the size of the data set. On a stock engine the step hook learns it.
-        batch_size: B, reports per round: where it exceeds n·γ, the noise of the sum is divided by
-            its root.
-        local_noise: What Opacus's multipliers mean: ``False`` is the noise of the sum, √B·σ;
-            ``True`` each report's own σ.
+        mechanism_class: The class of the rounds, such as ``ShuffledCheckIn``.
+        num_users: n, the size of the data set. On a stock engine the step hook sets it.
+        batch_size: B, reports per round. If it exceeds n·γ, the noise of the sum is divided by its
+            root.
+        local_noise: The meaning of Opacus's multipliers: ``False`` is the noise of the sum, √B·σ;
+            ``True`` is the σ of each report.
 
     Attributes:
-        mechanism_class: What is accounted.
-        planned: What every round of a run is, but for its noise; None until :meth:`plan` says it.
-        emulated: Whether the noise of the reports is added once to their sum: ε describes the
-            protocol that is emulated.
+        mechanism_class: The class of the rounds.
+        planned: Every round of the run except for its noise; None until :meth:`plan` sets it.
+        emulated: Whether the noise of the reports is added once to their sum. ε describes the
+            emulated protocol then.
         rewound: How many accounted rounds were replaced, by a load with ``allow_rewind=True`` or by
             a history that was set by hand.
-        predictable: What a user has passed that lets others draw the run's randomness again: then
-            it is not private.
-        unchecked: What every ε takes on trust: files whose word for the rounds that they brought is
-            all there is, or that skipped batches were skipped independently of their content.
+        predictable: Seeds and generators passed by a user, with which others can draw the run's
+            randomness again. The run is not private then.
+        unchecked: Assumptions behind every ε that nothing verifies, such as the content of a loaded
+            file, or that batches were skipped independently of their content.
 
     Formal Guarantees:
         Those of the bound; ``bound="certified"``, the default, is proved for every data set.
@@ -98,16 +98,17 @@ class ShuffleAccountant(IAccountant):
         batch_size: int | None = None,
         local_noise: bool = False,
     ) -> None:
-        self.mechanism_class = kind = mechanism_class
-        if boolean("local_noise", local_noise) and not kind.noise_is_local:
+        self.mechanism_class = mechanism_class
+        if boolean("local_noise", local_noise) and not mechanism_class.noise_is_local:
             raise ValueError(
-                f"{kind.name} has no noise of each report's own: leave out local_noise=True"
+                f"{mechanism_class.name} adds no noise to single reports: leave out "
+                "local_noise=True"
             )
         self.num_users = None if num_users is None else integer("num_users", num_users)
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size)
         self.planned: Mechanism | None = None
-        self.emulated = kind.noise_is_local and not local_noise
-        # Opacus's calibration sets steps as the history, before it tells how many users there are.
+        self.emulated = mechanism_class.noise_is_local and not local_noise
+        # Opacus's calibration sets the history before it passes the number of users.
         self._entries: list[tuple[Mechanism | Step, int]] = []
         self.rewound = 0
         self.predictable: tuple[str, ...] = ()
@@ -126,18 +127,18 @@ class ShuffleAccountant(IAccountant):
 
         Args:
             mechanism: One round; its noise may change from step to step.
-            emulated: The noise of the reports is added once to their sum; by default as the
-                constructor was told.
+            emulated: Whether the noise of the reports is added once to their sum; by default as
+                set by the constructor.
 
         Raises:
             ValueError: If another run is accounted already: any field but the noise differs.
                 Nothing is changed then.
         """
-        self._check_kind(mechanism)
+        self._check_class(mechanism)
         emulated = self.emulated if emulated is None else boolean("emulated", emulated)
         if emulated and not self.mechanism_class.noise_is_local:
             raise ValueError(
-                f"{self.mechanism()} has no noise of each report's own: leave out emulated=True"
+                f"{self.mechanism()} adds no noise to single reports: leave out emulated=True"
             )
         accounted = self.planned or next(iter(self._recorded), None)
         if accounted is not None and not (
@@ -155,11 +156,11 @@ class ShuffleAccountant(IAccountant):
 
     def record(self, mechanism: Mechanism, steps: int = 1) -> None:
         """Records rounds; equal neighbours are merged."""
-        self._check_kind(mechanism)
+        self._check_class(mechanism)
         append_rounds(self._entries, mechanism, integer("steps", steps))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Records one round as Opacus tells of it; this package's engine calls :meth:`record`.
+        """Records one round from Opacus's numbers. This package's engine calls :meth:`record`.
 
         Args:
             noise_multiplier: The optimizer's multiplier (local or summed, see ``local_noise``),
@@ -167,8 +168,7 @@ class ShuffleAccountant(IAccountant):
             sample_rate: Expected share of the users in the round, in (0, 1].
 
         Raises:
-            ValueError: If a number is out of range, or something is unknown that turns the step
-                into a round, such as n.
+            ValueError: If a number is out of range, or a field of the round is unknown, such as n.
         """
         self.record(
             self._round(
@@ -177,21 +177,21 @@ class ShuffleAccountant(IAccountant):
             )
         )
 
-    def _check_kind(self, mechanism: Any) -> None:
-        """Refuses all but this very mechanism: one derived from it may mean something else."""
+    def _check_class(self, mechanism: Any) -> None:
+        """Refuses other classes, also derived ones, which may mean something else."""
         if type(mechanism) is not self.mechanism_class:
-            kind = self.mechanism_class.__name__
             raise ValueError(
-                f"mechanism must be a {kind}, got {mechanism!r}: use the accountant of its own name"
+                f"mechanism must be a {self.mechanism_class.__name__}, got {mechanism!r}: use the "
+                "accountant of its name"
             )
 
     def __len__(self) -> int:
-        """Rounds so far."""
+        """Returns the number of rounds so far."""
         return number_of_rounds(self._entries)
 
     @property
     def _recorded(self) -> list[Mechanism]:
-        """What ran as a round, and was not set as Opacus's history."""
+        """The mechanisms of the rounds that ran, without steps that were set as a history."""
         return [entry for entry, _ in self._entries if isinstance(entry, Mechanism)]
 
     @property
@@ -199,15 +199,15 @@ class ShuffleAccountant(IAccountant):
         """What ran, in order: mechanisms with their numbers of rounds.
 
         Raises:
-            ValueError: If something is unknown that turns Opacus's steps into rounds, such as n.
+            ValueError: If a field of a round is unknown, such as n.
         """
-        return self._rounds_told({})
+        return self._rounds_with({})
 
-    def _rounds_told(self, told: dict[str, Any]) -> list[tuple[Mechanism, int]]:
-        """Returns what ran; fields that are told turn a history that was set into rounds."""
+    def _rounds_with(self, fields: dict[str, Any]) -> list[tuple[Mechanism, int]]:
+        """Returns what ran; ``fields`` complete steps that were set as a history."""
         rounds: list[tuple[Mechanism, int]] = []
         for entry, steps in self._entries:
-            mechanism = entry if isinstance(entry, Mechanism) else self._round(*entry, **told)
+            mechanism = entry if isinstance(entry, Mechanism) else self._round(*entry, **fields)
             append_rounds(rounds, mechanism, steps)
         return rounds
 
@@ -243,45 +243,50 @@ class ShuffleAccountant(IAccountant):
         self.rewound += sum(steps for entry, steps in self._entries if isinstance(entry, Mechanism))
         self._entries = entries
 
-    def _round(self, noise_multiplier: float, sample_rate: float, **told: Any) -> Mechanism:
-        """Turns one of Opacus's steps into a round, by what is known and what is told besides."""
-        kind, batch = self.mechanism_class, told.pop("batch_size", self.batch_size)
-        users = told.pop("num_users", self.num_users)
+    def _round(self, noise_multiplier: float, sample_rate: float, **fields: Any) -> Mechanism:
+        """Returns one of Opacus's steps as a round; ``fields`` are those that Opacus does not know.
+
+        Raises:
+            ValueError: If a field of the round is unknown.
+        """
+        batch = fields.pop("batch_size", self.batch_size)
+        users = fields.pop("num_users", self.num_users)
         if self.planned is None:
-            known = {"noise_multiplier", "sample_rate", *told, *(["num_users"] if users else [])}
-            if unknown := sorted({*kind.required_fields()} - known, reverse=True):
-                raise ValueError(self._ways_to_say(unknown))
-            return kind.of_batch(
+            given = {"noise_multiplier", "sample_rate", *fields, *(["num_users"] if users else [])}
+            required = self.mechanism_class.required_fields()
+            if missing := sorted({*required} - given, reverse=True):
+                raise ValueError(self._missing_fields_message(missing))
+            return self.mechanism_class.of_batch(
                 noise_multiplier=noise_multiplier,
                 num_users=users or 1,
                 sample_rate=sample_rate,
                 batch_size=batch,
                 emulated=self.emulated,
-                **told,
+                **fields,
             )
         mechanism = self.planned
-        if kind.sampling is not None:
+        if self.mechanism_class.sampling is not None:
             mechanism = dataclasses.replace(mechanism, sample_rate=sample_rate)
         if self.emulated:
             shares = max(1, mechanism.noised_reports, (users or 0) * sample_rate, batch or 1)
             noise_multiplier /= math.sqrt(shares)
         return mechanism.with_noise(noise_multiplier)
 
-    def _ways_to_say(self, unknown: list[str]) -> str:
-        """Returns what to say of steps that are no rounds yet: how to tell what is missing."""
-        given = ", ".join(f"{name}=..." for name in unknown)
+    def _missing_fields_message(self, missing: list[str]) -> str:
+        """Returns an error message that says how to pass missing fields of a round."""
+        given = ", ".join(f"{name}=..." for name in missing)
         users = (
-            "set engine.accountant.num_users = len(dataset), " if unknown == ["num_users"] else ""
+            "set engine.accountant.num_users = len(dataset), " if missing == ["num_users"] else ""
         )
         return (
-            f"{self.mechanism()} does not know {', '.join(unknown)}: {users}describe a round with "
+            f"{self.mechanism()} does not know {', '.join(missing)}: {users}describe a round with "
             f"engine.accountant.plan({self.mechanism_class.__name__}({given}, ...)), pass {given} "
-            "to get_epsilon, or use opacus_shuffle.PrivacyEngine, which knows. (A stock engine "
-            f"takes make_private_with_epsilon(..., {given}) for the noise, but forgets it.)"
+            "to get_epsilon, or use opacus_shuffle.PrivacyEngine, which sets it. (A stock engine "
+            f"uses make_private_with_epsilon(..., {given}) for the noise, but does not keep it.)"
         )
 
     def _as_step(self, mechanism: Mechanism | Step) -> Step:
-        """A round's noise multiplier and sample rate as Opacus's optimizer and sampler had them."""
+        """Returns the noise multiplier of Opacus's optimizer and the rate of its sampler."""
         if not isinstance(mechanism, Mechanism):
             return mechanism
         shares = max(1, mechanism.noised_reports, self.batch_size or 1) if self.emulated else 1
@@ -308,21 +313,21 @@ class ShuffleAccountant(IAccountant):
             bound: ``"certified"``, ``"pair"``, ``"published"``, or another that the mechanism has.
             adjacency: ``"zero_out"`` or ``"replace"``, for which some bounds have no value.
             orders: Rényi orders in place of the adaptive grid, for bounds that use any.
-            **fields: What turns a history that was set into rounds, as Opacus's own calibration
-                passes it: ``num_users``, n, ``batch_size``, B, and other fields of the mechanism.
+            **fields: Fields that complete a history that was set, as Opacus's calibration passes
+                them: ``num_users``, n, ``batch_size``, B, and other fields of the mechanism.
 
         Returns:
             ε, rounded up; 0 if nothing ran.
 
         Raises:
-            ValueError: If something is unknown or out of range, or a keyword is unknown or tells
-                what is known already.
+            ValueError: If a value is missing or out of range, or a keyword is unknown or already
+                determined by what ran.
 
         Warns:
-            PrivacyAssumptionWarning: The first time that ε does not cover every data set, naming
-                the value that does; and whenever rounds that ran are left out.
+            PrivacyAssumptionWarning: The first time that ε does not cover every data set, with the
+                value that does; and whenever rounds that ran are left out.
         """
-        told = self._told(fields)
+        self._check_fields(fields)
         open_unit_interval("delta", delta)
         one_of("bound", bound, bounds_of(self.mechanism_class))
         Adjacency(adjacency)
@@ -330,7 +335,7 @@ class ShuffleAccountant(IAccountant):
             warnings.warn(rewound_sentence(self.rewound), PrivacyAssumptionWarning, stacklevel=3)
         if not len(self):
             return 0.0
-        rounds = self._rounds_told(told)
+        rounds = self._rounds_with(fields)
         answer = compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
         if not self._warned and answer.guarantee is not Guarantee.PROVED:
             self._warned = True
@@ -339,9 +344,9 @@ class ShuffleAccountant(IAccountant):
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=3)
         return answer.epsilon
 
-    def _told(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields that a caller tells; refuses those that are known already."""
-        # Opacus itself tells the other two.
+    def _check_fields(self, fields: dict[str, Any]) -> None:
+        """Refuses fields that are unknown, or already determined by what ran."""
+        # Opacus passes the other two itself.
         names = {*self.mechanism_class.field_names(), "batch_size"} - {
             "noise_multiplier",
             "sample_rate",
@@ -351,11 +356,12 @@ class ShuffleAccountant(IAccountant):
         ran = self.planned is not None or bool(self._recorded)
         for name, value in fields.items():
             if ran or getattr(self, name, None) is not None:
-                raise ValueError(f"{name} is known of what ran, got {value!r}: leave it out")
-        return fields
+                raise ValueError(
+                    f"{name} is already determined by what ran, got {value!r}: leave it out"
+                )
 
     def bound(self, delta: float, **options: Any) -> PrivacyBound:
-        """Returns ε with its meaning, and does not warn; needs at least one round.
+        """Returns ε of at least one round with its meaning, without a warning.
 
         Args:
             delta: δ in (0, 1).
@@ -370,12 +376,13 @@ class ShuffleAccountant(IAccountant):
         adjacency: str = "zero_out",
         max_grad_norms: Sequence[float] = (),
     ) -> PrivacyReport:
-        """Returns every bound, and what the same noise would give under other trust models.
+        """Returns every bound, and ε of the same noise under other trust models.
 
         Args:
             delta: δ in (0, 1).
             adjacency: ``"zero_out"`` or ``"replace"``.
-            max_grad_norms: What rounds were clipped to, for the statement: no bound depends on it.
+            max_grad_norms: The clipping norms of the rounds, for the statement. No bound depends
+                on them.
 
         Raises:
             ValueError: If an argument is out of range, or nothing ran.
@@ -495,29 +502,28 @@ class ShuffleAccountant(IAccountant):
             or (known and saved.emulated != self.emulated)
             or len(batches) > 1
             or not all(
-                _may_be(mechanism, planned)
+                _fits_plan(mechanism, planned)
                 for mechanism in (saved.planned, *saved._recorded)
                 if mechanism is not None and planned is not None
             )
         )
 
-    # ---- what Opacus's own engine tells
+    # ---- the stock engine
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
-        """Returns the step hook of a stock engine, which also learns n and B from it.
+        """Returns the step hook of a stock engine, which also sets n and B.
 
         Raises:
-            ValueError: If the engine's batches are no random samples as accounted, or it cannot add
-                such noise.
+            ValueError: If the engine's batches are not random samples as accounted, or the engine
+                cannot add such noise.
 
         Warns:
-            UserWarning: If the engine was given flags that it does not read; and at the first step,
-                if a noise multiplier that is the sum's was likely meant for each report.
+            UserWarning: If the engine ignores a flag; and at the first step, if the noise
+                multiplier of the sum was likely meant for each report.
         """
-        kind = self.mechanism_class
-        if not kind.trains_on_stock_engines:
+        if not self.mechanism_class.trains_on_stock_engines:
             raise ValueError(
-                f"{kind.name} is not what Opacus's engine does: train with "
+                f"Opacus's engine cannot train {self.mechanism()}: train with "
                 "opacus_shuffle.PrivacyEngine"
             )
         loader, unread = stock_engine_call()
@@ -559,28 +565,29 @@ class ShuffleAccountant(IAccountant):
         return record
 
     def _check_sampler(self, sampler: Any) -> None:
-        """Refuses a stock engine's batches that are no random samples.
+        """Refuses a stock engine's batches that are not random samples.
 
-        It warns where they are others.
+        It warns if they are samples of another type than accounted.
         """
-        kind = self.mechanism_class
-        expected = kind.sampling if self.planned is None else self.planned.sampling
-        # A fixed-size sampler says so: it belongs to the engine, a storey above.
+        name, planned = self.mechanism(), self.planned
+        expected = (planned or self.mechanism_class).sampling
+        # This package's samplers have an attribute. Their classes cannot be imported here, because
+        # imports run downwards.
         drawn = getattr(sampler, "sampling", None)
         if isinstance(sampler, POISSON_SAMPLERS):
             drawn = "poisson"
         if expected is not None and drawn not in ("poisson", expected):
             raise ValueError(
-                f"{kind.name} accounts for batches that are random samples, got a loader with a "
+                f"{name} accounts for batches that are random samples, got a loader with a "
                 f"{type(sampler).__name__} (poisson_sampling=False?): leave poisson_sampling out, "
                 "use opacus_shuffle.PrivacyEngine, or account with 'shuffle_gauss'; make the model "
                 "and optimizer anew"
             )
         if drawn == "poisson" and expected != "poisson":
             warnings.warn(
-                f"opacus.PrivacyEngine draws every record by a coin of its own, {kind.name} "
+                f"opacus.PrivacyEngine draws every record by its own coin, {name} "
                 "accounts for batches of one size: its epsilon is that of batches of the expected "
-                "size, and no guarantee of these; use opacus_shuffle.PrivacyEngine, which draws "
+                "size, and no guarantee here; use opacus_shuffle.PrivacyEngine, which draws "
                 "such batches, or accountant='shuffled_checkin'",
                 PrivacyAssumptionWarning,
                 stacklevel=4,
@@ -588,7 +595,7 @@ class ShuffleAccountant(IAccountant):
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:
-    """Returns the one sentence that goes with an ε that is not proved for every data set."""
+    """Returns the warning about an ε that is not proved for every data set."""
     how = (
         " (and the noise was added once to the sum, emulating batches of the expected size)"
         if emulated
@@ -601,10 +608,10 @@ def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool 
     )
 
 
-def _may_be(mechanism: Mechanism, planned: Mechanism) -> bool:
-    """Whether a round is one of the planned run.
+def _fits_plan(mechanism: Mechanism, planned: Mechanism) -> bool:
+    """Tells whether a round may belong to the planned run.
 
-    Where batches were accumulated, its sample is larger.
+    The sample of a round of accumulated batches is larger.
     """
     return mechanism.sample_rate >= planned.sample_rate and dataclasses.replace(
         mechanism, sample_rate=planned.sample_rate

@@ -1,20 +1,20 @@
-"""Pure mathematics on floats and arrays, one idea per file.
+"""Mathematics on floats and arrays, one topic per file, without PyTorch.
 
-There is no torch and no training. Long proofs are in docs/proofs/.
+Long proofs are in docs/proofs/.
 
 ======================  ==========================================================================
 gaussian                the Gaussian mechanism without any shuffler
 mean_ratio              Rényi moments of the papers' pair: the mean ratio R of shuffled reports
-subsampling             what the paper prints for sampled rounds; composition turns RDP into (ε, δ)
-ratio_distribution      the distribution of R from above and from below
+subsampling             the paper's bounds for sampled rounds; composition converts RDP to (ε, δ)
+ratio_distribution      distributions above and below that of R
 opposite_reports        the same for a record that becomes its opposite
-discretization          distributions on grids, which both are made of
+discretization          distributions on grids, which both use
 privacy_loss            composes such distributions over rounds
 shuffled_rounds         ε of rounds: the pair's, without the shuffler, and DP-SGD's
-gaussian_clones         proved for every data set: reports that look alike hide each other
-merge                   few kinds of rounds in the place of many
+gaussian_clones         ε proved for every data set: reports that look alike hide each other
+merge                   replaces many different rounds by a few
 fenton_wilkinson        the estimate for weight shuffling
-advanced_composition    adds its steps up as that paper does
+advanced_composition    composes its steps as that paper does
 permuted_gaussian       the exact value of a pair under weight shuffling
 binomial_sums           sums under binomial noise; sampled_sums adds secret samples of fixed size
 ======================  ==========================================================================

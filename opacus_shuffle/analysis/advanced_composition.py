@@ -1,7 +1,7 @@
-r"""Composes (ε_j, δ_j) steps, whatever they are, with sampling before each of them.
+r"""Composes (ε_j, δ_j) steps with sampling before each of them.
 
-These are Theorems 1 and 2 of Yang, Ji and Xiang's weight shuffling (WS), here to compute what WS
-computes: for Gaussian steps the PRV accountant is far better. Theorem 1: k steps are (ε, δ)-DP
+These are Theorems 1 and 2 of Yang, Ji and Xiang's weight shuffling (WS). They reproduce the numbers
+of WS; for Gaussian steps the PRV accountant is far better. Theorem 1: k steps are (ε, δ)-DP
 together for
 
     ε = min{Σ ε_j,  ½ Σ ε_j² + √(2·log(1/δ′)·Σ ε_j²)},   δ′ = δ − Σ δ_j > 0,
@@ -31,14 +31,11 @@ from opacus_shuffle.core.validation import (
 )
 
 RELATIVE_ERROR = 1e-12
-"""Every ε is enlarged by this fraction, above the rounding of its few operations."""
+"""Every ε is enlarged by this fraction, which exceeds the rounding error of its few operations."""
 
 
 def subsample(epsilon: float, *, sample_rate: float) -> float:
-    """Returns ε of a step on a sample, WS Theorem 2.
-
-    Its δ becomes ``sample_rate`` times as large.
-    """
+    """Returns ε of a step on a sample (WS Theorem 2), whose δ is multiplied by ``sample_rate``."""
     epsilon, sample_rate = (
         not_negative("epsilon", epsilon, infinite=True),
         sampling_rate("sample_rate", sample_rate),
@@ -53,9 +50,11 @@ def subsample(epsilon: float, *, sample_rate: float) -> float:
 
 
 def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
-    """Returns ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``.
+    """Returns ε of composed steps (WS Theorem 1), rounded up.
 
-    It is rounded up.
+    Args:
+        epsilons: (ε_j, number of repetitions) of each type of step.
+        slack: δ′.
     """
     total = math.fsum(epsilon * count for epsilon, count in epsilons)
     if total == math.inf:
@@ -77,11 +76,11 @@ def compute_epsilon(
     delta: float,
     delta_split: float = 0.5,
 ) -> float:
-    """Returns ε of a whole run from what one step's ε is at a given δ.
+    """Returns ε of a whole run from the ε of one step as a function of its δ.
 
     Args:
-        steps: Per kind of step: its ε ≥ 0 as a non-increasing function of its δ (before sampling),
-            the sampling rate, and the number of repetitions.
+        steps: For each type of step: its ε ≥ 0 as a non-increasing function of its δ (before
+            sampling), the sampling rate, and the number of repetitions.
         delta: δ in (0, 1) of the run.
         delta_split: The share of δ that goes to Σ δ_j, in (0, 1).
 

@@ -1,6 +1,6 @@
-r"""Covers integer sums under binomial noise.
+r"""Bounds integer sums under binomial noise.
 
-One coordinate is covered by its exact hockey stick, many are by one Gaussian mechanism.
+One coordinate has an exact hockey stick; several are covered by one Gaussian mechanism.
 
 User i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the
 analyzer sees every coordinate's sum plus Bin(m, p). Proved for every data set in
@@ -48,13 +48,13 @@ at 2^40, 1e-7 at 2^50).
 MOST_TRIALS = 2**50
 
 _BLOCKS = 2**16
-"""Outcomes beyond this number are taken in blocks, each with its worst case.
+"""More outcomes than this are grouped into blocks, each with its worst case.
 
 The slope then exceeds c by 0.3 % at most.
 """
 
 _NEAR = 4
-"""Outcomes that are looked at on both sides of where a tail should end."""
+"""Outcomes that are evaluated on both sides of the expected end of a tail."""
 
 _CELLS = 4096
 LOST_SHARE = 1e-6
@@ -74,7 +74,7 @@ class BinomialNoise:
     probability: float
 
     def __post_init__(self) -> None:
-        # Beyond 2^50 no tails are known well.
+        # Beyond 2^50, SciPy's tails are not accurate enough.
         object.__setattr__(self, "trials", integer("trials", self.trials, maximum=MOST_TRIALS))
         object.__setattr__(self, "probability", open_unit_interval("probability", self.probability))
 
@@ -85,7 +85,7 @@ class BinomialNoise:
 
     @property
     def relative_error(self) -> float:
-        """What covers the error of this distribution's tails and probabilities."""
+        """A bound on the relative error of this distribution's tails and probabilities."""
         return max(RELATIVE_ERROR, 2e-14 * math.sqrt(self.trials))
 
     @property
@@ -164,8 +164,8 @@ def gaussian_bound(
         noise: The noise of every coordinate, independent.
         shift: g, the most that one coordinate can move, in grid steps.
         tail: What may be lost per coordinate, in (0, 1).
-        steepest: A slope above this is of no use, and may be left out for an infinite one: a look
-            at the two ends, where the slope mostly is what it is, takes a small part of the time.
+        steepest: The largest useful slope. A larger one may be returned as infinite, which takes a
+            fraction of the time, because the two ends usually determine the slope.
 
     Returns:
         Slope and loss; an infinite slope where the noise is too small to cover ``shift`` but for
@@ -228,7 +228,7 @@ def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
     def above(y: Vector) -> npt.NDArray[np.bool_]:
         return scipy.stats.binom.cdf(y, m, p) * more > tail
 
-    # Where a normal distribution of this skewness has the tail, it mostly is.
+    # A normal distribution with a correction for skewness usually has the tail nearby.
     z = float(ndtri(tail))
     guess = round(m * p + z * math.sqrt(noise.variance) + (0.5 - p) * (z * z - 1) / 3)
     near = above(np.arange(guess - _NEAR, guess + _NEAR + 1.0))
@@ -243,7 +243,7 @@ def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high:
     If the condition does not hold before ``high``, that is returned.
     """
     low -= 1
-    while high - low > 1:  # many places at a time, as SciPy takes as long for one
+    while high - low > 1:  # many points at a time, because SciPy takes as long for one
         points = np.unique(np.linspace(low, high, 64).round())
         holds = np.append(condition(points[1:-1]), True)
         low, high = (int(point) for point in points[np.argmax(holds) :][:2])
@@ -282,9 +282,7 @@ def gaussian_equivalent(binomial_sum: BinomialSum, *, lost: float) -> tuple[floa
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns ε at δ of rounds in which the same users take part, rounded up.
-
-    It is ``inf`` where the noise is too small to say.
+    """Returns ε at δ of rounds with the same users, rounded up; ``inf`` if the noise is too small.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on
@@ -307,19 +305,18 @@ def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> float:
-    """Returns a value that the smallest valid ε is not below.
+    """Returns a lower bound on the smallest valid ε, rounded down.
 
-    One user's value moves end to end along one coordinate.
+    It is that of one user whose value moves from end to end along one coordinate.
 
     Args:
         rounds: As :func:`compute_epsilon`.
         delta: δ in (0, 1).
-        sample_rate: With which probability the user takes part in a round, unseen, where all others
-            hold what the user's value becomes.
+        sample_rate: The probability that the user participates in a round, in secret, if all others
+            hold the value that the user's becomes.
 
     Returns:
-        ε ≥ 0, rounded down; ``inf`` where nothing that the user sends in some round could also come
-        from the other value.
+        ε ≥ 0; ``inf`` if some round's outcomes reveal the value for certain.
     """
     possible = [
         (binomial_sum, count)
@@ -344,7 +341,7 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
 def _shift_distribution(binomial_sum: BinomialSum, reflected: bool) -> RatioDistribution:
     """Returns R's distribution for a shift of one coordinate.
 
-    Outcomes are lumped, which can only hide something.
+    Outcomes are grouped, which can only lower ε.
     """
     noise = binomial_sum.noise.reflected if reflected else binomial_sum.noise
     m, p = noise.trials, noise.probability
@@ -356,7 +353,7 @@ def _shift_distribution(binomial_sum: BinomialSum, reflected: bool) -> RatioDist
     moved = _cell_masses(ends - binomial_sum.shift, m, p)
     keep = (stayed > 0) & (
         moved > 0
-    )  # the rest would be learnt for certain: leaving it out lowers ε
+    )  # the other outcomes reveal the value for certain; dropping them lowers ε
     return RatioDistribution(
         moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, binomial_sum.shift / deviation
     )

@@ -1,4 +1,4 @@
-r"""Converts the RDP of many rounds to one (ε, δ), over as many Rényi orders as it takes.
+r"""Converts the RDP of many rounds to one (ε, δ), over an adaptive grid of Rényi orders.
 
 The conversion is Opacus's (Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle
 Gaussian mechanism (SG). As a function of the order ε falls and then rises, so the grid of orders
@@ -41,10 +41,7 @@ _FIRST_TOP = 64
 
 
 class OrderCapWarning(UserWarning):
-    """The best Rényi order lies beyond the largest one that is computed.
-
-    Then ε is valid but not the smallest.
-    """
+    """The best Rényi order exceeds the largest computed one, so ε is valid but not smallest."""
 
 
 def epsilon_from_rdp(
@@ -88,10 +85,7 @@ def epsilon_from_rdp(
 
 
 def _convert(rdp: Callable[[Vector], Vector], orders: Vector, delta: float) -> tuple[float, float]:
-    """The conversion over fixed orders, rounded up.
-
-    The edge of the grid is the caller's business.
-    """
+    """Returns the smallest ε over fixed orders, rounded up, and its order."""
     values = np.asarray(rdp(orders), dtype=np.float64)
     if not np.all(np.isfinite(values)):
         raise ValueError(

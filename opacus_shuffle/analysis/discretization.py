@@ -1,6 +1,4 @@
-"""Holds distributions as cells of the real line, and adds independent ones up.
-
-This is what all distributions on grids share.
+"""Discretizes distributions into cells of the real line, and averages independent ones.
 
 A cell has a mass and a first moment. Moving a cell's mass to its two ends, with the mean kept,
 gives a distribution above in convex order; sums of independent ones keep that order
@@ -22,7 +20,7 @@ from scipy.special import ndtr
 from opacus_shuffle.analysis.mean_ratio import Vector
 
 _PAIRS_AT_A_TIME = 2**14
-"""As many atoms' pairs as a processor's cache holds: all at once take twice the time."""
+"""Pairs of atoms that fit into a processor's cache. All pairs at once take twice the time."""
 
 
 def normal_masses(z: Vector) -> Vector:
@@ -72,9 +70,9 @@ def mean_of_atoms(
         second: Those of Y₂; the same object as ``first`` saves half of the work.
         weight: Of Y₁; 1/2 if ``first`` is ``second``.
         cuts: Where the cells begin; the last one has no end.
-        centre: Y₁ + ``centre`` is what tails are measured in, where it is positive.
-        negligible: Outermost cells whose tails are below this are merged: that keeps the order, and
-            arrays short.
+        centre: Tails are measured in Y₁ + ``centre`` where it is positive.
+        negligible: Outermost cells with tails below this are merged, which preserves the order and
+            shortens the arrays.
     """
     masses, moments = np.zeros(len(cuts)), np.zeros(len(cuts))
     first_terms, second_terms = first[0] * weight, second[0] * (1 - weight)
@@ -85,12 +83,13 @@ def mean_of_atoms(
         products = np.multiply.outer(first[1][start : start + rows], second[1][after:])
         if first is second:
             products[:, rows:] *= 2  # a pair with an atom after these rows, in both orders
-        # How many cuts are not above: np.searchsorted in half of the time, as it begins each search
-        # where the last one, of a sum that is hardly different, ended.
+        # The number of cuts that are not above, as by np.searchsorted. np.interp takes half of the
+        # time, because it starts each search where the last one ended, and neighbouring sums are
+        # close.
         at = np.interp(sums.ravel(), cuts[1:], passed, left=0.0).astype(np.int64)
         masses += np.bincount(at, products.ravel(), len(cuts))
         moments += np.bincount(at, (products * sums).ravel(), len(cuts))
-    total = masses.sum()  # 1, but for rounding that would double with every level
+    total = masses.sum()  # 1 except for rounding errors, which would double with every level
     masses, moments = masses / total, moments / total
     above = np.cumsum(np.maximum(moments + centre * masses, 0.0)[::-1])[::-1]
     end = max(1, int(np.searchsorted(-above, -negligible)))
@@ -107,14 +106,14 @@ def mean_of_atoms(
 
 
 def atoms_above(masses: Vector, moments: Vector, cuts: Vector) -> tuple[Vector, float]:
-    """Returns atoms at the cuts, and the part of the mean that is left at infinity.
+    """Returns atoms at the cuts, and the part of the mean that remains at infinity.
 
     The cells are [cuts₀, cuts₁), …, [cuts_k, ∞).
 
-    What lies below cuts₀ is moved up to it: above in increasing convex order, and in convex order
-    if there is nothing.
+    Mass below cuts₀ is moved up to it. The result is above in increasing convex order, and in
+    convex order if there is no such mass.
     """
-    # Cells may underflow: who composes such a distribution finds no deviation.
+    # Cells may underflow. The composition then finds a deviation of 0 and handles it.
     with np.errstate(divide="ignore", invalid="ignore"):
         upward = np.clip((moments[:-1] - masses[:-1] * cuts[:-1]) / np.diff(cuts), 0.0, masses[:-1])
     atoms = np.append(masses[:-1] - upward, masses[-1])

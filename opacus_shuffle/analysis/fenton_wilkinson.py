@@ -125,7 +125,7 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
 
 
 def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, float]:
-    """Returns σ/c and c′/c: nothing else matters."""
+    """Returns σ/c and c′/c, on which alone the formula depends."""
     clip, noise_std = positive("clip", clip), positive("noise_std", noise_std)
     norm = not_negative("batch_clip", batch_clip, infinite=True)
     return noise_level("noise_std / clip", noise_std / clip), norm / clip
@@ -139,7 +139,7 @@ def _parts(ratio: Numbers, d: int, norm: float) -> tuple[Vector, Vector, Vector]
     inverse = 1 / np.asarray(ratio, dtype=np.float64) ** 2
     if (
         d == 1 or norm == math.inf
-    ):  # nothing to permute, or a batch so large that one place stands out anyhow
+    ):  # nothing to permute, or a batch so large that one coordinate is recognized anyway
         return inverse, np.zeros_like(inverse), np.sqrt(inverse)
     exponent = math.log(d - 1) - d / (d - 1) * norm * inverse
     spread = np.logaddexp(0, exponent)

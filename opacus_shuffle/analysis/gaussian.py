@@ -1,6 +1,6 @@
-r"""Computes ε of the Gaussian mechanism with no shuffler.
+r"""Computes ε of the Gaussian mechanism without a shuffler.
 
-Every record has this guarantee, whatever the other records are.
+Every record has this guarantee for every value of the other records.
 
 T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with μ =
 Δ·sqrt(Σ 1/σ_t²), whose curve is δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). Shuffling the reports is
@@ -46,7 +46,7 @@ def log_delta(*, mu: float, epsilon: float) -> float:
 
 
 def _log_delta(mu: float, epsilon: float) -> float:
-    """Returns log δ(ε) for μ > 0; searches ask a thousand times, so nothing is checked here."""
+    """Returns log δ(ε) for μ > 0 without checks, because searches call it a thousand times."""
     if mu < _SMALL and epsilon >= 0:
         x = epsilon / mu
         # xΦ + φ at −x, over φ(x): 1 less x times Mills' ratio.
@@ -88,8 +88,8 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
             "more noise"
         )
 
-    # Φ(μ/2 − ε/μ) ≤ δ/2 already at this end. For a large μ it is but some 1/μ above the root, which
-    # rounding hides.
+    # Φ(μ/2 − ε/μ) ≤ δ/2 holds at this end. For a large μ it exceeds the root by about 1/μ only,
+    # which is within rounding.
     epsilon = high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     if mu < _LARGE:
         epsilon = safe_root(

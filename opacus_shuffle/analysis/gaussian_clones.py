@@ -1,12 +1,12 @@
-r"""Computes the certificate: an ε of shuffled Gaussian reports that holds for **every** data set.
+r"""Computes an ε of shuffled Gaussian reports that holds for **every** data set (the certificate).
 
-The idea: with probability about α = e^{−(t/σ + 1/2σ²)} an other user sends what a user at zero
-would send, a *clone* of zero. Among k clones, user 1's report hides as in the papers' pair with k +
-1 users (:mod:`opacus_shuffle.analysis.mean_ratio`). Two ways to make "about" exact, both proved in
-docs/proofs/01_gaussian_clones.md: **mended** clones (Theorem 1.4) and **truncated** ones (Theorem
-1.6), whose slack does not grow with n, so they are usually the better where σ is above about 1.
-Rounds, sampling and replacement are 1.5 and 1.8 to 1.15. Few clones (σ below about 1 at n = 60000)
-mean no certified gain.
+The idea: with probability about α = e^{−(t/σ + 1/2σ²)} another user sends the same report as a user
+at zero would, a *clone* of zero. Among k clones, user 1's report hides as in the papers' pair with
+k + 1 users (:mod:`opacus_shuffle.analysis.mean_ratio`). There are two ways to make "about" exact,
+both proved in docs/proofs/01_gaussian_clones.md: **mended** clones (Theorem 1.4) and **truncated**
+ones (Theorem 1.6). The slack of the latter does not grow with n, so they usually give the smaller ε
+at σ above about 1. Rounds, sampling and replacement are 1.5 and 1.8 to 1.15. If there are few
+clones (σ below about 1 at n = 60000), there is no certified gain.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=9.48, num_users=60_000), 1)]
 >>> for clones in CLONE_TYPES:
@@ -51,21 +51,21 @@ Clones = Literal["mended", "truncated"]
 CLONE_TYPES: tuple[Clones, ...] = ("mended", "truncated")
 
 _LARGEST_STRETCH = 30.0
-"""Truncated clones whose factor would be above e to this are of no use, and count as lost."""
+"""The logarithm of the largest factor of truncated clones. Beyond it they count as lost."""
 _SMALLEST_MARGIN, _FEWEST_CLONES = 0.5, 1e-3
-"""The smallest t that is tried. Where a round has fewer than this on average, nothing is gained."""
+"""The smallest t that is tried, and the mean number of clones below which there is no gain."""
 _MOST_MARGINS, _SMALL_GAIN = 10, 3e-3
-"""Another margin is tried until ε falls by less than this of itself."""
+"""The most margins that are tried, and the relative decrease of ε below which the search ends."""
 MOST_USERS = 10**9
-"""More users hide better, so a larger number is computed as this one (1.17)."""
+"""A larger number of users is computed as this one, because more users hide better (1.17)."""
 _FINE, _MANY_TYPES, _COARSE = (7, 0.04), (5, 0.06), (5, 0.1)
 """To how many significant bits pool sizes are rounded down, and the resolution of grids.
 
 Seven bits are 0.6 % on average, 0.3 % in ε. The others are rounded up as ever, by about 1 % of ε
-more: for histories of many kinds of rounds, and where a search for noise begins.
+more: for histories of many types of rounds, and at the start of a search for noise.
 """
 _FEW_TYPES = 4
-"""Histories with more kinds of rounds than that have many."""
+"""Histories with more types of rounds than this are computed with ``_MANY_TYPES``."""
 
 
 def compute_epsilon(
@@ -84,11 +84,11 @@ def compute_epsilon(
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"`` (it becomes any
             other).
         clones: Which proof: ``"mended"`` or ``"truncated"``.
-        coarse: Rounded up by some percent more, in a tenth of the time.
+        coarse: Whether to round up by some percent more, in a tenth of the time.
 
     Returns:
-        ε, never above the unshuffled reports', which it is at σ below 0.05, or with next to no
-        clones.
+        ε, never above that of the unshuffled reports. The two are equal at σ below 0.05, or with
+        almost no clones.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -109,13 +109,11 @@ def compute_epsilon(
 def smallest_epsilon(
     rounds: Rounds, *, delta: float, adjacency: str = "zero_out", coarse: bool = False
 ) -> tuple[float, Clones | None]:
-    """Returns the smaller ε of both proofs, and which proof gives it.
+    """Returns the smaller ε of both proofs, and the proof that gives it.
 
-    The proof is None where neither gains anything from shuffling.
-
-    The proof that promises less from afar is left out, half of the work, unless its promise is
-    below what the other one found. It is always left out of a ``coarse`` ε, which
-    :func:`compute_epsilon` describes.
+    The proof is None if neither gains anything from shuffling. The proof with the larger estimate
+    is computed only if its estimate is below the ε of the other one, which saves half of the work.
+    It is never computed for a ``coarse`` ε, which :func:`compute_epsilon` describes.
     """
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=Adjacency(adjacency).distance)
     if all(_clones(round_, _SMALLEST_MARGIN) < _FEWEST_CLONES for round_, _ in rounds):
@@ -137,9 +135,9 @@ def smallest_epsilon(
 def estimate_epsilon(
     rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended"
 ) -> float:
-    """Returns an estimate of what :func:`compute_epsilon` returns, in milliseconds.
+    """Returns an estimate of :func:`compute_epsilon` in milliseconds, where searches begin.
 
-    It is no bound: searches begin there.
+    It is no bound.
     """
     merged, distance = coarsen(merge(rounds), "upper"), Adjacency(adjacency).distance
     return _gaussian_fixed_point(
@@ -151,10 +149,7 @@ def estimate_epsilon(
 def _gaussian_fixed_point(
     rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float
 ) -> float:
-    """Returns the ε that is its own guess, as if the mixtures were Gaussian.
-
-    It costs next to nothing.
-    """
+    """Returns a fixed point of guesses of ε, as if the mixtures were Gaussian."""
     guess = 0.0
     for _ in range(10):
         guess, last = (
@@ -167,13 +162,13 @@ def _gaussian_fixed_point(
 
 
 def clone_probability(noise_multiplier: float, margin: float) -> float:
-    """Returns α: how much of a user's distribution is a clone's, but for a share Φ(−``margin``)."""
+    """Returns α, the share of a user's distribution that is a clone, except for Φ(−``margin``)."""
     exponent = -margin / noise_multiplier - 0.5 / noise_multiplier**2
     return math.exp(min(exponent, 0.0))
 
 
 def _clones(round_: ShuffledRound, margin: float) -> float:
-    """Returns how many of the others in a round are clones, on average."""
+    """Returns the mean number of clones among the other users of a round."""
     return round_.others * clone_probability(round_.noise_multiplier, margin)
 
 
@@ -181,7 +176,7 @@ def _clones(round_: ShuffledRound, margin: float) -> float:
 def _with_clones(
     rounds: Merged, delta: float, clones: Clones, distance: float, coarse: bool
 ) -> float:
-    """Returns ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use.
+    """Returns ε by clones alone, at a margin t near the best one; ``inf`` if there is none.
 
     Of two records that are ``distance`` = 2 apart the worst are opposite (9.3); at 1, one of them
     is zero.
@@ -200,8 +195,8 @@ def _with_clones(
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     precision = _COARSE if coarse else _FINE if len(rounds) <= _FEW_TYPES else _MANY_TYPES
 
-    # The slack is multiplied by e^ε: the margin has to be made for an ε that is not below what
-    # comes out, nor far above it.
+    # The slack is multiplied by e^ε, so the margin must be chosen for an ε that is at least the
+    # result, but not far above it.
     guess = _gaussian_fixed_point(rounds, delta, clones, distance, unshuffled)
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
@@ -213,7 +208,7 @@ def _with_clones(
             for round_, count in rounds
         ]
         lost = sum(count * mixture.lost for mixture, count in mixtures)
-        mass = math.exp(min(2 * lost, 1.0))  # where half is lost, all is
+        mass = math.exp(min(2 * lost, 1.0))  # if half is lost, the result is infinite anyway
         epsilon = privacy_loss.compute_epsilon(
             mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta, mass)
         )
@@ -235,7 +230,7 @@ def _with_clones(
 def _slack(
     rounds: Merged, margin: float, clones: Clones, delta: float, mass: float = 1.0
 ) -> tuple[float, float]:
-    """Returns what all rounds add to δ: a number, and another one that e^ε multiplies.
+    """Returns what all rounds add to δ: a number, and another one that is multiplied by e^ε.
 
     ``mass`` is the most that the measures of the other rounds add up to, 1 but for what is lost.
     The first number is negative where a record is mostly absent: what its absence adds is
@@ -255,8 +250,8 @@ def _slack(
         gained += count * rate * _mass(max(margin, shift / 2) - shift, shift)
         lost += count * rate * _mass(margin, shift)
         absent += count * (1 - rate) * missing
-    # What is taken off is made smaller than rounding could make it: at a small ε nearly all of the
-    # other part is taken off.
+    # The subtrahend is reduced by more than rounding errors, because at a small ε it is almost as
+    # large as the other term.
     return mass * gained - absent * (1 - 2 * delta - 1e-12), mass * (lost + absent)
 
 
@@ -291,8 +286,8 @@ def _best_margin(
             variance += count * math.log1p(stretch**2 * round_.sample_rate**2 * spread / size)
         mu = math.sqrt(variance)
         spent = gaussian.compute_epsilon(mu=mu, delta=remaining)
-        # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0
-        # or not by chance (10.4).
+        # Among the margins with ε = 0, prefer the one that leaves most of δ. At the edge rounding
+        # would decide whether ε is 0 (10.4).
         return spent if spent > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(remaining)
 
     best = minimize_scalar(
@@ -320,7 +315,7 @@ def _mixture(
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
     bits, resolution = precision
-    if distance == 2:  # each size takes longer: no more of them than four per standard deviation
+    if distance == 2:  # each size takes longer, so use at most four per standard deviation
         bits = min(bits, math.ceil(math.log2(4 * math.sqrt(round_.others * probability) + 2)))
     components, lost = [], 0.0
     for weight, users, rates in _pools(round_, probability, budget, bits):
@@ -347,7 +342,7 @@ def _mixture(
                     noise_multiplier=sigma, num_users=users, resolution=resolution, tail=tail
                 )
                 ratio = distribution.scaled(rate * factor)
-                if factor > 1:  # atoms pushed below R = 0 count as lost, factor and all
+                if factor > 1:  # atoms that are pushed below R = 0 count as lost, with the factor
                     lost += (
                         weight
                         * share
@@ -363,7 +358,7 @@ def _pools(
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
     """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]).
 
-    For what is lost, users is 0.
+    The probability that is lost has 0 users.
     """
     n, gamma = round_.num_users, round_.sample_rate
     chance, trials = probability, n - 1
@@ -444,8 +439,8 @@ def likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, A
         return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(
             probability, trials, chance
         )
-    # Quantiles of less than the rounding of 1 would come out as the number of trials: Bernstein's
-    # inequality instead.
+    # Quantiles at probabilities below the rounding error of 1 would be the number of trials, so
+    # Bernstein's inequality is used.
     mean = trials * chance
     tail = -math.log(probability)
     reach = tail / 3 + np.sqrt(tail**2 / 9 + 2 * mean * (1 - chance) * tail)

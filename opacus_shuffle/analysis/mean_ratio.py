@@ -1,6 +1,6 @@
-r"""Computes exact Rényi moments of the mean ratio R.
+r"""Computes exact Rényi moments of the mean ratio R of shuffled Gaussian reports.
 
-R is all that Liew and Takahashi's shuffle Gaussian mechanism (SG) is.
+R determines the privacy of Liew and Takahashi's shuffle Gaussian mechanism (SG).
 
 A user's report has likelihood ratio X = exp((2x − 1)/2σ²), x ~ N(0, σ²), between "my record has
 norm C" and "my record is zero". When n such reports are shuffled and the other records are all
@@ -44,7 +44,7 @@ def compute_rdp(
     sample_rate: float = 1.0,
     sampling: Sampling = None,
 ) -> Any:
-    """Returns the exact RDP of one round of the shuffle Gaussian pair, at every order asked for.
+    """Returns the exact RDP of one round of the shuffle Gaussian pair at the given orders.
 
     Integer orders are exact (relative error below 1e-10), also above n. Between two integers log
     E[R^λ] is replaced by its chord, which lies above it (moments are log-convex). No value exceeds
@@ -137,7 +137,7 @@ def log_moments(
 
 
 def logsumexp(terms: Vector) -> float:
-    """Scipy's logsumexp without its overhead, which would dominate these short loops."""
+    """Returns log Σ e^x. SciPy's function has an overhead that would dominate these short loops."""
     top = terms.max()
     return float(top + np.log(np.exp(terms - top).sum())) if top > -np.inf else -np.inf
 
@@ -182,7 +182,7 @@ def _log_power(series: Vector, exponent: int) -> Vector:
     result = np.full(len(series), -np.inf)  # the series 1
     result[0] = 0.0
     if len(series) - 1 > 2 * exponent + 2:
-        # With few users and high orders Miller's weights below could turn negative: by squaring.
+        # With few users and high orders Miller's weights below could be negative: square instead.
         while exponent:
             if exponent % 2:
                 result = _log_product(result, series)

@@ -1,6 +1,4 @@
-r"""Counts equal rounds together, and groups different ones.
-
-Many different ones become few, each counted as the worst of those that it stands for.
+r"""Merges equal rounds, and replaces many different rounds by a few that cost no less.
 
 >>> merge([("loud", 2), ("quiet", 1), ("loud", 3)])
 (('loud', 5), ('quiet', 1))
@@ -27,13 +25,13 @@ _Round = TypeVar("_Round")
 
 
 def merge(rounds: Iterable[tuple[_Round, int]]) -> tuple[tuple[_Round, int], ...]:
-    """Counts equal rounds together, in one order whatever theirs was, as roundings follow it.
+    """Merges equal rounds, in an order that does not depend on theirs, as rounding errors do.
 
     Args:
         rounds: Rounds, each with its number of repetitions.
 
     Raises:
-        ValueError: If a number of repetitions is none.
+        ValueError: If a number of repetitions is not a whole number of at least 1.
     """
     counts: dict[_Round, int] = {}
     for round_, count in rounds:
@@ -48,24 +46,24 @@ def grouped(
     *,
     most: int,
 ) -> Iterator[tuple[Vector, Indices, int]]:
-    """Splits different rounds into groups, each of which is computed as its worst.
+    """Splits different rounds into groups, each of which is computed as its worst member.
 
-    Again and again the group that wastes most is cut in two, where that saves most.
+    The group with the largest excess cost is repeatedly split in two at the best position.
 
     Args:
-        rows: What describes each kind of round, shape (kinds, numbers): a larger number costs more.
-        counts: How many rounds of each kind there are, shape (kinds,).
-        size: Maps such rows to what one round of each costs.
-        most: How many groups there may be.
+        rows: The numbers of each round, shape (rounds, numbers). A larger number costs more.
+        counts: The number of repetitions of each round, shape (rounds,).
+        size: Returns the cost of one round for each of such rows.
+        most: The largest number of groups.
 
     Yields:
-        For each group the largest of its members' numbers, the members' places in ``rows``, and how
-        many rounds they are together.
+        For each group the largest numbers of its members, the members' indices in ``rows``, and
+        their total number of repetitions.
     """
     number = np.asarray(counts)
 
     def wasted(members: Indices) -> float:
-        """Returns what a group costs more than its members do one by one."""
+        """Returns the cost of a group beyond that of its members."""
         worst = rows[members].max(axis=0, keepdims=True)
         return float((size(worst) - size(rows[members])) @ number[members])
 
@@ -81,7 +79,7 @@ def grouped(
 def _halves(
     rows: Vector, number: Indices, size: Callable[[Vector], Vector], members: Indices
 ) -> tuple[Indices, Indices]:
-    """Cuts a group where its halves cost least together, sorted by any one of the numbers."""
+    """Splits a group, sorted by one of the numbers, where its halves have the least total cost."""
     cheapest, halves = np.inf, (members[:1], members[1:])
     for column in rows.T:
         order = members[np.argsort(column[members], kind="stable")]

@@ -1,6 +1,6 @@
-r"""Computes how well n − 1 reports of zero hide that a record becomes its opposite.
+r"""Bounds the likelihood ratio of a record that becomes its opposite among n − 1 reports of zero.
 
-That is the worst replacement there is.
+This is the worst replacement.
 
 With X± = e^{±√u·z − u/2}, z ~ N(0, 1), u = 1/σ², a report of zero has likelihood ratios X₊ and X₋
 to the two reports that are compared, at distance 2. Among n shuffled reports the round is the pair
@@ -40,30 +40,27 @@ from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution
 from opacus_shuffle.analysis.report_shapes import GaussianShift, Shape, shape_of
 
 _RESOLUTION, _COARSER = 0.05, 0.06
-"""Grid step in standard deviations of the mean.
-
-The coarser one is for σ below 2, where reports have long tails.
-"""
+"""Grid steps in standard deviations of the mean; the coarser one is for σ below 2 (long tails)."""
 _WIDENING = 3.0
 """Beyond this many standard deviations the grid's steps grow with the distance."""
 _STEP, _GROWTH = 0.05, 8.0
-"""The curve's step in standard deviations of log R, and beyond how many of them it grows."""
+"""The step of the curve in standard deviations of log R, and the number of them beyond which it
+grows.
+"""
 _SLOPES, _MORE_SLOPES = (1.0, 2.0), tuple(place / 8 for place in range(1, 17))
 """The ε that the slopes θ = tanh(ε/2) are made for, over a power of two.
 
-The power is between 2 and 4 standard deviations of log R.
-
-That power is the same for many numbers of users, which share what their slopes need. Fewer users
-have more slopes.
+The power is between 2 and 4 standard deviations of log R. It is the same for many numbers of users,
+which share the cached distributions of their slopes. Fewer users have more slopes.
 """
 _FEW_USERS = 32
 _STEEP, _NEAR_ONE = 0.5, 0.1
-"""From this slope on, means have cells near 1, too, of this width in units of 1 − slope."""
+"""Above this slope, means also have cells near 1, of this width in units of 1 − slope."""
 _LARGEST_SLOPE = 1 - 1e-6
 _LARGEST_LOSS = 60.0
-"""What is learnt beyond this ε counts as everything."""
+"""Privacy losses beyond this ε count as infinite."""
 _LARGEST_ON_SLOPES = 20.0
-"""Beyond this ε what slopes say is held, as 1 − θ would drown in rounding."""
+"""Beyond this ε the values of slopes are kept constant, because 1 − θ is lost to rounding."""
 
 
 def opposite_reports(
@@ -77,19 +74,19 @@ def opposite_reports(
     negligible: float = 1e-12,
     coarse: bool = False,
 ) -> RatioDistribution:
-    """Returns a distribution of R whose hockey sticks are above those of the round.
+    """Returns a distribution of R with hockey sticks above those of the round times ``factor``.
 
-    They are multiplied by ``factor``, and both directions are covered.
+    It covers both directions.
 
     Args:
         noise_multiplier: Local σ.
         num_users: n, user 1 included.
-        sample_rate: π in [0, 1], with which user 1's report is one of them.
-        factor: At least 1: what the hockey sticks at ε ≥ 0 are multiplied by (Φ(t)^{−k}, 1.6).
+        sample_rate: π in [0, 1], the probability that user 1's report is one of them.
+        factor: A factor of the hockey sticks at ε ≥ 0, at least 1 (Φ(t)^{−k}, 1.6).
         report: The shape of X (:mod:`opacus_shuffle.analysis.report_shapes`).
         tail: Where the tails of one report end, in standard deviations.
-        negligible: Probabilities that need not be computed well.
-        coarse: On grids of twice the step, in a quarter of the time.
+        negligible: Probabilities that need no accuracy.
+        coarse: Whether to use grids of twice the step, in a quarter of the time.
 
     Formal Guarantees:
         Propositions 9.3 to 9.5: an upper bound, up to floating-point rounding of sums of positive
@@ -101,7 +98,7 @@ def opposite_reports(
         return RatioDistribution(np.array([0.0]), np.ones(1), 1.0, 0.0, 0.0)
     end = math.asinh(_LARGEST_LOSS / (_GROWTH * deviation)) * _GROWTH / _STEP
     epsilons = _GROWTH * deviation * np.sinh(np.arange(math.ceil(end)) * (_STEP / _GROWTH))
-    # A hockey stick falls as ε grows, so what holds at a smaller ε holds at a larger one, too.
+    # A hockey stick decreases in ε, so a bound at a smaller ε holds at a larger one as well.
     capped = np.minimum(epsilons, _LARGEST_ON_SLOPES)
     thetas = np.tanh(capped / 2)
     resolution = (_RESOLUTION if noise_multiplier >= 2 else _COARSER) * (2 if coarse else 1)
@@ -123,7 +120,7 @@ def opposite_reports(
         curve = factor * np.minimum(sample_rate * (1 + np.exp(capped)) * chords, single)
         curve = np.minimum.accumulate(
             np.minimum(curve, 1.0)
-        )  # hockey sticks are at most 1, and fall
+        )  # hockey sticks are at most 1 and decrease
         further = math.tanh(farther * math.atanh(slopes[-2]))
         if np.interp(slopes[-2], thetas, curve) <= negligible or further > _LARGEST_SLOPE:
             break
@@ -154,9 +151,9 @@ def _mean(
     deviation = math.sqrt(shape.opposed_variance(slope) / users)
     cuts = growing_grid(_WIDENING * deviation, low, high, deviation * resolution)
     if cuts[-2] < high:
-        cuts[-1] = high  # none lies beyond, and that W_1 never exceeds 1 counts
+        cuts[-1] = high  # no mass lies beyond, and W_1 never exceeds 1, which matters here
     if _STEEP < slope < 1:
-        # Thresholds are as near to 1, where W_θ hardly goes beyond, as the slope is.
+        # Thresholds are as close to 1 as the slope is, and W_θ rarely exceeds 1.
         edge = 1 - slope
         ends = (max(low, -1.0) - 1) / edge, (min(high, 3.0) - 1) / edge
         near = 1 + edge * growing_grid(1.0, *ends, _NEAR_ONE)
@@ -180,10 +177,10 @@ def _one_report(shape: Shape, slope: float, tail: float, resolution: float) -> t
         return ((1 - slope) * plus - (1 + slope) * minus) / 2
 
     levels = w(shape.excess(z), shape.excess(-z))
-    # Beyond the last point W_θ may have any value. If that part shared a cell with the part before
-    # the first point, as it does where W_θ is level between them, both would cancel in its moment.
+    # Beyond the last point W_θ may have any value. That range must not share a cell with the range
+    # before the first point, as it would where W_θ is level: the moments would cancel.
     levels[-1] += 2.0**-52
-    # Where W_θ is level, all of it is one cell.
+    # A level range of W_θ is one cell.
     cuts, first = np.unique(levels, return_index=True)
     ends = np.concatenate([[-np.inf], z[first[1:]], [np.inf]])
     moments = w(shape.moments(ends), shape.moments(ends, sign=-1.0))
@@ -202,9 +199,9 @@ def _hockey_sticks(mean: tuple[Atoms, float], thresholds: Vector) -> Vector:
 
 
 def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
-    """Returns the hockey sticks of one report.
+    """Returns the hockey sticks of one report, enlarged by more than rounding errors.
 
-    More users never exceed them, and they are enlarged by more than rounding.
+    Those of more users are never larger.
     """
     root, tau = 1 / sigma, np.exp(epsilons)
     middle = (1 - rate) / rate * np.expm1(epsilons) / 2 * math.exp(root**2 / 2)
@@ -213,7 +210,7 @@ def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
     )  # where π(X₊ − τX₋) = (1 − π)(τ − 1)
     gained = rate * ndtr(root - z)
     sticks = gained - rate * tau * ndtr(-root - z) - (1 - rate) * np.expm1(epsilons) * ndtr(-z)
-    # What is taken off is less than what is gained, so rounding is a small share of that.
+    # The subtrahend is at most the first term, so rounding is a small share of that term.
     return np.maximum(sticks, 0.0) * (1 + 1e-9) + 1e-12 * gained
 
 

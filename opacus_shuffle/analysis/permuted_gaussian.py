@@ -1,6 +1,6 @@
 r"""Computes ε of one pair of gradients under weight shuffling.
 
-The pair has nothing of others, and one record's gradient in one coordinate.
+In this pair the other gradients are zero, and one record's gradient is in a single coordinate.
 
 Yang, Ji and Xiang's weight shuffling (WS) releases P(f) + z, P a uniform permutation of d
 coordinates. With f = 0 and f′ = c·e₁ that is the shuffle Gaussian of d users, one of them moved to

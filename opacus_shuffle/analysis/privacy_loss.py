@@ -1,12 +1,10 @@
-r"""Computes one ε at δ from the distributions of R of many rounds.
+r"""Composes the privacy losses of many rounds by FFT, and returns ε at δ.
 
-Their losses are put on one grid and composed by FFT.
-
-The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one
-grid and are convolved, in both directions (loss log R under the moved data set, −log R under the
+The loss of a round is L = log R. Losses of rounds add up, so all distributions are put on one grid
+and convolved, in both directions (loss log R under the moved data set, −log R under the
 other); ε is the larger. Opacus's own grid has an *absolute* error in ε (0.01 by default), while ε
-here may be 6e-4. So this one bounds the truth from one side, and losses are tilted so that the FFT
-works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to
+here may be 6e-4. This grid bounds the truth from one side. Losses are tilted, which gives the FFT
+its accuracy near the answer, even at δ = 1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to
 6.8).
 
 >>> from opacus_shuffle.analysis.ratio_distribution import mean_distribution
@@ -46,12 +44,12 @@ _LARGEST_WINDOW = 2**21
 _WINDOW = 30.0
 """Standard deviations of the composed loss that a grid has room for."""
 _WIDEST = 700.0
-"""No step is wider: its exponential would overflow.
+"""The widest step, beyond which its exponential would overflow.
 
-Where one would be, so much is lost that shuffling counts for nothing.
+A run with wider steps loses so much that shuffling has no effect.
 """
 _COARSER = (1.0, 4.0)
-"""How much wider the grid's steps become where the first ones need too long a window."""
+"""Factors of the grid's steps. The second one is used if the first needs too long a window."""
 
 _CLIPPED = 1e-4
 """Share of δ that may be spent on tails clipped off single rounds."""
@@ -61,14 +59,14 @@ _OUTSIDE = 1e-16
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """One round whose adversary learns which of several distributions of R is in force.
+    """One round whose adversary learns which of several distributions of R applies.
 
-    It is the same one in both data sets.
+    It is the same one for both data sets.
 
     Attributes:
         components: (probability, distribution) pairs.
-        lost: Probability with which the adversary learns everything. The probabilities and it add
-            up to 1, or to 1 + ``lost`` at most where an upper bound counts something in both.
+        lost: The probability that the adversary learns everything. All probabilities add up to 1,
+            or to at most 1 + ``lost`` where an upper bound counts an event in both.
     """
 
     components: tuple[tuple[float, RatioDistribution], ...]
@@ -90,7 +88,7 @@ class Mixture:
 
     @property
     def span(self) -> float:
-        """The range of finite losses; infinite if there is none, where everything is learnt."""
+        """The range of finite losses; infinite if there is none."""
         logs = np.concatenate([distribution.log_ratios for _, distribution in self.components])
         finite = logs[np.isfinite(logs)]
         return float(np.ptp(finite)) if finite.size else math.inf
@@ -101,10 +99,10 @@ class GridDistribution:
     """Probabilities of log R, or of a loss, at the points of an even grid around 0.
 
     Attributes:
-        first: Which multiple of the grid's step the first point is.
+        first: The first point as a multiple of the grid's step.
         masses: Probabilities of this point and of those that follow it, shape (k,).
-        zero: What lies at R = 0, or at a loss of −∞.
-        infinite: What lies at infinity (of log R: what moved there).
+        zero: The probability of R = 0, or of a loss of −∞.
+        infinite: The probability of infinity (of log R: under the moved data set).
     """
 
     first: int
@@ -124,12 +122,11 @@ def compute_epsilon(
     Args:
         rounds: Mixtures of **upper** distributions, each with its number of rounds.
         delta: δ in (0, 1).
-        slack: What the two data sets' views have, over all rounds, that is not in what ``rounds``
-            describes: in total variation both numbers are that distance. The first may be
-            negative, if both add up to 0 or more.
+        slack: What all rounds add to δ besides ``rounds``. For a distance in total variation both
+            numbers are that distance. The first may be negative if their sum is not.
 
     Returns:
-        ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` leave nothing of δ.
+        ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` use up δ.
     """
     return _epsilon(rounds, delta, slack, "upper")
 
@@ -207,22 +204,21 @@ def _direction_epsilon(
 ) -> float:
     """Returns ε in one direction."""
     counts = [count for _, count in rounds]
-    # a rare loss far out may ask for a longer window than there is: then with fewer points to a
-    # unit
+    # A rare large loss may need a longer window than allowed. Then the steps are wider.
     for coarser in _COARSER:
         if width * coarser > _WIDEST:
             break
         losses = [_loss(mixture, width * coarser, side, reverse) for mixture, _ in rounds]
         remaining = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
-        # Where the lost part counts beside the rest, a round's masses add up to 1 + 2·infinite at
-        # most: over all rounds to e^(2·left), for what else is lost.
+        # An upper bound may count the infinite part twice, so a round's masses add up to at most
+        # 1 + 2·infinite, and those of all rounds to e^(2·remaining).
         if side == "upper":
             remaining *= math.exp(min(2 * remaining, 1.0))
         if remaining + sum(slack) >= delta:
             return math.inf
         if not any(
             np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses
-        ):  # nothing is learnt, ever
+        ):  # every loss is 0
             return 0.0
         composed = _compose(losses, counts, width * coarser, math.log(delta))
         if composed is not None:
@@ -284,13 +280,13 @@ def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> GridDist
 
 
 def _round_up(distribution: RatioDistribution, width: float) -> GridDistribution:
-    """Splits every atom between its neighbours on the grid, keeping its mean.
+    """Splits every atom between its neighbours on the grid, with the mean preserved.
 
-    The result is above the distribution (6.6).
+    The result is above the distribution in convex order (6.6).
     """
     logs = distribution.log_ratios
     finite = np.isfinite(logs)
-    if not finite.any():  # all is learnt: then it may be one part of several that are not
+    if not finite.any():  # an infinite loss alone, possibly as one component of several
         return GridDistribution(
             0, np.zeros(1), float(distribution.masses.sum()), distribution.infinite
         )
@@ -311,12 +307,11 @@ def _round_up(distribution: RatioDistribution, width: float) -> GridDistribution
 
 
 def _round_down(distribution: RatioDistribution, width: float) -> GridDistribution:
-    """Merges (and splits) neighbouring atoms until every group's mean is a grid point.
+    """Merges and splits neighbouring atoms until the mean of every group is a grid point.
 
-    The result is below the distribution (6.6).
-
-    From left to right a group collects mass until its mean has risen to its grid point. The last
-    group never gets there: its mass, of the size of the tails, is left out, which only lowers δ.
+    The result is below the distribution in convex order (6.6). From left to right a group collects
+    mass until its mean has risen to its grid point. The last group does not reach its point. Its
+    mass, which is of the size of the tails, is dropped, which only lowers δ.
     """
     mass_at: dict[int, float] = {}
     logs = distribution.log_ratios.tolist()
@@ -338,7 +333,7 @@ def _round_down(distribution: RatioDistribution, width: float) -> GridDistributi
         point = math.ceil(log_ratio / width)
         target = math.exp(point * width)
         mass, deficit = remaining, target * -math.expm1(log_ratio - point * width) * remaining
-    if not mass_at:  # the distribution is narrower than one step: all of it at its mean
+    if not mass_at:  # the distribution is narrower than one step, so it is put at its mean
         return GridDistribution(0, np.ones(1), 0.0, 0.0)
     first = min(mass_at)
     masses = np.zeros(max(mass_at) - first + 1)
@@ -376,7 +371,7 @@ class _Composed:
         # The loss of the k-th mass is ε + first + k·width, and 1 − e^{−first − k·width} is the sum
         # of e^{−k·width}·(1 − e^{−first}) and 1 − e^{−k·width}, none of them negative.
         first = float(self.losses[start] - epsilon) if len(masses) else 0.0
-        # Not ``@``: BLAS wakes threads for so long a product, which takes longer than the product.
+        # Not ``@``: BLAS starts threads for such a product, which takes longer than the product.
         near, far = (float(np.sum(weights[: len(masses)] * masses)) for weights in self.weights)
         beyond = math.exp(-self.theta * first) * (far - math.expm1(-first) * near)
         largest = (self.theta / (1 + self.theta)) ** self.theta / (
@@ -397,7 +392,10 @@ class _Composed:
 def _compose(
     losses: Sequence[GridDistribution], counts: Sequence[int], width: float, log_delta: float
 ) -> _Composed | None:
-    """Tilts, convolves, and bounds what window and rounding may lose (6.7); ``None``: too large."""
+    """Tilts and convolves losses, and bounds the errors of window and rounding (6.7).
+
+    Returns ``None`` if the window would be too large.
+    """
     filled = [np.flatnonzero(loss.masses) for loss in losses]
     values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
     masses = [loss.masses[at] for loss, at in zip(losses, filled, strict=True)]
@@ -483,7 +481,7 @@ def _compose(
 
 
 def _minimum(function: Callable[[float], float], guess: float) -> float:
-    """Returns nearly where a function of a logarithm that falls and then rises is smallest."""
+    """Returns an approximate minimizer of a function of a logarithm that falls and then rises."""
     return float(
         minimize_scalar(
             function, bounds=(guess - 12.0, guess + 9.0), method="bounded", options={"xatol": 1e-2}

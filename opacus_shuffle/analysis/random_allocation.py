@@ -1,4 +1,4 @@
-r"""Computes ε of epochs in which each record falls into one batch, drawn at random and in secret.
+r"""Computes ε of epochs in which each record is in one batch, drawn at random and in secret.
 
 A trusted server releases the noised sum of every batch. Where one record's gradients become zero,
 the likelihood ratio of a whole epoch of t batches is at most, in convex order, the mean of t
@@ -35,7 +35,7 @@ from opacus_shuffle.analysis.shuffled_rounds import (
 from opacus_shuffle.core.validation import open_unit_interval
 
 NEGLIGIBLE = 1e-4
-"""The share of δ below which probabilities need not be computed well."""
+"""The share of δ below which probabilities need no accuracy."""
 
 
 def epoch(noise_multiplier: float, num_batches: int) -> ShuffledRound:
@@ -43,13 +43,13 @@ def epoch(noise_multiplier: float, num_batches: int) -> ShuffledRound:
 
     Args:
         noise_multiplier: σ of the sum of a batch over the clipping norm.
-        num_batches: t, into how many batches an epoch's records fall.
+        num_batches: t, the number of batches of an epoch.
     """
     return ShuffledRound(noise_multiplier=noise_multiplier, num_users=num_batches)
 
 
 def zero_out_epsilon(epochs: Rounds, *, delta: float) -> tuple[float, float]:
-    """Returns a lower and an upper value of ε ≥ 0 at δ, where one record's gradients become zero.
+    """Returns a lower and an upper value of ε ≥ 0 at δ if one record's gradients become zero.
 
     Args:
         epochs: Of :func:`epoch`, each with its number of repetitions, at least 1.
@@ -60,8 +60,8 @@ def zero_out_epsilon(epochs: Rounds, *, delta: float) -> tuple[float, float]:
 
     Formal Guarantees:
         The upper value covers every data set and every adaptive choice of gradients (Theorem 11.1).
-        A record whose clipped gradient is one fixed vector of the clipping norm, where all others
-        are zero, costs no less than the lower one.
+        A record whose clipped gradient is one fixed vector of the clipping norm costs no less than
+        the lower one if all others are zero.
     """
     return pair_epsilon(epochs, delta=delta)
 
@@ -97,7 +97,7 @@ def zero_out_losses(
 
 
 def replacement_epsilon(epochs: Rounds, *, delta: float) -> float:
-    """Returns ε ≥ 0 at δ, rounded up, where one record becomes any other one.
+    """Returns ε ≥ 0 at δ, rounded up, if one record becomes any other one.
 
     The arguments are those of :func:`zero_out_epsilon`. The grids of page 9 add to it: next to
     nothing up to ε = 3, a few percent at 6, and most of ε beyond 10, where the noise multiplier is

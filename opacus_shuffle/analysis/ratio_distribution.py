@@ -1,4 +1,4 @@
-r"""Computes a discrete distribution above (or below) that of the mean ratio R in convex order.
+r"""Computes a discrete distribution above or below that of the mean ratio R in convex order.
 
 R is the likelihood ratio of a shuffled round (:mod:`opacus_shuffle.analysis.mean_ratio`): the mean
 of n independent copies of X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Both directions' hockey sticks
@@ -47,19 +47,19 @@ TAILS = (9.0, 13.0, 19.0, 27.0, 37.0)
 """Where the tails of one report end, in standard deviations: probabilities 1e-19 to 1e-299."""
 
 _LARGEST_LOG = 650.0
-"""Logarithms of ratios up to here are computed with."""
+"""The largest logarithm of a ratio that is used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RatioDistribution:
-    """A discrete distribution on [0, ∞), with the part of its mean that lies at infinity.
+    """A discrete distribution on [0, ∞), with the part of its mean at infinity.
 
     Attributes:
         offsets: R − ``centre``, increasing, shape (k,).
         masses: Probabilities under the data set in which nobody moved, shape (k,).
-        centre: 1 where ratios near 1 matter, 0 where ratios near 0 do.
-        infinite: The share of the moved data set's probability at R = ∞.
-        scale: Standard deviation of log R, roughly: the unit for grids.
+        centre: 1 if ratios near 1 matter, 0 if ratios near 0 do.
+        infinite: The probability of R = ∞ under the moved data set.
+        scale: The approximate standard deviation of log R, the unit of grids.
     """
 
     offsets: Vector
@@ -70,7 +70,7 @@ class RatioDistribution:
 
     @property
     def log_ratios(self) -> Vector:
-        """The logarithms, −∞ for R = 0."""
+        """The logarithms of R, −∞ for R = 0."""
         with np.errstate(divide="ignore"):
             return np.log1p(self.offsets) if self.centre else np.log(self.offsets)
 
@@ -82,12 +82,11 @@ class RatioDistribution:
         )
 
     def clipped(self, budget: float, side: Side) -> RatioDistribution:
-        """Moves away the outermost atoms, up to a probability of ``budget`` at either end.
+        """Returns the distribution without its outermost atoms, which spans fewer decades (6.5).
 
-        Then few decades are left (6.5).
-
-        Upper: to R = 0 and to infinity, the next atom inside taking what keeps the mean. Lower:
-        left out.
+        The atoms have a probability of up to ``budget`` at either end. Upper: they move to R = 0
+        and to infinity, and the next atom inside takes the mass that preserves the mean. Lower:
+        they are dropped.
         """
         ratios = self.offsets + self.centre
         above = np.cumsum((self.masses * ratios)[::-1])[::-1]
@@ -109,7 +108,7 @@ class RatioDistribution:
 
 
 def has_distribution(noise_multiplier: float, tail: float = TAILS[0]) -> bool:
-    """Returns whether σ is large enough for double precision (σ ≥ 0.05 with the shortest tails)."""
+    """Tells whether σ is large enough for double precision (σ ≥ 0.05 with the shortest tails)."""
     root = 1 / noise_multiplier
     return root * root / 2 + tail * root <= _LARGEST_LOG
 
@@ -127,7 +126,7 @@ def mean_distribution(
 ) -> RatioDistribution:
     """Returns the distribution of R for one round.
 
-    Its size is of order 20/resolution, whatever n is.
+    Its size is of order 20/resolution for every n.
 
     Args:
         noise_multiplier: Local σ, at least 0.05 (less where a longer ``tail`` asks for more, see
@@ -179,7 +178,7 @@ def _distribution(
     weight, scale, centre = small / users, _scale(shape, rate, users), first.centre
     lows = [half.offsets[half.offsets > -centre].min() for half in (first, second)]
     if isinstance(shape, StepTilt):
-        # Where a copy may be 0, their mean may be far below every copy that is not.
+        # If a copy may be 0, the mean may be far below every positive copy.
         lows.append(math.expm1(shape.log_range(tail)[0]))
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
@@ -199,7 +198,7 @@ def _distribution(
 
 
 def _scale(shape: Shape, rate: float, users: int) -> float:
-    """Returns the deviation of log R, were it lognormal with R's variance γ·Var X/n.
+    """Returns the deviation of log R if R were lognormal with its variance γ·Var X/n.
 
     It is exact for one Gaussian report.
     """
@@ -244,7 +243,7 @@ def _discretize(
     """
     if side == "lower":
         some = masses > 0
-        # No mean is below R = 0, but the quotient of two roundings may be.
+        # No mean is below R = 0, but a rounded quotient may be.
         means = np.maximum(moments[some] / masses[some], -centre)
         return RatioDistribution(means, masses[some], centre, 0.0, scale)
     atoms, infinite = atoms_above(masses, moments, cuts)

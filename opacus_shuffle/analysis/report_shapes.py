@@ -1,7 +1,7 @@
-r"""The shapes of one report: how its density depends on a vector, as a ratio of one normal number.
+r"""Defines the shapes of one report: how its density depends on a vector.
 
-A report of nothing is N(0, I), in units of its noise. A report of a vector along u has the density
-X(z) times that, where z is its part along u, and X grows with z and has mean 1 under N(0, 1):
+A report of zero is N(0, I), in units of its noise. A report of a vector along u has X(z) times that
+density, where z is its component along u, and X grows with z and has mean 1 under N(0, 1):
 
 * ``"gaussian"``: X(z) = exp(kz − k²/2), the report is shifted by k;
 * ``"linear"``: X(z) = a·(z − t)₊, the report is tilted. Of all shapes with the same mean it has the
@@ -32,10 +32,10 @@ from opacus_shuffle.analysis.discretization import lognormal_moments, normal_mas
 from opacus_shuffle.analysis.mean_ratio import Vector
 
 LEAST_TILTED_NOISE = 0.2
-"""σ of linear and step reports is at least this: with less, next to every one tells its sender."""
+"""The least σ of linear and step reports. With less, almost every report reveals its vector."""
 
 _LEVEL_NOISE = 8.0
-"""From this σ on X = 1 + z/σ and t = −σ to double precision, and general formulas cancel."""
+"""Above this σ, X = 1 + z/σ and t = −σ in double precision, and general formulas cancel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GaussianShift:
 
     @property
     def centre(self) -> float:
-        """What ratios are held less: 1 where those near 1 matter, 0 where those near 0 do."""
+        """The number that is subtracted from ratios: 1 if those near 1 matter, 0 if near 0."""
         return 1.0 if self.noise_multiplier >= 1 else 0.0
 
     def excess(self, z: Vector) -> Vector:
@@ -69,7 +69,7 @@ class GaussianShift:
         return (log_ratios + root * root / 2) / root
 
     def log_range(self, tail: float) -> tuple[float, float]:
-        """Returns the range of log X as far as z has tails, in either world."""
+        """Returns the range of log X for z within its tails under both densities."""
         root = 1 / self.noise_multiplier
         end = root * root / 2 + tail * root
         return -end, end
@@ -88,7 +88,7 @@ class GaussianShift:
 
 @dataclasses.dataclass(frozen=True)
 class LinearTilt:
-    """Reports whose part along the vector is drawn with a density that is tilted linearly.
+    """Reports whose component along the vector has a linearly tilted density.
 
     Attributes:
         noise_multiplier: σ = 1/k, at least :data:`LEAST_TILTED_NOISE`.
@@ -99,7 +99,7 @@ class LinearTilt:
 
     @property
     def threshold(self) -> float:
-        """t, below which there is nothing."""
+        """t, below which the density is 0."""
         return _threshold(self.noise_multiplier)
 
     @property
@@ -110,7 +110,7 @@ class LinearTilt:
 
     @property
     def unit_point(self) -> float:
-        """Where X = 1: t + 1/a, without cancellation for t far below 0."""
+        """The point t + 1/a at which X = 1, without cancellation for t far below 0."""
         t = self.threshold
         return float(_density(t) + t * ndtr(t))
 
@@ -131,7 +131,7 @@ class LinearTilt:
         return self.unit_point + np.expm1(log_ratios) / self.slope
 
     def log_range(self, tail: float) -> tuple[float, float]:
-        """Returns the range of log X as far as z has tails; ratios below 1e-4 are next to none."""
+        """Returns the range of log X for z within its tails; ratios below 1e-4 count as 1e-4."""
         low, high = self.excess(np.array([-tail, tail + 1]))
         return math.log1p(max(low, 1e-4 - 1)), math.log1p(high)
 
@@ -160,7 +160,7 @@ class LinearTilt:
 
 @dataclasses.dataclass(frozen=True)
 class StepTilt:
-    """Reports whose part along the vector is more often above a threshold than noise alone is.
+    """Reports whose component along the vector exceeds a threshold more often than noise alone.
 
     Attributes:
         noise_multiplier: σ = 1/k, at least :data:`LEAST_TILTED_NOISE`.
@@ -189,13 +189,13 @@ class StepTilt:
         )
 
     def inverse(self, log_ratios: Vector) -> Vector:
-        """Returns from which z on X is at least that: −∞, t or ∞."""
+        """Returns the least z at which X reaches the ratios: −∞, t or ∞."""
         threshold, below, above = self.levels
         excess = np.expm1(log_ratios)
         return np.where(excess > above, np.inf, np.where(excess > below, threshold, -np.inf))
 
     def log_range(self, tail: float) -> tuple[float, float]:
-        """Returns the range of log X; ratios below 1e-4 are next to none."""
+        """Returns the range of log X; ratios below 1e-4 count as 1e-4."""
         _, below, above = self.levels
         return math.log1p(max(below, 1e-4 - 1)), math.log1p(above)
 
@@ -225,15 +225,15 @@ def pure_epsilon(shape: Shape, sample_rate: float, distance: float = 1.0) -> flo
     """Returns one report's ε at δ = 0 for an adversary who sees who sends it (13.9).
 
     Args:
-        shape: Of the report. ε is infinite unless it is a step: other ratios are not bounded.
-        sample_rate: q, with which a vector is in the report. ε is infinite at 1.
+        shape: The report's shape. ε is infinite unless it is a step: other ratios are not bounded.
+        sample_rate: q, the probability that the vector is in the report. ε is infinite at 1.
         distance: 1 for zero-out, 2 for replacement adjacency.
     """
     if not isinstance(shape, StepTilt) or sample_rate == 1:
         return math.inf
     _, below, above = shape.levels
     lowest, highest = math.log1p(sample_rate * below), math.log1p(sample_rate * above)
-    # Enlarged by more than all rounding.
+    # Enlarged by more than all rounding errors.
     return (1 + 1e-9) * (highest - lowest if distance == 2 else max(highest, -lowest))
 
 

@@ -1,4 +1,4 @@
-r"""ε of noised sums that are secret samples: nobody learns whose records are in them.
+r"""Computes ε of noised sums over secret samples: nobody learns whose records are in them.
 
 Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``, and
 μ/2-Gaussian-private where a record becomes zero.
@@ -10,7 +10,7 @@ Let the sum of a round be μ-Gaussian-private under replacement, but for a proba
     with a known likelihood ratio (3.2); rounds compose (3.3). A record that becomes zero is a
     replacement too.
 ``"poisson"``
-    Every record is in by a secret coin of its own, at the rate γ, and who is not in counts as zero.
+    Every record is in the sum by its own secret coin of rate γ; the others count as zero.
     Proved in docs/proofs/08_secret_check_in.md: where a record becomes zero a round is
     Poisson-subsampled DP-SGD's, with the noise multiplier 2/μ (Theorem 8.1); where it is replaced
     it becomes the opposite at worst, at the same multiplier and rate, which never costs more than h
@@ -48,7 +48,7 @@ from opacus_shuffle.core.validation import (
 )
 
 _NEGLIGIBLE = 1e-4
-"""The share of δ below which probabilities need not be computed well."""
+"""The share of δ below which probabilities need no accuracy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class SampledSum:
     """One round on a fresh secret sample.
 
     Attributes:
-        mu: μ of the sum under replacement, were everyone in it.
+        mu: μ of the sum under replacement, if it contained everyone.
         sample_rate: γ, the share of all records in the sample, or the probability of each to be in
             it.
         lost: The probability that μ does not cover.
-        sampling: ``"fixed_size"``, or ``"poisson"``: each record by a coin of its own.
+        sampling: ``"fixed_size"``, or ``"poisson"``: each record by its own coin.
     """
 
     mu: float
@@ -106,14 +106,13 @@ def sampled_distribution(
 def compute_epsilon(rounds: Rounds, *, delta: float, zeroed: bool = False) -> float:
     """Returns ε at δ after all rounds, rounded up.
 
-    ``inf`` where ``lost`` leaves nothing of δ or μ is too large.
+    It is ``inf`` if ``lost`` uses up δ or μ is too large.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on
             earlier ones' sums.
         delta: δ in (0, 1).
-        zeroed: A record becomes zero; else it is replaced by any other, which a record that becomes
-            zero is, too.
+        zeroed: Whether a record becomes zero; else it is replaced by any other, possibly zero.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -161,15 +160,15 @@ def _compute_epsilon(
                 tail=tail,
                 negligible=negligible,
             )
-        # What is lost is lost only if the record is in the sample.
+        # The loss occurs only if the record is in the sample.
         mixtures.append((Mixture(((1.0, distribution),), rate * sampled_sum.lost), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
 def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> Rounds:
-    """Leaves few different rounds.
+    """Returns few different rounds in place of many.
 
-    Each has the largest μ, γ and loss of those that it stands for (h grows with μ and γ).
+    Each has the largest μ, γ and loss of the rounds that it replaces (h grows with μ and γ).
     """
     if len(rounds) <= MOST_TYPES:
         return rounds
@@ -185,7 +184,7 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> Rounds:
         rows, [count for _, count in rounds], size, most=MOST_TYPES
     ):
         mu, rate, lost = (float(number) for number in worst)
-        # What holds for a sample of fixed size holds for coins, too.
+        # A bound for samples of fixed size holds for coins as well.
         coins = all(rounds[index][0].sampling == "poisson" for index in members)
         sampling = "poisson" if coins else "fixed_size"
         sampled_sum = SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=sampling)
@@ -208,13 +207,13 @@ def largest_mu(
         lost: Of each round.
 
     Raises:
-        ValueError: If an argument is out of range, or ``lost`` leaves nothing of δ.
+        ValueError: If an argument is out of range, or ``lost`` uses up δ.
     """
     target, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
     count = integer("rounds", rounds)
     if count * lost >= delta:
         raise ValueError(
-            f"lost={lost!r} in each of {count} rounds leaves nothing of delta={delta!r}: ask for a "
+            f"lost={lost!r} in each of {count} rounds uses up delta={delta!r}: ask for a "
             "larger delta"
         )
 
@@ -228,7 +227,7 @@ def largest_mu(
             spent = min(spent, compute_epsilon([(sampled_sum, count)], delta=delta))
         return log_excess(spent, target)
 
-    # Samples cost no more than everyone, who keep to the budget a rounding below this.
+    # Samples cost no more than everyone, and everyone keeps the budget just below this μ.
     everyone = (
         math.log(gaussian.largest_mu(epsilon=target, delta=remaining) / math.sqrt(count)) - 1e-6
     )

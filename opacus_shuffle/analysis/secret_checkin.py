@@ -1,9 +1,9 @@
-r"""Computes ε of rounds in which all users report, and who does not take part sends noise.
+r"""Computes ε of rounds in which all users report, and users who do not participate send noise.
 
 By a coin of rate q a user sends its vector with noise, else noise alone, and reports are shuffled.
-Then those who send noise alone are *clones* of a user whose record is zero, whatever everybody's
-record is and in any dimension: nothing has to be cut out of reports, and nothing is left over. Of
-h honest users let B others send noise alone, Bin(h − 1, 1 − q), and let that be known. Then the
+Users who send noise alone are *clones* of a user whose record is zero, for all records and in any
+dimension, without a slack. Let B of the other h − 1 honest users send noise alone, B ~
+Bin(h − 1, 1 − q), and let B be revealed. Then the
 round's likelihood ratio is 1 − q + q·(mean of B + 1 copies of X), X that of one report
 (:mod:`opacus_shuffle.analysis.report_shapes`). Proofs: docs/proofs/12_secret_checkin.md.
 
@@ -41,10 +41,10 @@ from opacus_shuffle.analysis.shuffled_rounds import (
 from opacus_shuffle.core.validation import open_unit_interval
 
 _EDGES = (-math.inf, -5.0, *np.arange(-3.5, 3.5, 0.5), math.inf)
-"""Numbers of clones are grouped between these, in standard deviations off their mean."""
+"""Edges of the groups of numbers of clones, in standard deviations from their mean."""
 _RESOLUTION = 0.04
 _NEGLIGIBLE = 1e-4
-"""The share of δ that numbers of clones may take which are hardly ever so few."""
+"""The share of δ that may be spent on rare small numbers of clones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class SecretRound(ShuffledRound):
     Attributes:
         noise_multiplier: σ of one report over the clipping norm.
         num_users: h, the honest users, whose noise and coins are secret.
-        sample_rate: q, with which a user takes part.
-        sampling: As coins are tossed.
-        report: The shape of the reports of who takes part.
+        sample_rate: q, the probability that a user participates.
+        sampling: Always by coins.
+        report: The shape of the participants' reports.
     """
 
     sampling: Sampling = "poisson"
@@ -68,7 +68,7 @@ Merged = tuple[tuple[SecretRound, int], ...]
 
 
 def zero_out_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
-    """Returns a lower and an upper value of ε ≥ 0 at δ, where one record becomes zero.
+    """Returns a lower and an upper value of ε ≥ 0 at δ if one record becomes zero.
 
     Args:
         rounds: :class:`SecretRound`, each with its number of repetitions, at least 1.
@@ -87,7 +87,7 @@ def zero_out_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
 
 
 def replacement_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns ε ≥ 0 at δ, rounded up, where one record becomes any other one (Theorem 12.3).
+    """Returns ε ≥ 0 at δ, rounded up, if one record becomes any other one (Theorem 12.3).
 
     The arguments are those of :func:`zero_out_epsilon`.
     """
@@ -95,9 +95,9 @@ def replacement_epsilon(rounds: Rounds, *, delta: float) -> float:
 
 
 def unshuffled(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
-    """Returns ε ≥ 0 at δ for an adversary who sees who sends what, rounded up.
+    """Returns ε ≥ 0 at δ for an adversary who sees the sender of every report, rounded up.
 
-    The coin alone hides then whether a record is in its report.
+    Only the coin hides whether a record is in its report then.
 
     Args:
         rounds: As of :func:`zero_out_epsilon`.
@@ -108,7 +108,7 @@ def unshuffled(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
 
 
 def estimate_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
-    """Returns an estimate of ε, as if log R were Gaussian; it is no bound: searches begin there."""
+    """Returns an estimate of ε, as if log R were Gaussian, where searches begin. It is no bound."""
     variance = 0.0
     for round_, count in rounds:
         pool = 1 + (round_.num_users - 1) * (1 - round_.sample_rate)
@@ -124,13 +124,13 @@ def estimate_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> 
 
 @functools.lru_cache(maxsize=512)
 def _epsilon(rounds: Merged, delta: float, distance: float, *, alone: bool) -> float:
-    """Returns ε with the clones that there are; ``alone``: as if there were none.
+    """Returns ε with the clones, or without any if ``alone``.
 
-    No clones is also what others' dishonesty would leave, and holds anyhow.
+    The value without clones is always valid, also if all other users are dishonest.
     """
     never = sum(count * math.log1p(-min(round_.sample_rate, 1 - 1e-16)) for round_, count in rounds)
     if delta >= -math.expm1(never):
-        return 0.0  # user 1 takes part in no round at all but with probability δ
+        return 0.0  # user 1 participates in some round with a probability of at most δ
     most = min(
         _moment_epsilon(rounds, delta),
         sum(
@@ -160,7 +160,7 @@ def _epsilon(rounds: Merged, delta: float, distance: float, *, alone: bool) -> f
 
 
 def _moment_epsilon(rounds: Merged, delta: float) -> float:
-    """Returns an ε by second moments, which is there where no grid holds the losses (12.7)."""
+    """Returns ε by second moments, for losses that exceed every grid (12.7)."""
     if any(round_.sample_rate == 1 for round_, _ in rounds):
         return math.inf
     log_moment = 0.0
@@ -172,7 +172,7 @@ def _moment_epsilon(rounds: Merged, delta: float) -> float:
 
 
 def _coarsen(rounds: Merged, side: Side) -> Merged:
-    """Leaves few different rounds of each shape of report (12.4)."""
+    """Returns few different rounds for each shape of report (12.4)."""
     shapes = dict.fromkeys(round_.report for round_, _ in rounds)
     alike = (tuple(entry for entry in rounds if entry[0].report == shape) for shape in shapes)
     return tuple(entry for some in alike for entry in coarsen(some, side))
@@ -181,7 +181,7 @@ def _coarsen(rounds: Merged, side: Side) -> Merged:
 def _mixture(
     round_: SecretRound, budget: float, tail: float, distance: float, *, alone: bool
 ) -> Mixture:
-    """Returns the round's R, mixed over how many clones there are (12.1)."""
+    """Returns the round's R as a mixture over the number of clones (12.1)."""
     components, lost = [], 0.0
     for weight, pool in [(1.0, 1)] if alone else _pools(round_, budget):
         if pool == 0:
@@ -209,9 +209,9 @@ def _mixture(
 
 
 def _pools(round_: SecretRound, budget: float) -> Iterator[tuple[float, int]]:
-    """Yields (probability, at least how many reports hide user 1's, itself included).
+    """Yields (probability, the least number of reports among which user 1's hides, with itself).
 
-    There are 0 with the probability that is lost.
+    The number is 0 for the probability that is lost.
     """
     others, chance = min(round_.num_users, MOST_USERS) - 1, 1 - round_.sample_rate
     clones = scipy.stats.binom(others, chance)
@@ -220,18 +220,18 @@ def _pools(round_: SecretRound, budget: float) -> Iterator[tuple[float, int]]:
     deviation = math.sqrt(max(variance, 1e-12))
     edges = np.unique(np.clip(np.ceil(mean + deviation * np.array(_EDGES)), low, others + 1))
     yield float(clones.cdf(low - 1)), 0
-    # Halves of a mean are shared by numbers of reports that end in many zeros.
+    # Numbers of reports with many trailing zero bits share the halves of their means.
     step = 2 ** max(0, math.floor(math.log2(max(deviation, 1.0))) - 3)
     for fewest, end in itertools.pairwise(edges):
         weight = float(clones.cdf(end - 1) - clones.cdf(fewest - 1))
-        if fewest > mean:  # where the difference would cancel
+        if fewest > mean:  # the difference above would cancel
             weight = float(clones.sf(fewest - 1) - clones.sf(end - 1))
         yield weight, max(1, int((fewest + 1) // step * step))
 
 
 @functools.lru_cache(maxsize=512)
 def _lower_epsilon(rounds: Merged, delta: float) -> float:
-    """Returns the ε of one pair, rounded down: with all other records zero all are clones."""
+    """Returns ε of one pair, rounded down: all other records are zero, so all users are clones."""
     if (tail := tail_for(rounds, delta)) is None:
         return 0.0
     side: Side = "lower"

@@ -1,10 +1,8 @@
-r"""Computes ε of shuffled Gaussian reports.
+r"""Computes ε of shuffled Gaussian reports for a pair of data sets, and ε under other trust models.
 
-It is that of the papers' pair of data sets, that without a shuffler, and that of a trusted sum.
-
-``pair_epsilon`` encloses the exact value for one pair of data sets (all others at zero, one record
-at norm C becomes zero), in both directions. ``unshuffled_epsilon`` is what remains if the shuffler
-is not trusted, ``sampled_gaussian_epsilon`` DP-SGD's, where a trusted server adds the reports up.
+``pair_epsilon`` brackets the exact value for one pair of data sets (all others at zero, one record
+at norm C becomes zero) in both directions. ``unshuffled_epsilon`` is that without a trusted
+shuffler, and ``sampled_gaussian_epsilon`` that of DP-SGD, where a trusted server adds the reports.
 The latter two cover every data set.
 
 >>> kind = ShuffledRound(
@@ -41,9 +39,9 @@ from opacus_shuffle.analysis.ratio_distribution import (
 from opacus_shuffle.core.validation import open_unit_interval
 
 MOST_TYPES, MOST_SHUFFLED_TYPES = 40, 10
-"""Histories with more different rounds are computed as so few kinds, on the safe side.
+"""Histories with more different rounds are replaced by this many, which cost no less.
 
-The second number is for bounds of which each kind takes long.
+The second number is for bounds that take long for each of them.
 """
 
 
@@ -51,7 +49,7 @@ The second number is for bounds of which each kind takes long.
 class ShuffledRound:
     """One round of n Gaussian reports that are shuffled together.
 
-    For n = 1 it is a Gaussian mechanism as it is.
+    For n = 1 it is a Gaussian mechanism.
 
     Attributes:
         noise_multiplier: σ of one report over the clipping norm.
@@ -88,9 +86,9 @@ _Round = TypeVar("_Round", bound=ShuffledRound)
 
 
 def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
-    """Returns a lower and an upper value of the pair's ε at δ, in the larger direction.
+    """Returns a lower and an upper value of the pair's ε at δ after all rounds.
 
-    It is the ε after all rounds.
+    The larger of both directions counts.
 
     Args:
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
@@ -114,9 +112,9 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
 
 
 def estimate_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns an estimate of what :func:`pair_epsilon` returns, as if log R were Gaussian.
+    """Returns an estimate of :func:`pair_epsilon`, as if log R were Gaussian, where searches begin.
 
-    It is no bound: searches begin there.
+    It is no bound.
     """
     variance = sum(
         count
@@ -140,7 +138,7 @@ def epsilon_bracket(
     """Returns a lower and an upper value of ε for rounds with these distributions of R.
 
     ``distribution`` maps a round, a side and a tail to a distribution on that side of the round's
-    R. ``largest`` maps rounds and δ to an ε that holds anyhow: no upper value exceeds it.
+    R. ``largest`` maps rounds and δ to an ε that always holds and caps the upper value.
     """
     most = largest(rounds, delta=delta)
     if most == 0 or (tail := tail_for(rounds, delta)) is None:
@@ -157,7 +155,7 @@ def epsilon_bracket(
 
 
 def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
-    """Returns ε ≥ 0 at δ for an adversary who sees who sends what, rounded up.
+    """Returns ε ≥ 0 at δ for an adversary who sees the sender of every report, rounded up.
 
     Args:
         rounds: As :func:`pair_epsilon`.
@@ -166,7 +164,7 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
             adjacency.
 
     Formal Guarantees:
-        Proved for every data set: what the shuffler does to these reports is post-processing. Exact
+        Proved for every data set, because shuffling is post-processing. Exact
         for the worst one (up to 0.1 % where γ < 1, where T rounds count as little more than γT).
     """
     delta = open_unit_interval("delta", delta)
@@ -180,7 +178,7 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
     if delta >= -math.expm1(
         sum(count * math.log1p(-min(round_.sample_rate, 1 - 1e-16)) for round_, count in rounds)
     ):
-        return 0.0  # the user takes part in no round at all but with probability δ
+        return 0.0  # the user participates in some round with a probability of at most δ
     scaled = [
         (round_.with_noise(round_.noise_multiplier / distance), count) for round_, count in rounds
     ]
@@ -189,10 +187,10 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
 
 @functools.lru_cache(maxsize=256)
 def _one_user_epsilon(rounds: Merged, delta: float, *, sample_seen: bool) -> float:
-    """Returns ε of one user's reports, each sent with probability γ, which is seen or not.
+    """Returns ε of one user's reports, each sent with probability γ; the sample is seen or secret.
 
-    It is infinite where σ is too small to compute with. The others do not count here, nor should
-    their number keep rounds apart.
+    It is infinite if σ is too small to compute with. The number of other users has no effect, so
+    rounds that differ in it alone are merged.
     """
     if (tail := tail_for(rounds, delta)) is None:
         return math.inf
@@ -216,9 +214,8 @@ def _one_user_epsilon(rounds: Merged, delta: float, *, sample_seen: bool) -> flo
 def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     """Returns ε ≥ 0 at δ of DP-SGD, rounded up.
 
-    User 1's record enters each round's noised sum with probability γ, in secret.
-
-    It is Opacus's PRV accountant's, but with a relative error (0.1 %) in place of an absolute one
+    User 1's record enters each round's noised sum with probability γ, in secret. The value agrees
+    with Opacus's PRV accountant, but has a relative error (0.1 %) instead of an absolute one
     (0.01).
 
     Args:
@@ -240,19 +237,17 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
 def coarsen(
     rounds: tuple[tuple[_Round, int], ...], side: Side, *, most: int = MOST_SHUFFLED_TYPES
 ) -> tuple[tuple[_Round, int], ...]:
-    """Leaves few different rounds.
+    """Returns few different rounds in place of many, which reveal more, or less (1.18).
 
-    Those that are grouped become one kind that tells more than each, or less (1.18).
-
-    For an upper ε that kind has the smallest σ, the fewest users and the largest γ (or sample of
-    fixed size) among them, for a lower one the other ends. A thousand rounds that differ by a
-    factor of 10 in one of the three cost 5 to 10 % of ε; where all three differ at random ε may
-    double.
+    For an upper ε the round of a group has the smallest σ, the fewest users and the largest γ (or
+    sample of fixed size) of its members; for a lower one the other extremes. A thousand rounds that
+    differ by a factor of 10 in one of the three add 5 to 10 % to ε. If all three differ at random,
+    ε may double.
 
     Args:
         rounds: Merged rounds.
-        side: Of the ε.
-        most: How many kinds may be left, for each of the three that differs.
+        side: The side of ε.
+        most: The largest number of rounds for each of the three that differs.
     """
     if len(rounds) <= most:
         return rounds
@@ -267,12 +262,12 @@ def coarsen(
 def _grouped(
     rounds: Sequence[tuple[_Round, int]], side: Side, most: int
 ) -> Iterable[tuple[_Round, int]]:
-    """Yields a few kinds in place of rounds whose users are drawn in the same way."""
+    """Yields a few rounds in place of many whose users are drawn in the same way."""
     like = rounds[0][0]
     fixed, sign = like.sampling == "fixed_size", 1.0 if side == "upper" else -1.0
 
     def size(rows: Vector) -> Vector:
-        """The variance of log R, roughly; on the other side the less it is, the more is lost."""
+        """Returns the approximate variance of log R, negated for a lower ε."""
         noise, users, drawn = np.abs(rows).T
         return sign * np.log1p(
             drawn * np.expm1(np.minimum(noise**-2, 600.0)) / users ** (2 if fixed else 1)
@@ -296,9 +291,9 @@ def _grouped(
 
 
 def tail_for(rounds: Rounds, delta: float) -> float | None:
-    """Returns how far out a report's tails matter, in standard deviations.
+    """Returns the number of standard deviations beyond which a report's tails are negligible.
 
-    ``None`` if σ is too small to compute with that.
+    It is ``None`` if σ is too small to compute with such tails.
     """
     smallest = 1e-6 * delta / sum(count for _, count in rounds)
     tail = next((tail for tail in TAILS if ndtr(-tail) <= smallest), None)

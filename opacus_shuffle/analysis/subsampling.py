@@ -1,6 +1,6 @@
-r"""Computes Liew and Takahashi's (SG) own bounds for subsampled and checked-in shuffling.
+r"""Computes Liew and Takahashi's (SG) bounds for subsampled shuffling and shuffled check-in.
 
-They are ICLR Theorems 2 and 3 as printed.
+These are ICLR Theorems 2 and 3 as printed.
 
 They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the
 exact value of the same pair, often a hundred times smaller. They are here because
