@@ -1,6 +1,6 @@
-"""Accounting: mechanisms say what ran, bounds what it cost.
+"""Accounting: mechanisms record what ran, and bounds compute its ε.
 
-There is one accountant for each mechanism, which tells Opacus.
+Opacus has one accountant for each mechanism.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opacus_shuffle.accountants.opacus_registry import register_accountants
 
 _package = "opacus_shuffle.accountants"
-__getattr__, __dir__ = lazy_attributes(  # what needs Opacus, or an extra
+__getattr__, __dir__ = lazy_attributes(  # names that need Opacus or an extra
     _package,
     {
         "ShuffleAccountant": f"{_package}.accountant",

@@ -1,7 +1,7 @@
-"""Hands a run over to ``dp_accounting``, where it composes with other releases.
+"""Exports a run to ``dp_accounting``, where it composes with other releases.
 
 ``dp_accounting`` is the accountant of Google's differential-privacy libraries; the extra
-``dp-accounting`` brings it. It knows neither shuffled reports nor random allocation of its own::
+``dp-accounting`` installs it. It has neither shuffled reports nor random allocation::
 
     from dp_accounting.pld.privacy_loss_distribution import from_laplace_mechanism
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 CLIPPED = 1e-17
 """The probability of an epoch's tails that counts as lost.
 
-It is less than what a composition over there adds, 1e-15.
+It is less than the 1e-15 that a composition in ``dp_accounting`` adds.
 """
 
 LEAST_DELTA, DELTA_RATIO = 1e-12, 1.3
-"""The least δ whose ε is asked for, and how much larger the next one is."""
+"""The least δ at which ε is computed, and the ratio of neighbouring δ."""
 
 LARGEST_LOSS = 2**20
-"""In multiples of the interval."""
+"""The largest loss in multiples of the interval."""
 
 
 def to_dp_accounting(
@@ -51,24 +51,24 @@ def to_dp_accounting(
     pessimistic estimate, and be about add/remove neighbours, or about replaced records where
     ``adjacency="replace"`` is.
 
-    Random allocation, where a record becomes zero, takes a second or two: its own distribution is
-    handed over, in both directions ("remove" is the one in which the record trains), and its ε over
-    there is the truth to half a percent, however often it is composed. All else takes as long as
-    ninety ε, since ``certified`` is asked at so many δ; over there the run has its certified ε, to
-    one percent. (Copies of it may have less together than all their rounds are certified to have.)
+    Random allocation with zero-out adjacency takes a second or two. Its own distribution is
+    exported in both directions ("remove" is the one in which the record trains), and its ε in
+    ``dp_accounting`` is exact to half a percent after any number of compositions. All other runs
+    take as long as ninety values of ε, because ``certified`` is computed at that many δ. Their ε in
+    ``dp_accounting`` is the certified one to one percent. (Copies of such a run may have a smaller
+    ε together than all their rounds are certified to have.)
 
     Args:
-        rounds: Mechanisms of one kind, each with its number of rounds; at least one.
+        rounds: Mechanisms of one class, each with its number of rounds; at least one.
         adjacency: Between which data sets.
-        value_discretization_interval: The losses are its multiples. A hundredth of ε is fine
-            enough.
+        value_discretization_interval: The losses are its multiples. A hundredth of ε is enough.
 
     Returns:
-        The composition of all rounds, good at δ of 1e-11 and more, up to 10,000 epochs.
+        The composition of all rounds, accurate at δ of at least 1e-11 for up to 10,000 epochs.
 
     Raises:
-        ValueError: If an argument is out of range, or the interval is too fine for losses as large
-            as little noise makes them.
+        ValueError: If an argument is out of range, or the interval is too fine for the large losses
+            of little noise.
         ImportError: If ``dp_accounting`` is not installed.
 
     Formal Guarantees:
@@ -86,7 +86,7 @@ def to_dp_accounting(
 
 
 def _of_losses(rounds: Sequence[tuple[Any, int]], interval: float) -> PrivacyLossDistribution:
-    """Returns random allocation by the losses of each epoch, which are composed over there."""
+    """Returns random allocation by the losses of each epoch, composed by ``dp_accounting``."""
     pld_pmf, distributions = _dp_accounting()
     epochs = []
     for losses, count in zero_out_losses(epochs_of(rounds), step=interval, clipped=CLIPPED):
@@ -99,9 +99,9 @@ def _of_losses(rounds: Sequence[tuple[Any, int]], interval: float) -> PrivacyLos
 
 
 def _of_epsilons(rounds: Rounds, adjacency: str, interval: float) -> PrivacyLossDistribution:
-    """Returns the pair of distributions whose δ is the certified one at some ε, and above between.
+    """Returns a pair of distributions with the certified δ at some ε, and a larger one between.
 
-    It is one pair for both directions: neither has a larger δ.
+    One pair serves both directions, because the certified δ covers both.
     """
     pld_pmf, distributions = _dp_accounting()
     deltas: dict[int, float] = {}  # by ε in multiples of the interval
@@ -109,11 +109,11 @@ def _of_epsilons(rounds: Rounds, adjacency: str, interval: float) -> PrivacyLoss
     while delta < 1:
         epsilon = compute_bound(rounds, delta=delta, adjacency=adjacency).epsilon
         if epsilon == 0 and deltas:
-            break  # the chord between the last ε and −ε is lower at 0 than this δ is
+            break  # the chord between the last ε and −ε is below this δ at 0
         if epsilon < math.inf:
             deltas.setdefault(math.ceil(epsilon / interval), delta)
         delta *= DELTA_RATIO
-    deltas = deltas or {0: 1.0}  # where no δ below 1 has any ε
+    deltas = deltas or {0: 1.0}  # no δ below 1 has a finite ε
     if max(deltas) > LARGEST_LOSS:
         raise ValueError(
             f"value_discretization_interval={interval!r} is too fine for an epsilon of "
@@ -130,7 +130,7 @@ def _of_epsilons(rounds: Rounds, adjacency: str, interval: float) -> PrivacyLoss
 
 
 def _dp_accounting() -> tuple[Any, Any]:
-    """Returns the modules of ``dp_accounting`` that are needed here."""
+    """Returns the two modules of ``dp_accounting``, or raises an error that names the extra."""
     try:
         from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""A mechanism: the frozen record of one round, apart from how it is accounted and how it trains.
+"""Defines mechanisms, the frozen records of one round, and what a user sends over several rounds.
 
 A mechanism is a frozen dataclass derived from :class:`Mechanism`, which registers it under its
-name, unless other software alone trains so (``trains=False``). Its fields are the keywords of
+name, unless only other software trains with it (``trains=False``). Its fields are the keywords of
 :func:`~opacus_shuffle.accountants.compute.compute_epsilon` and the flags of the command line; its
 bounds are registered in :mod:`opacus_shuffle.accountants.bounds`.
 
@@ -32,13 +32,13 @@ MECHANISMS: dict[str, type[Mechanism]] = {}
 def described(
     text: str, metavar: str, *, varies: bool = False, choices: Any = (), **options: Any
 ) -> Any:
-    """A dataclass field with what the command line says of it.
+    """Returns a dataclass field with its help for the command line.
 
     Args:
         text: One line of help.
-        metavar: The letter that stands for a value.
-        varies: Whether it may differ from round to round of one run, as noise may.
-        choices: The values that it may have, where these are a few words.
+        metavar: The placeholder for a value.
+        varies: Whether the field may differ between rounds of one run, as noise may.
+        choices: The allowed values, if they are a few words.
         **options: As :func:`dataclasses.field`'s.
     """
     return dataclasses.field(
@@ -51,15 +51,14 @@ class Mechanism:
     """One round of a run.
 
     Attributes:
-        name: The accountant that goes with it.
+        name: The name of its accountant.
         sampling: How the round's users are drawn: None for everyone, ``"poisson"`` or
             ``"fixed_size"``.
-        released: What the adversary sees in the end, in words.
-        zeroed: What zero-out adjacency compares with, in words.
-        noise_is_local: Whether ``noise_multiplier`` is that of each report; else it is that of the
-            sum.
+        released: What the adversary sees, in words.
+        zeroed: The run that zero-out adjacency compares with, in words.
+        noise_is_local: Whether ``noise_multiplier`` is that of each report, not of the sum.
         shuffled: Whether reports pass through a shuffler, which a training run simulates.
-        trains_on_stock_engines: Whether Opacus's own engine can train so.
+        trains_on_stock_engines: Whether Opacus's engine can train with it.
         least_noise: The smallest σ that calibration tries.
         noise_multiplier: σ, the noise's standard deviation over the clipping norm.
         num_users: n, the whole population.
@@ -94,23 +93,23 @@ class Mechanism:
         )
 
     def _set(self, **fields: Any) -> None:
-        """Puts checked values in the place of those that were passed."""
+        """Replaces fields by validated values."""
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def _round_the_sample(self) -> None:
-        """Makes γ the share of a whole number of users."""
+        """Rounds γ to the share of a whole number of users."""
         reports = integer("round(sample_rate * num_users)", round(self.expected_reports))
         self._set(sample_rate=reports / self.num_users)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The names of the fields."""
+        """Returns the names of the fields."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
     def required_fields(cls) -> tuple[str, ...]:
-        """The names of those without a default."""
+        """Returns the names of the fields without a default."""
         return tuple(
             field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING
         )
@@ -145,23 +144,23 @@ class Mechanism:
         emulated: bool = False,
         **fields: Any,
     ) -> Mechanism:
-        """Returns the round that one step of training is.
+        """Returns the round of one training step.
 
         Args:
-            noise_multiplier: As the optimizer has it.
+            noise_multiplier: The multiplier of the optimizer.
             num_users: n, the size of the data set.
             sample_rate: γ, the expected share of it in a batch.
             batch_size: B, if it may exceed n·γ.
-            emulated: The noise is added once to the sum and stands for the reports' own: √B·σ.
-            **fields: What else the mechanism needs.
+            emulated: Whether the noise is added once to the sum, √B·σ, in place of the reports'.
+            **fields: Other fields of the mechanism.
         """
         if emulated:
             noise_multiplier = noise_multiplier / math.sqrt(
                 max(1, num_users * sample_rate, batch_size or 1)
             )
         if cls.sampling is None:
-            # Rounding noise of n·γ is forgiven, any other fraction dropped: fewer reports hide
-            # less.
+            # Rounding errors of n·γ are tolerated. Other fractions are dropped, because fewer
+            # reports hide less.
             num_users, sample_rate = math.floor(num_users * sample_rate + 1e-6), 1.0
         return cls(
             noise_multiplier=noise_multiplier,
@@ -175,7 +174,7 @@ class Mechanism:
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     def same_run_as(self, other: Mechanism) -> bool:
-        """Whether both may be rounds of one run: all fields but those that may vary are equal."""
+        """Tells whether both may be rounds of one run: all fields that may not vary are equal."""
         fixed = [
             field.name for field in dataclasses.fields(self) if not field.metadata.get("varies")
         ]
@@ -184,7 +183,7 @@ class Mechanism:
         )
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Refuses an optimizer whose next step is no such round; by default none."""
+        """Refuses an optimizer whose next step is not such a round; by default none."""
 
     @property
     def expected_reports(self) -> float:
@@ -193,19 +192,19 @@ class Mechanism:
 
     @property
     def noised_reports(self) -> float:
-        """How many reports' noise their sum carries, where noise is local: those expected."""
+        """The number of reports whose local noise is in their sum: the expected reports."""
         return self.expected_reports
 
     @property
     def bits_per_coordinate(self) -> int | None:
-        """What one report takes for each of its coordinates; None if the mechanism does not say."""
+        """The bits of one coordinate of a report; None if the mechanism does not define them."""
         return None
 
     @property
     def count_bits_per_coordinate(self) -> int | None:
-        """The same where the shuffler is handed the count of each coordinate's ones.
+        """The bits of a coordinate if the shuffler receives the count of its ones.
 
-        It is None if reports are no such bits.
+        It is None if reports are not bits.
         """
         return None
 
@@ -216,9 +215,9 @@ class Mechanism:
 
     @property
     def noise_of_sum(self) -> float:
-        """Standard deviation of one coordinate's noise on the sum, over the clipping norm.
+        """Standard deviation of one coordinate's noise on the sum of the expected reports.
 
-        The sum is of the expected reports.
+        It is in clipping norms.
         """
         return self.noise_multiplier * (
             math.sqrt(self.noised_reports) if self.noise_is_local else 1.0
@@ -226,23 +225,20 @@ class Mechanism:
 
     @property
     def noise_of_mean(self) -> float:
-        """The same on the mean gradient, which a training step takes.
-
-        It is :attr:`noise_of_sum` over the expected reports.
-        """
+        """Standard deviation of one coordinate's noise on the mean gradient, in clipping norms."""
         return self.noise_of_sum / self.expected_reports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What one user sends, without labels, headers and encryption.
+    """The traffic of one user, without labels, headers and encryption.
 
     Attributes:
-        bits_per_coordinate: Of one report; the largest, if rounds differ.
-        count_bits_per_coordinate: Of one report that hands the shuffler a count in the place of
-            each coordinate's bits; None where reports are no counts.
-        bytes_per_user: Over the whole run, by ``bits_per_coordinate``, rounded up; the expected
-            number where users are drawn.
+        bits_per_coordinate: Bits per coordinate of one report; the largest, if rounds differ.
+        count_bits_per_coordinate: The same for a report that sends the shuffler a count in place of
+            each coordinate's bits; None if reports are not counts.
+        bytes_per_user: Bytes over the whole run by ``bits_per_coordinate``, rounded up; the
+            expected number if users are sampled.
         every_round: Whether every user reports in every round.
     """
 
@@ -252,7 +248,7 @@ class Communication:
     every_round: bool
 
     def to_dict(self) -> dict[str, int | None]:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         return {
             "bits_per_coordinate": self.bits_per_coordinate,
             "count_bits_per_coordinate": self.count_bits_per_coordinate,
@@ -274,13 +270,13 @@ class Communication:
 def sent_per_user(
     rounds: Sequence[tuple[Mechanism, int]], *, dimension: int | None = None
 ) -> Communication | None:
-    """Returns what one user sends over all rounds.
+    """Returns the traffic of one user over all rounds.
 
-    It is None where a mechanism does not say, or the coordinates are not known.
+    It is None if a mechanism does not define it, or the number of coordinates is unknown.
 
     Args:
         rounds: Mechanisms with their numbers of rounds.
-        dimension: d, coordinates of a report, for mechanisms that do not state their own.
+        dimension: d, coordinates of a report, for mechanisms without this field.
 
     Raises:
         ValueError: If ``dimension`` is not at least 1.
@@ -306,7 +302,7 @@ def sent_per_user(
 
 
 def size_of(count: int) -> str:
-    """Returns a number of bytes in words, rounded up.
+    """Returns a number of bytes with its unit, rounded up.
 
     >>> size_of(999), size_of(1_001), size_of(5_306_880)
     ('999 B', '1.1 kB', '5.4 MB')

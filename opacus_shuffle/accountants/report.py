@@ -1,4 +1,4 @@
-"""Reports every bound on one run, from the least trust to the most, each with its meaning.
+"""Reports every bound on a run with its meaning, and warns about weaknesses of the run.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> week = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
@@ -63,32 +63,32 @@ NO_GAIN = (
 )
 
 HOW_IT_RAN = {
-    "simulated": "by one run, which sees every record and plays the records' owners and the "
+    "simulated": "by one run, which sees every record and simulates the records' owners and the "
     "shuffler",
-    "clients": "what is called a record is a client, with all that it holds",
-    "selected": "the server drew who takes part, so that no gain from sampling holds against that "
+    "clients": "a record is a client, with all that it holds",
+    "selected": "the server drew the participants, so no gain from sampling holds against that "
     "server",
-    "pytorch_noise": "the noise is PyTorch's own, as in Opacus; on a CPU its generator gives its "
-    "state away to whoever sees enough noise alone; secure_mode=True, and every accountant of this "
-    "package, draws from a cipher",
-    "numpy_noise": "the noise is NumPy's global generator's, no cipher: 624 of its words give all "
-    "others away, and whoever knows a seed that it was given can draw the noise again",
+    "pytorch_noise": "the noise is from PyTorch's generator, as in Opacus; on a CPU enough noise "
+    "alone reveals the generator's state; secure_mode=True, and every accountant of this package, "
+    "draws from a cipher",
+    "numpy_noise": "the noise is from NumPy's global generator, which is no cipher: 624 of its "
+    "words determine all others, and its seed determines the noise",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the "
     "expected size",
 }
 
 POINTS = 9
-"""Of each curve of the picture."""
+"""Points of each curve of the picture."""
 
 _COMPARABLE = ("mechanism", "rounds", "delta", "adjacency", "adversary", "trusted")
-"""What two values must have in common to speak of the same thing."""
+"""The fields that two comparable values have in common."""
 
 QUOTED = {
     "noise_multiplier": "noise multiplier",
     "num_users": "users",
     "sample_rate": "sampling rate",
 }
-"""The fields of mechanisms that a statement tells, and how it calls them."""
+"""The fields of mechanisms in a statement, and their names there."""
 
 HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
 
@@ -97,36 +97,36 @@ class PrivacyReport:
     """All bounds on one run of one mechanism, at one δ.
 
     Args:
-        rounds: What ran: mechanisms with their numbers of rounds, at least one (see
+        rounds: Mechanisms with their numbers of rounds, at least one (see
             :meth:`ShuffleAccountant.rounds`).
         delta: δ in (0, 1).
         adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
         orders: Rényi orders in place of the adaptive grid, for the bounds that use any.
-        simulated: The rounds were run by one training run, in one process or several that trust
+        simulated: Whether one training run ran the rounds, in one process or in several that trust
             each other.
-        clients: What reports is a client that may hold many records, which are protected together.
-        selected: The server drew who takes part in a round, in place of the clients' own coins.
-        emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol
-            is emulated.
-        pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
-        numpy_noise: The noise came from NumPy's global generator, as in Flower.
-        predictable: Seeds and generators that a user has passed, with which others can draw the
-            noise again.
-        sent: What one user has sent; by default what the mechanism says.
+        clients: Whether a report is that of a client, whose records are protected together.
+        selected: Whether the server drew the participants, instead of the clients' coins.
+        emulated: Whether the noise was added once to the sum (``local_noise=False``), which
+            emulates the shuffle protocol.
+        pytorch_noise: Whether the noise came from PyTorch's generator, as in Opacus.
+        numpy_noise: Whether the noise came from NumPy's global generator, as in Flower.
+        predictable: Seeds and generators passed by a user, with which others can draw the noise
+            again.
+        sent: The traffic of one user; by default that of the mechanism.
         rewound: How many accounted rounds were replaced by a load with ``allow_rewind=True``, or by
             a history that was set by hand.
-        max_grad_norms: What one record's gradient was clipped to, least first, for the statement;
-            none if it is not known.
+        max_grad_norms: The clipping norms of a record's gradient in ascending order, for the
+            statement; empty if they are unknown.
         num_users: n, of the whole data set; by default the users of a round.
-        unchecked: What every ε takes on trust: files from which rounds were loaded that nothing but
-            these files vouches for, or that batches were skipped independently of their content.
-        ran: So many of the rounds ran so far, where those of a begun epoch are all accounted; by
-            default all.
+        unchecked: Assumptions behind every ε that nothing verifies, such as the content of a loaded
+            file, or that batches were skipped independently of their content.
+        ran: The number of rounds that ran so far, if begun epochs are accounted in full; by default
+            all.
         entries: The bounds to report; by default all of the rounds' mechanism.
 
     Attributes:
-        bounds: Every bound's answer, from the least trust to the most.
-        sent: What one user sends; None where the mechanism does not say.
+        bounds: The value of every bound, from the least trust to the most.
+        sent: The traffic of one user; None if the mechanism does not define it.
 
     Raises:
         ValueError: If an argument is out of range or nothing ran.
@@ -173,7 +173,7 @@ class PrivacyReport:
         self.sent = sent_per_user(self.rounds) if sent is None else sent
 
     def _ladder(self, rounds: Rounds) -> list[PrivacyBound]:
-        """Computes every bound on some rounds."""
+        """Computes every bound on the given rounds."""
         return ladder(
             rounds,
             delta=self.delta,
@@ -184,7 +184,7 @@ class PrivacyReport:
 
     @property
     def best(self) -> PrivacyBound:
-        """The smallest ε of the mechanism itself that is proved for every data set: to quote."""
+        """The ε to quote: the mechanism's smallest one that is proved for every data set."""
         baselines = [entry.name for entry in self.entries if entry.baseline]
         of_mechanism = [bound for bound in self.bounds if bound.bound not in baselines]
         proved = [bound for bound in of_mechanism if bound.guarantee is Guarantee.PROVED]
@@ -192,29 +192,26 @@ class PrivacyReport:
 
     @property
     def noisiest(self) -> Mechanism:
-        """The round with the most noise on its mean gradient.
-
-        It is the one with the most on its sum where no number of users is known.
-        """
+        """The round with the most noise on its mean gradient."""
         return max(
             (mechanism for mechanism, _ in self.rounds),
-            key=lambda one: one.noise_of_mean or one.noise_of_sum,
+            key=lambda mechanism: mechanism.noise_of_mean,
         )
 
     def statement(
         self, model: str = "The model", *, format: str = "sentence", **answers: Any
     ) -> str:
-        """Writes what a paper, a model card or the registry of deployments should say.
+        """Returns a statement for a paper, a model card or the registry of deployments.
 
-        The ε to quote, its meaning, its proof, and what voids it.
+        It has the ε to quote, its meaning, its proof, and what voids it.
 
         Args:
-            model: What the paper calls the trained model; it begins the sentence.
+            model: The name of the trained model, with which the sentence begins.
             format: ``"sentence"``, or ``"registry"``: a YAML entry for the registry of
                 differential-privacy deployments.
-            **answers: What only a person knows, for the registry: the keywords of
-                :data:`~opacus_shuffle.accountants.deployment_registry.QUESTIONS`. What is not
-                answered is marked ``<ask>``, and counted.
+            **answers: Answers for the registry that only a person knows, by the keywords of
+                :data:`~opacus_shuffle.accountants.deployment_registry.QUESTIONS`. Open questions
+                are marked ``<ask>`` and counted.
 
         Raises:
             ValueError: If an argument is out of range or unknown.
@@ -266,13 +263,10 @@ class PrivacyReport:
         return " ".join(filter(None, [ran, not_private(self.predictable), promised, *notes]))
 
     def _settings(self) -> str:
-        """The numbers that a reader needs to repeat the accounting.
-
-        Each with its range where it changed.
-        """
+        """Returns the numbers that a reader needs to repeat the accounting, with their ranges."""
         said = []
         for name, words in QUOTED.items():
-            unknown = {0, 1} if name == "num_users" else set()  # said by rounds that know none
+            unknown = {1} if name == "num_users" else set()  # 1 stands for an unknown number
             if values := {getattr(mechanism, name) for mechanism, _ in self.rounds} - unknown:
                 said.append(f"{words} {_range(values)}")
         if self.num_users and self.num_users != self._largest_round:
@@ -283,11 +277,11 @@ class PrivacyReport:
 
     @property
     def _largest_round(self) -> int:
-        """The most users of any round; 0 or 1 where rounds do not know how many they have."""
+        """The most users of any round; 1 if their number is unknown."""
         return max(mechanism.num_users for mechanism, _ in self.rounds)
 
     def _changed(self) -> str:
-        """What the adjacency compares with."""
+        """Returns the run that the adjacency compares with, in words."""
         return (
             self.mechanism_class.zeroed
             if self.adjacency is Adjacency.ZERO_OUT
@@ -295,7 +289,7 @@ class PrivacyReport:
         )
 
     def _ran_note(self) -> str:
-        """A sentence where fewer rounds ran than are accounted; else nothing."""
+        """Returns a sentence if fewer rounds ran than are accounted; else ""."""
         ran, accounted = (plural(rounds, "round") for rounds in (self.ran, self.bounds[0].rounds))
         return f"{ran} ran; begun epochs are accounted in full: {accounted}." * (ran != accounted)
 
@@ -330,7 +324,7 @@ class PrivacyReport:
         }
 
     def __repr__(self) -> str:
-        """The whole text, which notebooks show, too."""
+        """Returns the whole text, which notebooks show as well."""
         first, glossary = self.bounds[0], self._glossary()
         title = (
             f"{first.mechanism}, {plural(first.rounds, 'round')}, "
@@ -367,16 +361,16 @@ class PrivacyReport:
         return "\n".join(lines)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draws ε over the rounds for each bound, on logarithmic axes.
+        """Plots ε over the rounds for each bound, on logarithmic axes.
 
-        The rounds are the first 1, …, T of the history, geometrically spaced. The gap between one
-        pair and certified is shaded.
+        The rounds are the first 1, …, T of the history, geometrically spaced. The gap between
+        ``pair`` and ``certified`` is shaded.
 
         Args:
-            ax: Axes to draw on; by default a new figure's. Needs ``opacus_shuffle[plots]``.
+            ax: The axes; by default those of a new figure. Needs ``opacus_shuffle[plots]``.
 
         Returns:
-            The axes. ``ax.figure.savefig(...)`` writes them.
+            The axes. Save them with ``ax.figure.savefig(...)``.
         """
         if ax is None:
             try:
@@ -419,7 +413,7 @@ class PrivacyReport:
         return ax
 
     def _headline(self) -> str:
-        """The number to quote, and what it means to who has never heard of the shuffle model."""
+        """Returns the number to quote, explained for readers new to differential privacy."""
         best = self.best
         spent = f"epsilon = {round_up(best.epsilon)} at delta = {best.delta:.3g} ({best.bound})"
         if best.guarantee is not Guarantee.PROVED:
@@ -443,9 +437,9 @@ class PrivacyReport:
         )
 
     def _noise(self) -> str:
-        """How noisy the gradient is that training steps by, which the learning rate has to fit."""
+        """Returns a sentence on the noise of the gradients, to which the learning rate must fit."""
         most, which = self.noisiest, "a" if len(self.rounds) == 1 else "the noisiest"
-        if self._largest_round <= 1:  # of rounds that know no number of users
+        if self._largest_round <= 1:  # the number of users is unknown
             return ""
         return (
             f"Noise on one coordinate of {which} round's sum: {most.noise_of_sum:.3g} clipping "
@@ -455,7 +449,7 @@ class PrivacyReport:
         )
 
     def _glossary(self) -> list[tuple[str, str]]:
-        """What the words in the table mean."""
+        """Returns the words of the table with their meanings."""
         terms = []
         for bound in self.bounds:
             text = bound.meaning
@@ -479,7 +473,7 @@ class PrivacyReport:
 
 
 def _range(values: Collection[float]) -> str:
-    """Returns a number in words, or the smallest and the largest of several."""
+    """Returns a number as text, or the smallest and the largest of several."""
     ends = [
         f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
         for value in (min(values), max(values))
@@ -488,12 +482,10 @@ def _range(values: Collection[float]) -> str:
 
 
 def promise(bound: PrivacyBound) -> str:
-    """Returns what a proved ε promises.
-
-    It is said in the words that end a sentence beginning with "training is".
+    """Returns the promise of a proved ε, as the end of a sentence that begins with "training is".
 
     Raises:
-        ValueError: If ε is not proved for every data set: there is no such sentence then.
+        ValueError: If ε is not proved for every data set.
     """
     if bound.guarantee is not Guarantee.PROVED:
         raise ValueError(
@@ -509,7 +501,7 @@ def promise(bound: PrivacyBound) -> str:
 
 
 def large_delta(delta: float, users: int | None) -> str:
-    """Returns a warning if δ allows a run to publish a record outright; empty if it does not."""
+    """Returns a warning if δ would allow a run to publish a record; else ""."""
     if not users or users <= 1 or delta <= 1 / users:
         return ""
     return (
@@ -563,33 +555,30 @@ def weak_noise(mechanism: Mechanism, noise_of_sum: float | None = None) -> str:
 
 
 def not_private(predictable: Sequence[str]) -> str:
-    """Returns a warning about a run whose randomness others can draw again; empty for any other."""
+    """Returns a warning if others can draw the run's randomness again; else ""."""
     if not predictable:
         return ""
     return (
         f"This run is not private: whoever knows {' or '.join(predictable)} can draw its "
-        "randomness again and take it off. Every ε of it is that of the same run with secret "
-        "randomness: for experiments alone."
+        "randomness again and subtract it. Every ε is that of the same run with secret randomness. "
+        "Use it for experiments only."
     )
 
 
 def on_trust(unchecked: Sequence[str]) -> str:
-    """Returns a warning about what every ε of an account rests on; empty if there is nothing."""
+    """Returns a warning about assumptions that nothing verifies; else ""."""
     if not unchecked:
         return ""
     return (
-        f"This account rests on {' and on '.join(unchecked)}: every epsilon here takes that on "
-        "trust."
+        f"This account rests on {' and on '.join(unchecked)}: every epsilon here assumes that "
+        "without a check."
     )
 
 
 def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
-    """Returns a warning where an estimate is below what one pair of data sets has for certain.
+    """Returns a warning if an estimate is below the proved lower value of a pair; else "".
 
-    Else nothing.
-
-    Nothing is said of two values that are about different adversaries, data sets, rounds or δ: they
-    contradict nothing.
+    Values for different adversaries, data sets, rounds or δ do not contradict each other.
     """
     if (
         estimate.guarantee is not Guarantee.ESTIMATE

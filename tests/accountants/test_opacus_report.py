@@ -53,7 +53,7 @@ def test_the_report_holds_the_accountant_s_own_epsilon_with_what_it_is_worth(nam
 def test_the_report_says_in_one_line_that_the_noise_is_pytorch_s_own(secure_mode):
     report = trained("rdp", secure_mode=secure_mode)[0].privacy_report(1e-5)
     for text in (words_of(report), report.statement()):
-        assert ("the noise is PyTorch's own, as in Opacus" in text) is not secure_mode
+        assert ("the noise is from PyTorch's generator, as in Opacus" in text) is not secure_mode
     assert report.to_dict()["pytorch_noise"] is not secure_mode
 
 

@@ -1,6 +1,6 @@
 """The bounds, one file for each family of mechanisms, and their registry.
 
-A file that is put here is found.
+All files of this folder are imported.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """The bounds of Gaussian noise on clipped updates, by a server or by the clients themselves.
 
-Exact, with no gain from sampling (page 14 of the proofs). Their baselines say what the same noise
-would be worth if no server had to be trusted.
+They are exact and gain nothing from sampling (page 14 of the proofs). Their baselines are ε of the
+same noise without a trusted server.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> rounds = [(ServerNoise(noise_multiplier=4.0, num_users=10), 20)]
@@ -29,7 +29,7 @@ from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER
 
 CITES = "docs/proofs, page 14"
 ASSUMED_DIMENSION = 1_000_000
-"""Of sums of bits, whose noise hardly depends on it."""
+"""The dimension of sums of bits, whose noise hardly depends on it."""
 
 
 @register_bound(
@@ -53,7 +53,7 @@ ASSUMED_DIMENSION = 1_000_000
 def _certified(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    """Theorem 14.1: one Gaussian mechanism, whose μ² is the sum of the rounds'."""
+    """Computes Theorem 14.1: one Gaussian mechanism whose μ² is the sum of those of the rounds."""
     squared = sum(
         count * ((adjacency.distance / one.noise_multiplier) ** 2 + one.count_noise**-2)
         for one, count in rounds
@@ -105,5 +105,5 @@ def _bits(
     summed = [(bits, sum(count for _, count in rounds))]
     try:
         return Answer(compute_bound(summed, delta=delta, adjacency=adjacency).epsilon)
-    except ValueError as error:  # a delta that the tails of so many rounds use up
+    except ValueError as error:  # the tails of all rounds use up delta
         raise NotCovered(str(error)) from None

@@ -1,7 +1,7 @@
-"""The bounds of random allocation, by which each record trains once an epoch.
+"""The bounds of random allocation, in which each record trains once an epoch.
 
-Steps may differ in σ. What no bound covers: a run that shows how many records its batches have, or
-whose batches are not drawn anew for every epoch (docs/how_to/train_once_an_epoch.rst).
+Steps may differ in σ. No bound covers a run that reveals the sizes of its batches, or whose batches
+are not drawn anew for every epoch (docs/how_to/train_once_an_epoch.rst).
 
 >>> from opacus_shuffle.accountants.bounds.registry import ladder
 >>> from opacus_shuffle.accountants.mechanisms import RandomAllocation
@@ -35,15 +35,15 @@ ADVERSARY = (
 def epochs_of(
     rounds: Rounds, noise_of_epoch: Callable[[float, float], float] = min
 ) -> shuffled_rounds.Rounds:
-    """Returns the epochs that some steps make up, in their order; a begun epoch counts in full.
+    """Returns the epochs of the steps, in order; a begun epoch counts in full.
 
     A run may end because of what an epoch shows. It then costs as much as the whole epoch
     (Corollary 11.3).
 
     Args:
-        rounds: Steps, each kind with its number of repetitions.
-        noise_of_epoch: Which of two noise multipliers counts, where they change within an epoch:
-            the smaller one is on the safe side.
+        rounds: Steps with their numbers of repetitions.
+        noise_of_epoch: Chooses between two noise multipliers of one epoch. The smaller one gives an
+            upper bound.
     """
     epochs: list[tuple[shuffled_rounds.ShuffledRound, int]] = []
     batches = missing = 0  # missing: steps that the latest epoch has not run yet
@@ -84,7 +84,7 @@ def _certified(
     if adjacency is Adjacency.REPLACE:
         return Answer(random_allocation.replacement_epsilon(epochs, delta=delta))
     lower, upper = random_allocation.zero_out_epsilon(epochs, delta=delta)
-    # Of noise that changes within an epoch, the least was taken: that bounds nothing from below.
+    # If the noise changes within an epoch, the least was used, which gives no lower bound.
     return Answer(upper, lower if epochs == epochs_of(rounds, max) else None)
 
 
@@ -103,7 +103,7 @@ _baseline = functools.partial(
 def _shuffled_batches(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    """One record is in one batch of every epoch; what is known of the others' places helps none."""
+    """Computes ε of one batch per epoch for each record; the others' batches reveal nothing."""
     whole = [
         (epoch(round_.noise_multiplier, round_.num_users), count)
         for round_, count in epochs_of(rounds)

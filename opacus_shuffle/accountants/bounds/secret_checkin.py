@@ -1,4 +1,4 @@
-"""The bounds of secret check-in, where who does not take part sends noise.
+"""The bounds of secret check-in, in which users who do not participate send noise.
 
 Rounds may differ in σ, q or size.
 
@@ -28,7 +28,7 @@ Rounds = Sequence[tuple[SecretCheckIn, int]]
 
 
 def secret_rounds(rounds: Rounds) -> list[tuple[SecretRound, int]]:
-    """Returns the rounds as :mod:`opacus_shuffle.analysis` knows them, of the honest users."""
+    """Returns the rounds of the honest users as records of :mod:`opacus_shuffle.analysis`."""
     return [
         (
             SecretRound(
@@ -53,8 +53,8 @@ def _estimate(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     SecretCheckIn,
     "certified",
     estimates=(_estimate,),
-    meaning="the reports of all users are seen in random order; whatever the other records are, "
-    "those of who does not take part hide the others",
+    meaning="the reports of all users are seen in random order; for all other records, the reports "
+    "of users who do not participate hide the others",
     cites="docs/proofs, page 12",
     guarantee=Guarantee.PROVED,
 )

@@ -2,7 +2,7 @@
 
 Rounds may differ in σ, γ or size.
 
-``docs/guarantees.rst`` says what they mean, ``docs/errata.rst`` why the pair of SG Theorems 1, 2
+``docs/guarantees.rst`` explains them. ``docs/errata.rst`` explains why the pair of SG Theorems 1, 2
 and 3 is neither the worst one nor about replacement.
 
 >>> from opacus_shuffle.accountants.bounds.registry import ladder
@@ -55,17 +55,14 @@ PAIR = (
 )
 PUBLISHED = f"the published formula, for {PAIR}; other pairs can be worse"
 FEW = 0.01
-"""The share of δ that ``secure_aggregation`` spends on rounds by coins that have very few reports.
-"""
+"""The share of δ that ``secure_aggregation`` spends on rounds by coins with very few reports."""
 
 
 def printed_rdp(round_: ShuffledRound, orders: Vector) -> Vector:
-    """Returns the RDP by the paper's formulas, one round.
+    """Returns the RDP of one round by the paper's formulas, never below the pair's exact value.
 
-    Theorem 1, for a round of everyone, is exact already.
-
-    Never below the pair's exact value: Theorem 3 as printed would be, for fewer than one expected
-    report.
+    Theorem 1, for a round of everyone, is exact. Theorem 3 as printed can be below the exact value
+    for fewer than one expected report.
     """
     exact = mean_ratio.compute_rdp(orders=orders, **dataclasses.asdict(round_))
     if round_.sampling is None:
@@ -74,7 +71,7 @@ def printed_rdp(round_: ShuffledRound, orders: Vector) -> Vector:
 
 
 def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
-    """Returns the rounds as :mod:`opacus_shuffle.analysis` knows them."""
+    """Returns the rounds as records of :mod:`opacus_shuffle.analysis`."""
     names = [field.name for field in dataclasses.fields(ShuffledRound)]
     return [
         (ShuffledRound(**{name: getattr(mechanism, name) for name in names}), count)
@@ -196,9 +193,9 @@ def _local(
 def _secure_aggregation(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    """The sum of a round's reports carries the noise of all of them.
+    """Computes ε of sums, which carry the noise of all reports of a round.
 
-    A round by coins has at least the number of reports counted on, but for a small share of δ.
+    A round by coins has at least the assumed number of reports, except with a small share of δ.
     """
     ran = merge(shuffled(rounds))
     sampled = any(round_.sample_rate < 1 for round_, _ in ran)
@@ -207,17 +204,17 @@ def _secure_aggregation(
     share = few / sum(count for _, count in ran)
     noised = [(_of_sum(round_, fewest_reports(round_, share)), count) for round_, count in ran]
     epsilon = unshuffled_epsilon(noised, delta=delta - few, distance=adjacency.distance)
-    if by_coins:  # a sum is no more than its reports
+    if by_coins:  # a sum reveals no more than its reports
         epsilon = min(epsilon, unshuffled_epsilon(ran, delta=delta, distance=adjacency.distance))
     return Answer(epsilon, covers=f"{EVERY_DATA_SET}, sample seen" if sampled else None)
 
 
 @functools.lru_cache(maxsize=256)
 def fewest_reports(round_: ShuffledRound, probability: float) -> float:
-    """Returns k: a record's round has fewer than k reports with at most this probability.
+    """Returns k such that a record's round has fewer than k reports with at most this probability.
 
-    A record that takes part makes one report; by coins the others make a binomial number, whose
-    tail is rounded down.
+    A participating record makes one report. By coins the others make a binomial number, whose tail
+    is rounded down.
     """
     if round_.sampling != "poisson" or round_.sample_rate == 1:
         return round_.num_users * round_.sample_rate
@@ -240,7 +237,7 @@ def fewest_reports(round_: ShuffledRound, probability: float) -> float:
 def _central(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    """DP-SGD: the sampled Gaussian mechanism with the noise of the sum, √B·σ."""
+    """Computes ε of DP-SGD: the sampled Gaussian mechanism with the noise of the sum, √B·σ."""
     server = [
         (_of_sum(round_, round_.num_users * round_.sample_rate), count)
         for round_, count in shuffled(rounds)
@@ -266,6 +263,6 @@ def _central(
 
 
 def _of_sum(round_: ShuffledRound, reports: float) -> ShuffledRound:
-    """The round with the noise of the sum of so many reports."""
+    """Returns the round with the noise of a sum of reports."""
     largest = 1e12  # that any mechanism takes
     return round_.with_noise(min(math.sqrt(max(reports, 1.0)) * round_.noise_multiplier, largest))

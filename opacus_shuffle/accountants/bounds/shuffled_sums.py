@@ -3,16 +3,16 @@
 All of them are proved for every data set and both adjacencies.
 
 ``certified``
-    The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`) composed
-    exactly: the smallest of everyone in every round, of seeing in which rounds a record takes part,
-    and of secret coins or samples of fixed size (:mod:`opacus_shuffle.analysis.sampled_sums`). One
-    pair's lower value stands beside it where it is known. Random allocation costs what it costs a
-    trusted server (:mod:`opacus_shuffle.accountants.bounds.random_allocation`) with the covering
-    Gaussian's noise.
+    The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`), composed
+    exactly. It is the smallest of three values: for everyone in every round, for samples that are
+    seen, and for secret coins or samples of fixed size
+    (:mod:`opacus_shuffle.analysis.sampled_sums`). If known, a lower value of one pair is reported
+    with it. Random allocation costs the same as at a trusted server
+    (:mod:`opacus_shuffle.accountants.bounds.random_allocation`) with the covering Gaussian's noise.
 
-A record that becomes zero moves the sum half as far as one that becomes any other. With coins that
-is so in secret, too, and a round is DP-SGD's, for both adjacencies. A sample of fixed size has
-another record in its place: such an ε holds for both adjacencies, and says so.
+A record that becomes zero moves the sum half as far as one that becomes any other. With secret
+coins the same holds, and a round is one of DP-SGD, for both adjacencies. A sample of fixed size
+contains another record instead, so its ε holds for both adjacencies, as its meaning states.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledSums
@@ -95,13 +95,13 @@ def _certified(
 def _lower(
     rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency: Adjacency
 ) -> float | None:
-    """A value that no valid ε is below, by one pair of data sets.
+    """Returns a lower bound on every valid ε by one pair of data sets, or None.
 
     It is None for drop-outs, samples of several sizes, random allocation, or odd grids.
 
-    By coins: one record at the end of a coordinate's grid becomes zero, which all others are. With
-    samples of fixed size: it goes from one end to the other, where all others are. Of very many
-    different rounds, those that tell most: what the others tell is left out, which only lowers it.
+    By coins: one record at the end of a coordinate's grid becomes zero, as all others are. With
+    samples of fixed size: it moves from one end to the other, where all others are. Of very many
+    different rounds only those that reveal most are used, which only lowers the value.
     """
     samplings = {
         (mechanism.sampling if mechanism.sample_rate < 1 else None, mechanism.sample_rate)
@@ -161,12 +161,12 @@ def _central(
 
 
 def _allocated(rounds: Rounds) -> bool:
-    """Tells whether each record is in one round of every epoch; refuses rounds of both kinds."""
+    """Tells whether the rounds are random allocation; refuses a mixture with other rounds."""
     allocated = {mechanism.sampling == "random_allocation" for mechanism, _ in rounds}
     if len(allocated) > 1:
         raise NotCovered(
-            "rounds with sampling='random_allocation' make epochs, which rounds of other samples "
-            "would interrupt: account for the two apart (epsilons and deltas add up)"
+            "rounds with sampling='random_allocation' form epochs, which other rounds would "
+            "interrupt: account for the two apart (epsilons and deltas add up)"
         )
     return allocated.pop()
 
@@ -174,19 +174,19 @@ def _allocated(rounds: Rounds) -> bool:
 def _allocated_epsilons(
     rounds: Rounds, noise: str, *, lost: float, delta: float, adjacency: Adjacency
 ) -> dict[str, float]:
-    """Returns ε of epochs in which each record is in one round, by what is known of which one.
+    """Returns ε of epochs of random allocation, by the adversary's knowledge of the batches.
 
     A trusted server's Gaussian noise covers the binomial noise, round by round (Theorem 11.9).
 
     Args:
         rounds: With random allocation, in the order in which they ran.
-        noise: The attribute that is the server's noise multiplier.
-        lost: What all rounds lose of δ.
+        noise: The attribute with the server's noise multiplier.
+        lost: The loss of δ in all rounds.
         delta: δ.
         adjacency: Between which data sets.
 
     Raises:
-        ValueError: If nothing is left of δ.
+        ValueError: If the loss uses up δ.
     """
     if lost >= delta:
         raise _delta_exhausted(lost, rounds, delta)
@@ -208,10 +208,10 @@ def _allocated_epsilons(
 def gaussian_epsilons(
     rounds: list[tuple[SampledSum, int]], *, delta: float, adjacency: Adjacency = Adjacency.REPLACE
 ) -> dict[str, float]:
-    """Returns ε of rounds of the Gaussian mechanism on samples, by what is known of the samples.
+    """Returns ε of Gaussian rounds on samples, by the adversary's knowledge of the samples.
 
     Raises:
-        ValueError: If what the rounds lose leaves nothing of δ, so that none is finite.
+        ValueError: If the losses use up δ, so no value is finite.
     """
     lost = math.fsum(sampled_sum.lost * count for sampled_sum, count in rounds)
     everyone = all(sampled_sum.sample_rate == 1 for sampled_sum, _ in rounds)
@@ -223,8 +223,7 @@ def gaussian_epsilons(
             rounds, delta=delta, zeroed=zeroed
         )
     if lost < delta:
-        # a record is in each independent sample with probability γ: its own coin, as far as it is
-        # concerned
+        # Each sample contains a given record with probability γ, as if by its own coin.
         seen = [
             (
                 ShuffledRound(
@@ -245,9 +244,9 @@ def gaussian_epsilons(
 
 
 def _delta_exhausted(lost: float, rounds: Sequence[tuple[object, int]], delta: float) -> ValueError:
-    """Returns what to raise where the rounds' tails take all of δ."""
+    """Returns the error for tails that use up δ."""
     return ValueError(
-        f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in "
+        f"delta must exceed the loss in binomial tails, {lost:.3g} in "
         f"{sum(count for _, count in rounds)} steps, got {delta!r}: ask for a larger delta or "
         "fewer steps, or build the protocol with a smaller delta"
     )

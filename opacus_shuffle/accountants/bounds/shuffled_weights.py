@@ -1,13 +1,10 @@
-"""The bounds of Yang, Ji and Xiang's weight shuffling (WS).
+"""The bounds of Yang, Ji and Xiang's weight shuffling (WS), DP-SGD with permuted weights.
 
-They are about DP-SGD with permuted weights. Steps may differ in σ or γ.
-
-No ε smaller than DP-SGD's holds for every data set: a gradient with equal entries looks the same
-after any permutation. And whoever sees the weights before and after a step can undo its
-permutation; ``published`` and ``pair`` are about an adversary who sees each permuted noised
-gradient by itself. Clipping the sum to c′ is a projection on a ball, which brings no two points
-further apart, so it costs no ε. Parameters that stay where they are have noise of at least the same
-σ.
+Steps may differ in σ or γ. No ε smaller than DP-SGD's holds for every data set, because a gradient
+with equal entries is the same after any permutation. An adversary who sees the weights before and
+after a step can undo its permutation; ``published`` and ``pair`` assume one who sees each permuted
+noised gradient by itself. Clipping the sum to c′ is a projection on a ball, which moves no two
+points further apart, so it costs no ε. Parameters that are not permuted have noise of at least σ.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledWeights
@@ -58,9 +55,9 @@ _HALF = "half of delta for the steps"
 
 
 def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
-    """ε of one step before sampling by WS Theorem 6.
+    """Returns ε of one step before sampling by WS Theorem 6.
 
-    Parameters that stay count as the Gaussian mechanism they are.
+    Parameters that are not permuted count as a Gaussian mechanism.
     """
     if mechanism.layers == (1,):
         return gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=delta)
@@ -118,7 +115,7 @@ def _published(
 def _pair(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    """Nothing of others, one record's gradient in one of the smallest layer's coordinates."""
+    """Computes ε of one record's gradient in a single coordinate, with the others at zero."""
     largest = 1e12  # the most noise that has a distribution
     steps = [
         (
@@ -155,7 +152,7 @@ def _pair(
 def _certified(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
 ) -> Answer:
-    """DP-SGD's own: permuting is post-processing, clipping the sum a contraction."""
+    """Computes ε of DP-SGD: permuting is post-processing, and clipping the sum a contraction."""
     sampled = shuffled(rounds)
     if adjacency is Adjacency.ZERO_OUT:
         return Answer(sampled_gaussian_epsilon(sampled, delta=delta))
@@ -165,7 +162,7 @@ def _certified(
 
 
 def _chained(sampled: Sequence[tuple[ShuffledRound, int]], delta: float) -> float:
-    """A replacement as two zero-outs, one after the other: (2ε, δ′ + e^ε·δ′)."""
+    """Returns ε of a replacement as two zero-outs in a row: (2ε, δ′ + e^ε·δ′)."""
 
     def excess(log_share: float) -> float:
         share = delta * math.exp(log_share)

@@ -1,4 +1,4 @@
-"""The mechanisms, one file for each family; a file that is put here is found.
+"""The mechanisms, one file for each family. All files of this folder are imported.
 
 >>> ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1).expected_reports
 6000.0

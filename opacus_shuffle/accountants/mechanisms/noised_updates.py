@@ -1,6 +1,7 @@
-"""Rounds of other software: a server, or each client, adds Gaussian noise to clipped updates.
+"""Rounds of other software, such as Flower: Gaussian noise on clipped updates.
 
-Flower's, for one. Nothing in this package trains so; these records account for what ran elsewhere.
+The server adds the noise, or each client does. This package does not train so; the records account
+for runs elsewhere.
 
 >>> ServerNoise(noise_multiplier=1.0, num_users=100, sample_rate=0.1).noise_of_mean
 0.1
@@ -22,14 +23,14 @@ class ServerNoise(Mechanism, trains=False):
     """A trusted server averages clipped updates, adds Gaussian noise, and releases the model.
 
     Attributes:
-        noise_multiplier: The noise's standard deviation over the farthest that one client's update
-            moves what it is added to: the clipping norm for a sum, the clipping norm times the
-            largest weight for a weighted mean.
+        noise_multiplier: The noise's standard deviation over the sensitivity to one client's
+            update: the clipping norm for a sum, the clipping norm times the largest weight for a
+            weighted mean.
         num_users: n, all clients.
-        sample_rate: The share of them that the round has. Nothing is gained from it, as samples
-            of fixed size that a server draws are not the coins that a gain is proved for.
-        count_noise: Standard deviation of the noise on how many updates exceeded the clipping norm,
-            where that number is released too, as by adaptive clipping; infinite if it is not.
+        sample_rate: The share of them in the round. It gains nothing, because the proofs need coins
+            and a server draws samples of fixed size.
+        count_noise: Standard deviation of the noise on the number of updates above the clipping
+            norm, if it is released as by adaptive clipping; else infinite.
     """
 
     name: ClassVar[str] = "server_noise"
@@ -57,7 +58,7 @@ class ClientNoise(ServerNoise, trains=False):
     Attributes:
         noise_multiplier: The noise's standard deviation over the clipping norm.
         num_users: n, all clients.
-        sample_rate: The share of them that is asked in a round. Nothing is gained from it.
+        sample_rate: The share of them in a round. It gains nothing.
     """
 
     name: ClassVar[str] = "client_noise"

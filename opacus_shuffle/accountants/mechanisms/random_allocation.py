@@ -1,7 +1,7 @@
-"""Random allocation: each record trains exactly once an epoch, in a batch that is drawn at random.
+"""Random allocation: each record trains exactly once per epoch, in a batch drawn at random.
 
-It is DP-SGD at one trusted server, whose batches are made by one secret uniform draw of each record
-for each epoch ("balls in bins": Chua et al. 2024; Choquette-Choo et al. 2025; Feldman and Shenfeld
+It is DP-SGD at one trusted server. In each epoch a secret uniform draw assigns each record to a
+batch ("balls in bins": Chua et al. 2024; Choquette-Choo et al. 2025; Feldman and Shenfeld
 2025).
 """
 
@@ -21,14 +21,13 @@ class RandomAllocation(Mechanism):
     """One step of an epoch of ``num_batches``, the noised sum of one batch.
 
     Steps are counted in the order in which they ran, ``num_batches`` per epoch. A begun epoch
-    counts in full, because a run may end because of what the epoch shows.
+    counts in full, because its results may be the reason for the end of a run.
 
     Attributes:
         noise_multiplier: σ of the **sum** in units of the clipping norm, as in Opacus.
-        num_users: n, raised to one for each batch; 1 where it is not known, as no bound depends on
-            it.
+        num_users: n, at least one per batch; 1 if it is unknown, as no bound depends on it.
         sample_rate: 1/t, the expected share of the records in a batch.
-        num_batches: t, into how many batches the records of an epoch fall.
+        num_batches: t, the number of batches of an epoch.
     """
 
     name: ClassVar[str] = "random_allocation"

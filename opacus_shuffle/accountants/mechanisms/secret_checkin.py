@@ -1,7 +1,8 @@
-"""Secret check-in: all users report in every round, and who does not take part sends noise alone.
+"""Secret check-in: all users report in every round, and non-participants send noise alone.
 
-Who took part is seen by nobody: neither by the server, nor by the shuffler, nor on the network.
-Takagi and Liew's blanket mixing (arXiv 2604.28032) is close to it; the theorems are this library's.
+Nobody learns who participates: neither the server, nor the shuffler, nor an observer of the
+network. Takagi and Liew's blanket mixing (arXiv 2604.28032) is similar; the theorems are this
+library's.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from opacus_shuffle.protocols.calibration import honest_users
 class SecretCheckIn(GaussianReports):
     """One round in which each of the n users tosses a secret coin of rate q.
 
-    If it says yes, the user's report is its clipped vector with noise, else it is noise alone.
+    With probability q the user's report is its clipped vector with noise, else it is noise alone.
 
     Attributes:
         noise_multiplier: σ, the standard deviation of one report's noise over the clipping norm,
             where the mean of a report is the vector. The sum of all reports carries √n·σ.
         num_users: n, all of whom report.
-        sample_rate: q, the coins' rate: the expected share of the users who take part.
-        report: ``"linear"``: who takes part draws its report's part along its vector with a density
-            that is tilted linearly; ``"gaussian"``: it adds N(0, σ²C²I); ``"step"``: its part along
-            its vector is above a threshold more often than that of noise alone. Where
-            hundreds of users send noise alone, linear reports cost the least ε at one σ. Step
-            reports alone have a :meth:`pure_local_epsilon`.
+        sample_rate: q, the rate of the coins: the expected share of participants.
+        report: The distribution of a participant's report. ``"linear"``: its component along the
+            vector has a linearly tilted density. ``"gaussian"``: the vector plus N(0, σ²C²I).
+            ``"step"``: its component along the vector exceeds a threshold more often than that of
+            noise alone. If hundreds of users send noise alone, linear reports have the smallest ε
+            at the same σ. Only step reports have a :meth:`pure_local_epsilon`.
         honest_fraction: The share of the users who follow the protocol and keep noise and coins
             secret.
 
@@ -69,24 +70,24 @@ class SecretCheckIn(GaussianReports):
         self._set(honest_fraction=sampling_rate("honest_fraction", self.honest_fraction))
         if self.sample_rate == 1:
             raise ValueError(
-                "sample_rate of secret_checkin must be below 1: with 1 all users take part, nobody "
-                "sends noise alone, and no report hides another; pass less (in training: batches "
-                "smaller than the data set), or use shuffle_gauss"
+                "sample_rate of secret_checkin must be below 1: with 1 everyone participates, "
+                "nobody sends noise alone, and no report hides another; pass less (in training: "
+                "batches smaller than the data set), or use shuffle_gauss"
             )
         if self.report != "gaussian" and self.noise_multiplier < LEAST_TILTED_NOISE:
             raise ValueError(
                 f"noise_multiplier of {self.report} reports must be at least {LEAST_TILTED_NOISE}, "
-                f"got {self.noise_multiplier}: next to every report of less noise tells its "
-                "sender; pass more, or report='gaussian'"
+                f"got {self.noise_multiplier}: with less noise most reports reveal their sender; "
+                "pass more, or report='gaussian'"
             )
 
     @classmethod
     def of_batch(
         cls, *, noise_multiplier: float, num_users: int, emulated: bool = False, **fields: Any
     ) -> Mechanism:
-        """Returns the round that one step of training is; noise on the sum is that of all users.
+        """Returns the round of one training step, where the noise on the sum is that of all users.
 
-        Reports are Gaussian, as Opacus's noise is, unless another shape is asked for.
+        Reports are Gaussian, as Opacus's noise is, unless another shape is passed.
         """
         if emulated:
             noise_multiplier /= math.sqrt(num_users)
@@ -94,11 +95,11 @@ class SecretCheckIn(GaussianReports):
         return super().of_batch(noise_multiplier=noise_multiplier, num_users=num_users, **fields)
 
     def pure_local_epsilon(self, *, adjacency: str = "zero_out") -> float:
-        """Returns one round's ε at δ = 0 against whoever sees who sends which report, rounded up.
+        """Returns one round's ε at δ = 0 for an adversary who sees the sender of every report.
 
-        So against the shuffler and the network. Rounds add up. It is infinite unless ``report`` is
-        ``"step"``: other reports' likelihood ratios have no bound. What double precision leaves of
-        it, docs/proofs say (13.9).
+        Such adversaries are the shuffler and the network. The values of rounds add up. It is
+        rounded up, and infinite unless ``report`` is ``"step"``, because the likelihood ratios of
+        other reports are not bounded. docs/proofs (13.9) covers the effect of double precision.
         """
         return pure_epsilon(
             shape_of(self.report, self.noise_multiplier),
@@ -108,12 +109,12 @@ class SecretCheckIn(GaussianReports):
 
     @property
     def honest_users(self) -> int:
-        """h, whose coins and noise hide each other; the user that is attacked is one of them."""
+        """h, the users whose coins and noise hide each other, with the attacked user."""
         return honest_users(self.num_users, self.honest_fraction)
 
     @property
     def noised_reports(self) -> float:
-        """How many reports' noise the sum carries: that of all users."""
+        """The number of reports whose noise is in the sum: all users."""
         return float(self.num_users)
 
     @property

@@ -1,9 +1,8 @@
 """Liew and Takahashi's shuffle Gaussian mechanisms (SG).
 
-There is one for each of its Theorems 1, 2 and 3, which differ in how users are drawn.
-
-A report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees the
-round's reports in random order (and how many there are): ``noise_multiplier`` is that local σ.
+There is one for each of the Theorems 1, 2 and 3, which differ in the sampling of users. A report is
+a vector clipped to norm C plus N(0, σ²C²I), added by its sender. The adversary sees the round's
+reports in random order, and their number. ``noise_multiplier`` is the local σ.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from opacus_shuffle.analysis.mean_ratio import Sampling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GaussianReports(Mechanism):
-    """A round in which users send their vectors with Gaussian noise, whoever they are."""
+    """A round in which users send their vectors with Gaussian noise."""
 
     @property
     def bits_per_coordinate(self) -> int:
-        """A number in single precision, which is what training sends."""
+        """The bits of a number in single precision, which training sends."""
         return 32
 
 
@@ -58,8 +57,8 @@ class SubsampledShuffle(GaussianReports):
 
     Attributes:
         noise_multiplier: σ of **each report**, over the clipping norm.
-        num_users: n, all who may be drawn.
-        sample_rate: γ in (0, 1], the share that is.
+        num_users: n, the population.
+        sample_rate: γ in (0, 1], the share that is drawn.
     """
 
     name: ClassVar[str] = "subsampled_shuffle"
@@ -72,12 +71,12 @@ class SubsampledShuffle(GaussianReports):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledCheckIn(GaussianReports):
-    """Each of the users reports with probability γ, by its own coin (SG Theorem 3).
+    """Each user reports with probability γ, by its own coin (SG Theorem 3).
 
     Attributes:
         noise_multiplier: σ of **each report**, over the clipping norm.
-        num_users: n, all who toss a coin.
-        sample_rate: γ in (0, 1], the probability that a coin says yes.
+        num_users: n, all users who toss a coin.
+        sample_rate: γ in (0, 1], the probability that a user reports.
     """
 
     name: ClassVar[str] = "shuffled_checkin"

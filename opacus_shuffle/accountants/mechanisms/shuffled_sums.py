@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # it needs PyTorch
     from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 TOLERANCE = 1e-6
-"""How far σ may be from what the bits give, relatively.
+"""Relative tolerance between σ and the value that follows from the bits.
 
-Another SciPy's tails differ by some 1e-9.
+The tails of SciPy versions differ by about 1e-9.
 """
 ROUND_DELTA = 1e-9
-"""Of this, binomial tails take a millionth in each round of a protocol that is built from a noise
-multiplier.
+"""The δ of a protocol that is built from a noise multiplier. Binomial tails take a millionth of it
+in each round.
 """
 SAMPLINGS = ("poisson", "fixed_size", "random_allocation")
 _BITS = ("granularity", "noise_trials", "bit_probability", "tail")
@@ -46,34 +46,32 @@ _BITS = ("granularity", "noise_trials", "bit_probability", "tail")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledSums(Mechanism):
-    """One round's sum of clipped vectors, each sent as shuffled bits with noise bits among them.
+    """One round's sum of clipped vectors, each sent as shuffled bits together with noise bits.
 
-    The adversary sees every bit with its coordinate, so the sum of all rounded vectors and binomial
-    noise. The plain numbers describe a
-    :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: :meth:`of_protocol` reads them
-    off, :meth:`build` chooses them for a noise multiplier.
+    The adversary sees every bit with its coordinate, which amounts to the sum of all rounded
+    vectors and binomial noise. The numbers describe a
+    :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`. :meth:`of_protocol` takes them
+    from a protocol, and :meth:`build` chooses them for a noise multiplier.
 
     Attributes:
-        noise_multiplier: 2/μ: over the clipping norm, the noise of the Gaussian mechanism on the
-            **sum** that is no more private than a round. (Replacing a record moves the sum by up to
-            twice the norm.) It must follow from the bits.
+        noise_multiplier: 2/μ, the noise over the clipping norm of the Gaussian mechanism on the
+            **sum** that covers a round. (Replacing a record moves the sum by up to twice the norm.)
+            It must follow from the bits.
         num_users: n, the whole data set.
         sample_rate: γ, the expected share of it in each round.
-        sampling: ``"poisson"``: all n users report in every round, and each tosses a secret coin of
-            rate γ for whether its vector is in its report; else that says zero, and nobody learns
-            which. ``"fixed_size"``: γ·n users, drawn afresh and in secret, report.
-            ``"random_allocation"``: all n users report in every round, and γ is 1/t: in every t
-            rounds, an epoch, each user's vector is in one, by a secret uniform draw of its own.
-            Steps are counted as in
+        sampling: ``"poisson"``: all n users report in every round. A secret coin of rate γ decides
+            whether a user's report contains its vector or zero. ``"fixed_size"``: γ·n users, drawn
+            afresh and in secret, report. ``"random_allocation"``: all n users report in every
+            round, and γ is 1/t. In every epoch of t rounds each user's vector is in one report, by
+            a secret uniform draw. Steps are counted as in
             :class:`~opacus_shuffle.accountants.mechanisms.random_allocation.RandomAllocation`.
         dimension: d, entries of a vector.
         granularity: g, steps of the grid from −C to C.
         noise_trials: m, the honest reports' noise bits of one coordinate together, all reports of a
             round.
         bit_probability: p, that a noise bit is 1.
-        tail: What one round's binomial tails may take of δ; μ covers all but :attr:`lost`, which is
-            no more.
-        honest_fraction: The share of a round's reports that carry their noise for certain.
+        tail: The share of δ that one round's binomial tails may take; :attr:`lost` is at most that.
+        honest_fraction: The share of a round's reports that are certain to carry their noise.
 
     Raises:
         ValueError: If a number is out of range, or one of them does not follow from the bits.
@@ -85,7 +83,7 @@ class ShuffledSums(Mechanism):
     noise_is_local: ClassVar[bool] = False
     trains_on_stock_engines: ClassVar[bool] = False
     least_noise: ClassVar[float] = SMALLEST_MULTIPLIER
-    # What varies follows from the bits: it may be another SciPy's.
+    # The multiplier follows from the bits, but SciPy versions may round it differently.
     noise_multiplier: float = described(
         "noise of the sum over the clipping norm", "SIGMA", varies=True
     )
@@ -139,8 +137,8 @@ class ShuffledSums(Mechanism):
             raise ValueError(
                 f"honest_fraction={self.honest_fraction} goes with sampling='poisson' or "
                 f"sample_rate=1, got sampling={self.sampling!r} and "
-                f"sample_rate={self.sample_rate}: who of a sample is honest is random, and "
-                "dishonest ones know who of them is in it; pass honest_fraction=1"
+                f"sample_rate={self.sample_rate}: the number of honest users in a sample is "
+                "random, and dishonest users know which of them are in it; pass honest_fraction=1"
             )
         follows = 2 / gaussian_equivalent(self._sum, lost=self.tail)[0]
         if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
@@ -155,9 +153,8 @@ class ShuffledSums(Mechanism):
     def build(cls, **fields: Any) -> Mechanism:
         """Returns the mechanism with these fields.
 
-        Where the bits are left out, they are those of the protocol with this noise.
-
-        A grid does not allow every noise: the multiplier is the one asked for or up to 5 % more.
+        If the bits are missing, they are those of the protocol with this noise. A grid does not
+        allow every noise, so the multiplier may exceed the given one by up to 5 %.
         """
         sound = {*cls.required_fields()} <= fields.keys() <= {*cls.field_names()}
         if any(fields.get(name) for name in _BITS) or not sound:
@@ -208,15 +205,15 @@ class ShuffledSums(Mechanism):
         sample_rate: float | None = None,
         num_batches: int | None = None,
     ) -> ShuffledSums:
-        """Returns the round that a protocol is, by default with everyone's vector in it.
+        """Returns the round of a protocol, by default with everyone's vector in it.
 
         Args:
-            protocol: Its ``num_users`` are the reports of a round.
-            num_users: n, of whom they are a fresh sample of fixed size.
-            sample_rate: γ: they are all n, and each one's vector is in its report with this
-                probability, by a secret coin.
-            num_batches: t: they are all n, and each one's vector is in its report in one of every
-                t rounds, by a secret draw.
+            protocol: The protocol, whose ``num_users`` are the reports of a round.
+            num_users: n, if the reports are a fresh sample of fixed size.
+            sample_rate: γ, if all n users report and a secret coin of this rate decides whether a
+                report contains the vector.
+            num_batches: t, if all n users report and each vector is in one of every t reports, by a
+                secret draw.
 
         Raises:
             ValueError: If more than one of the three is given.
@@ -253,12 +250,12 @@ class ShuffledSums(Mechanism):
 
     @property
     def noise(self) -> BinomialNoise:
-        """The honest reports' noise in one coordinate."""
+        """The noise of the honest reports in one coordinate."""
         return BinomialNoise(trials=self.noise_trials, probability=self.bit_probability)
 
     @property
     def _sum(self) -> BinomialSum:
-        """One round as the analyzer sees it, but for the sample."""
+        """One round as the analyzer sees it, without the sampling."""
         return BinomialSum(noise=self.noise, shift=self.granularity, dimension=self.dimension)
 
     @property
@@ -268,7 +265,7 @@ class ShuffledSums(Mechanism):
 
     @property
     def reports(self) -> int:
-        """How many users report in a round: those of a sample of fixed size, else all of them."""
+        """The number of users who report in a round: a sample of fixed size, or all users."""
         return round(self.expected_reports) if self.sampling == "fixed_size" else self.num_users
 
     @property
@@ -277,9 +274,10 @@ class ShuffledSums(Mechanism):
         return round(1 / self.sample_rate)
 
     def sampled_sum(self, mu: float) -> SampledSum:
-        """Returns the round at some μ under replacement, if it has a sample of its own.
+        """Returns the round as a record of :mod:`opacus_shuffle.analysis.sampled_sums`.
 
-        :mod:`opacus_shuffle.analysis.sampled_sums` accounts for it so.
+        Args:
+            mu: μ under replacement.
         """
         return SampledSum(
             mu=mu, sample_rate=self.sample_rate, lost=self.lost, sampling=str(self.sampling)
@@ -287,39 +285,36 @@ class ShuffledSums(Mechanism):
 
     @property
     def bits_per_coordinate(self) -> int:
-        """As many as the grid has steps, and one user's noise bits: g + b."""
+        """The steps of the grid plus one user's noise bits, g + b."""
         return self.granularity + self.noise_trials // honest_users(
             self.reports, self.honest_fraction
         )
 
     @property
     def count_bits_per_coordinate(self) -> int:
-        """⌈log₂(g + b + 1)⌉: the shuffler can make a user's bits of their count.
-
-        The count is all that the bits say.
-        """
+        """⌈log₂(g + b + 1)⌉, because a user may send the shuffler the count of its ones."""
         return self.bits_per_coordinate.bit_length()
 
     @property
     def reporting_rate(self) -> float:
-        """γ for samples of fixed size, else 1, as all users' reports hide who takes part."""
+        """γ for samples of fixed size, else 1, because all users report."""
         return self.sample_rate if self.sampling == "fixed_size" else 1.0
 
     @property
     def mu(self) -> float:
-        """μ of one round that everyone takes part in, replacement adjacency."""
+        """μ of one round with everyone in it, replacement adjacency."""
         return 2 / self.noise_multiplier
 
     @property
     def noise_std(self) -> float:
-        """The honest reports' noise on one coordinate of the sum, over the clipping norm."""
+        """The honest reports' noise on one coordinate of the sum, in clipping norms."""
         return 2 * math.sqrt(self.noise.variance) / self.granularity
 
     @property
     def noise_of_sum(self) -> float:
-        """Standard deviation of one coordinate of the sum over the clipping norm.
+        """Standard deviation of one coordinate of the sum, in clipping norms.
 
-        It is that of the noise bits, and of rounding at its worst.
+        It includes the noise bits and the largest error of rounding.
         """
         honest = honest_users(self.reports, self.honest_fraction)
         variance = self.noise.variance * self.reports / honest + self.expected_reports / 4

@@ -1,6 +1,6 @@
-"""Yang, Ji and Xiang's weight shuffling (WS).
+"""Yang, Ji and Xiang's weight shuffling (WS): DP-SGD whose weights are permuted at every step.
 
-It is DP-SGD at one trusted server, whose weights are permuted at every step.
+One trusted server trains.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from opacus_shuffle.core.validation import integer, noise_level, positive
 class ShuffledWeights(Mechanism):
     """One step of WS Algorithm 1.
 
-    It releases the noised sum of a Poisson sample's gradients, and the weights, permuted.
+    It releases the noised sum of a Poisson sample's gradients and the weights, both permuted.
 
     Attributes:
         noise_multiplier: σ of the **sum** in units of ``clip`` (DP-SGD's own multiplier), for the
             parameters that are permuted.
         num_users: n; no bound depends on it.
         sample_rate: γ, the probability that a record is in the batch.
-        dimension: d, how many coordinates are permuted; 1 is DP-SGD without shuffling. Several
-            numbers are WS's theorem read layer by layer, each layer a release of its own.
+        dimension: d, the number of permuted coordinates; 1 is DP-SGD without shuffling. Several
+            numbers apply WS's theorem to each layer as a separate release.
         clip: c, the norm that each record's gradient is clipped to.
         batch_clip: c′, the norm that the sum is clipped to before the noise, in the same units; by
             default c.
-        unshuffled_noise_multiplier: σ₀ ≥ σ of the parameters that stay where they are; None if
-            there are none.
-        orbit: The fewest places that a permuted entry can get to; None for d, as WS takes it (no
-            network's permutations mix all its parameters).
+        unshuffled_noise_multiplier: σ₀ ≥ σ of the parameters that are not permuted; None if there
+            are none.
+        orbit: The least number of positions that a permuted entry can move to; None for d, as in WS
+            (no network's permutations mix all its parameters).
     """
 
     name: ClassVar[str] = "shuffled_fw"
@@ -85,8 +85,8 @@ class ShuffledWeights(Mechanism):
             raise ValueError(
                 "unshuffled_noise_multiplier must be at least "
                 f"noise_multiplier={self.noise_multiplier}, got "
-                f"{self.unshuffled_noise_multiplier}: the certified epsilon counts on no less "
-                "noise in what stays (WS Algorithm 1, line 16)"
+                f"{self.unshuffled_noise_multiplier}: the certified epsilon needs at least this "
+                "noise in parameters that are not permuted (WS Algorithm 1, line 16)"
             )
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
@@ -99,7 +99,7 @@ class ShuffledWeights(Mechanism):
         )
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Refuses a clipping norm that is not the one accounted for."""
+        """Refuses a clipping norm other than the accounted one."""
         if self.layers != (1,) and not math.isclose(
             optimizer.max_grad_norm, self.clip, rel_tol=1e-6
         ):
@@ -111,10 +111,10 @@ class ShuffledWeights(Mechanism):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The dimensions, one per release."""
+        """The dimension of each release."""
         return dimensions(self.dimension)
 
     @property
     def record_norm(self) -> float:
-        """How far one record can move the clipped sum from zero, over ``clip``: at most 1."""
+        """The largest norm of a clipped sum of one record over ``clip``, at most 1."""
         return min(1.0, (self.batch_clip or self.clip) / self.clip)
