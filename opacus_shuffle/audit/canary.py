@@ -1,9 +1,9 @@
-"""``GradientCanary``: adds one more record to a batch's sum, or not, as a secret coin says.
+"""``GradientCanary``: adds an artificial record to the sum of a batch if a secret coin says so.
 
-The white-box audit of Nasr et al. 2023 ("Tight Auditing of Differentially Private Machine
-Learning") with their Dirac canary: the record's gradient is zero but for one entry, of the clipping
-norm's size. It is put into the sum just before noise is added (before a batch clipping too), so it
-works on stock Opacus optimizers as on ours, in every grad-sample mode.
+This is the white-box audit of Nasr et al. 2023 ("Tight Auditing of Differentially Private Machine
+Learning") with their Dirac canary. The gradient of the canary is zero except in one entry, whose
+size is the clipping norm. It is added to the sum directly before the noise, and before a batch
+clipping. It therefore works with Opacus's optimizers and with ours, in every grad-sample mode.
 
 >>> import torch
 >>> from opacus import GradSampleModule
@@ -41,9 +41,9 @@ class CanaryTrial:
 
     Attributes:
         present: Whether the canary was in the sum.
-        background: What the released entry would be without canary and noise: the other records'
-            sum, clipped as a batch where the optimizer does that. An adversary who knows all other
-            records can compute it.
+        background: The released entry without canary and noise, which is the sum of the other
+            records, after batch clipping if the optimizer clips batches. An adversary who knows all
+            other records can compute it.
         observed: The entry of the noised sum.
     """
 
@@ -53,39 +53,40 @@ class CanaryTrial:
 
     @property
     def score(self) -> float:
-        """The evidence for the canary: the noise, plus the canary's size if it is there.
+        """The evidence for the canary: the noise, plus the size of the canary if it is present.
 
-        (Less than its size if the batch was clipped.)
+        If the batch was clipped, the canary contributes less than its size.
         """
         return self.observed - self.background
 
 
 class GradientCanary:
-    """Puts a gradient of one entry into the sums of an optimizer's batches, as fair coins say.
+    """Adds a gradient with one nonzero entry to the sums of an optimizer, by fair coins.
 
-    It does so inside of a ``with`` statement, which leaves the optimizer as it was. A training with
-    a canary has seen a record that does not exist; do not use its model.
+    It is active inside a ``with`` statement, which restores the optimizer afterwards. Do not use a
+    model that was trained with a canary, because the canary is not a real record.
 
     Args:
-        optimizer: Any of Opacus's or ours on one process: its ``add_noise`` is wrapped.
-        parameter: Of the optimizer; the tensor in which the entry is.
-        index: Of the entry, along the flattened tensor.
-        generator: Of the coins, on the CPU; by default a secret one.
+        optimizer: An optimizer of Opacus or of this package, on one process. Its ``add_noise`` is
+            wrapped.
+        parameter: The tensor that contains the entry, a parameter of the optimizer.
+        index: The index of the entry in the flattened tensor.
+        generator: A CPU generator for the coins. The default is a secret generator.
 
     Attributes:
-        parameter, index: Where it is: the tensor, and the entry's coordinates, one per axis.
-        trials: One :class:`CanaryTrial` per step so far, empty batches included, physical batches
-            of a virtual step not.
+        parameter, index: The tensor, and the coordinates of the entry in it.
+        trials: One :class:`CanaryTrial` per step, including steps of empty batches, but not the
+            physical batches of a virtual step.
 
     Raises:
-        ValueError: If the optimizer is distributed or its ``add_noise`` is wrapped, or there is no
-            such entry.
+        ValueError: If the optimizer is distributed, its ``add_noise`` is wrapped already, or the
+            entry does not exist.
 
     Note:
-        With batch clipping to c′ (WS Algorithm 1) the sum f with the canary shrinks by c′/‖f +
-        canary‖ where that is below 1. :attr:`CanaryTrial.background` is the entry of f clipped
-        *without* the canary: the score without it is pure noise, and with it is smaller than
-        ``size``.
+        With batch clipping to c′ (Algorithm 1 of Yang, Ji and Xiang) the sum f with the canary is
+        multiplied by c′/‖f + canary‖ if this factor is below 1. :attr:`CanaryTrial.background` is
+        the entry of f clipped *without* the canary. The score without the canary is pure noise, and
+        the mean score with it is smaller than ``size``.
     """
 
     def __init__(
@@ -100,14 +101,13 @@ class GradientCanary:
         if getattr(optimizer, "world_size", 1) > 1:
             raise ValueError(
                 f"optimizer must run on one process, got {type(optimizer).__name__}: each rank has "
-                "a part of the sum; audit "
-                "the same training on one"
+                "only a part of the sum; audit the same training on one process"
             )
         instance_of("parameter", parameter, (torch.Tensor,))
-        numbers = [
-            number for number, trained in enumerate(optimizer.params) if trained is parameter
+        positions = [
+            position for position, trained in enumerate(optimizer.params) if trained is parameter
         ]
-        if not numbers:
+        if not positions:
             raise ValueError(
                 "parameter must be one that optimizer trains: take it from model.parameters()"
             )
@@ -115,24 +115,21 @@ class GradientCanary:
         flat = integer("index", index, minimum=0, maximum=parameter.numel() - 1)
         self.index = tuple(map(int, np.unravel_index(flat, parameter.shape)))
         self.trials: list[CanaryTrial] = []
-        self.parameter, self._optimizer, self._number = parameter, optimizer, numbers[0]
+        self.parameter, self._optimizer, self._position = parameter, optimizer, positions[0]
         self._coins = SecretGenerator() if generator is None else generator
 
     @property
     def size(self) -> float:
-        """The largest entry that a record's gradient can have.
-
-        With a larger one the audit would be of more than one record.
-        """
+        """The largest entry that the gradient of one record can have."""
         if (norms := getattr(self._optimizer, "max_grad_norms", None)) is not None:
-            return float(norms[self._number])
+            return float(norms[self._position])
         return float(self._optimizer.max_grad_norm)
 
     def __enter__(self) -> GradientCanary:
         if "add_noise" in vars(self._optimizer):
             raise ValueError(
-                "optimizer has an add_noise of its own, another canary's or a wrapper: take that "
-                "away first"
+                "optimizer.add_noise is already replaced, by another canary or a wrapper: remove "
+                "that first"
             )
         self._add_noise = self._optimizer.add_noise
         self._optimizer.add_noise = self._add_noise_with_canary
@@ -143,25 +140,25 @@ class GradientCanary:
 
     @torch.no_grad()
     def _add_noise_with_canary(self) -> None:
-        """Adds the canary if the coin says so, then the noise."""
+        """Adds the canary if the coin says so, and then the noise."""
         total: torch.Tensor = self.parameter.summed_grad  # type: ignore[attr-defined]
-        place = total.view(self.parameter.shape)[self.index]
-        background = float(place) * self._batch_factor()
+        entry = total.view(self.parameter.shape)[self.index]
+        background = float(entry) * self._batch_factor()
         present = bool(stream_of(self._coins).words(1)[0] & 1)
         if present:
-            place += self.size  # in place: Opacus marks the tensor itself as used
+            entry += self.size  # In place, because Opacus marks the tensor itself as processed.
         self._add_noise()
         assert self.parameter.grad is not None
         self.trials.append(CanaryTrial(present, background, float(self.parameter.grad[self.index])))
 
     def _batch_factor(self) -> float:
-        """Returns the factor by which batch clipping will shrink the sum as it is now."""
+        """Returns the factor by which batch clipping will multiply the current sum."""
         optimizer = self._optimizer
         if (
             getattr(optimizer, "batch_clip", None) is None
             or id(self.parameter) not in optimizer.shuffled
         ):
-            return 1.0  # what stays where it is is not clipped as a batch
+            return 1.0  # Only shuffled tensors are clipped as a batch.
         sums = [
             moving.summed_grad for moving in optimizer.params if id(moving) in optimizer.shuffled
         ]

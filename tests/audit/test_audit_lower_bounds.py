@@ -21,8 +21,8 @@ from scipy import stats
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.lower_bounds import (
-    CAUTION,
     RELATIVE_ERROR,
+    SELECTION_ERROR,
     choose_threshold,
     lower_limit,
     upper_limit,
@@ -235,7 +235,7 @@ def test_the_threshold_is_nearly_the_best_of_all(mu, delta):
     null, alternative = rng.standard_normal(size), rng.standard_normal(size) + mu
 
     def bound(*wrong):
-        return epsilon_lower_bound(*wrong, size, delta, 1 - 0.05 * CAUTION).epsilon
+        return epsilon_lower_bound(*wrong, size, delta, 1 - 0.05 * SELECTION_ERROR).epsilon
 
     chosen = bound(
         *counted(
@@ -348,7 +348,7 @@ def test_counts_that_cannot_be_are_refused_by_name(changed, named):
 @pytest.mark.parametrize(
     ("scores", "named"),
     [
-        ([0.0, math.nan], "no NaN, got 1"),
+        ([0.0, math.nan], "not contain NaN, got 1"),
         ([0.0], "at least 2 scores"),
         ([], "at least 2 scores"),
         ([[0.0, 1.0], [2.0, 3.0]], "1-D"),

@@ -69,8 +69,8 @@ SAID = {
             "claimed: certified <= 108.0",
             f"found: re-aligned >= {round_down(STRONG.lower.epsilon)} ",
             "Found (as released; adversary: sees the permuted weights): 490 false positives in "
-            "1,000 runs without the record and 500 true positives in 1,000 runs with it (counts "
-            "of mistakes)",
+            "1,000 runs without the record and 500 true positives in 1,000 runs with it (error "
+            "counts)",
             TOGETHER,
             "Bound 'published' claims at most 0.5001 (a formula: "
             f"{Guarantee.ESTIMATE.value}). The audit is above it: this value is not an upper bound "

@@ -5,23 +5,17 @@ from __future__ import annotations
 from helpers.command_json import checked_answer
 
 from opacus_shuffle.commands.main import main
+from opacus_shuffle.core.rounding import round_down
 
 
 def test_a_seed_repeats_an_audit_that_does_not_contradict_the_certified_bound(capsys):
-    def audited():
-        assert main(["audit", "--steps", "200", "--seed", "1", "--json"]) == 0
-        return checked_answer(capsys.readouterr().out)
-
-    first = audited()
-    assert first == audited()
-    (result,) = first["audits"]
-    assert [finding["name"] for finding in result["findings"]] == ["gradient"]
-    assert 0 < result["findings"][0]["lower"]["epsilon"] <= result["claims"][0]["epsilon"]
+    arguments = ["audit", "--steps", "200", "--noise-multiplier", "0.2", "--seed", "1"]
+    assert main([*arguments, "--json"]) == 0
+    (result,) = checked_answer(capsys.readouterr().out)["audits"]
+    found = result["findings"][0]["lower"]["epsilon"]
+    assert 0 < found <= result["claims"][0]["epsilon"]
     assert result["contradicted"] == []
-
-
-def test_an_audit_prints_its_claim_and_its_finding(capsys):
-    assert main(["audit", "--steps", "100", "--training-steps", "100"]) == 0
+    assert main(arguments) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for text in ("claimed: certified <= 9.998", "found: gradient >=", "not thereby proved"):
+    for text in ("claimed: certified <=", f"found: gradient >= {round_down(found)} ", "from below"):
         assert text in printed
