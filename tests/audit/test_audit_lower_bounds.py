@@ -1,4 +1,4 @@
-"""Lower bounds against scipy's limits, closed forms, and mechanisms whose ε is known.
+"""Lower bounds against scipy's limits, closed forms, and mechanisms with an exact ε.
 
 A lower bound at confidence c errs in a fraction of at most 1 − c of independent audits. So among N
 of them the number that errs is at most Bin(N, 1 − c), and exceeds ``most_errors(N, c)`` with
@@ -83,7 +83,7 @@ def test_without_false_positives_the_bound_has_a_closed_form(trials):
 
 
 @pytest.mark.parametrize(("wrong", "trials"), [((3, 700), (1000, 1000)), ((3, 70), (1000, 100))])
-def test_both_mistakes_count_alike(wrong, trials):
+def test_both_kinds_of_errors_count_equally(wrong, trials):
     bound, other = (
         epsilon_lower_bound(*wrong, trials, 1e-5),
         epsilon_lower_bound(*wrong[::-1], trials[::-1], 1e-5),
@@ -99,9 +99,7 @@ def test_both_mistakes_count_alike(wrong, trials):
     method=st.sampled_from(["clopper_pearson", "gdp"]),
 )
 @settings(max_examples=100)
-def test_more_mistakes_a_larger_delta_and_more_confidence_show_less(
-    counts, delta, confidence, method
-):
+def test_the_bound_decreases_with_errors_delta_and_confidence(counts, delta, confidence, method):
     bound = epsilon_lower_bound(*counts, 60, delta, confidence, method=method).epsilon
     assert 0 <= bound < math.inf
     for wrong, larger, surer in [
@@ -120,8 +118,8 @@ def test_a_test_that_guesses_shows_nothing(method):
         assert epsilon_lower_bound(*counts, 1000, 1e-5, method=method).epsilon == 0
 
 
-def test_a_power_far_below_one_keeps_its_digits():
-    # β = 1 − 1e-9: what is left after subtracting from 1 must not be rounding noise.
+def test_a_small_power_keeps_its_precision():
+    # β = 1 − 1e-9, so 1 − β must not be a rounding error.
     trials = 2**53
     power = round(1e-9 * trials)
     bound = epsilon_lower_bound(power // 100, trials - power, trials, 1e-15)
@@ -164,7 +162,7 @@ def test_gdp_errs_for_a_mechanism_whose_curve_is_not_gaussian():
 
 
 def randomised_response_epsilon(epsilon, delta):
-    """ε at δ of randomised response that is (ε, 0)-DP: who believes the answer attains it."""
+    """Returns ε at δ of (ε, 0)-DP randomised response, which the best test attains."""
     return math.log(math.exp(epsilon) - delta * (1 + math.exp(epsilon)))
 
 
@@ -264,7 +262,7 @@ def test_the_threshold_is_nearly_the_best_of_all(mu, delta):
 
 @pytest.mark.parametrize("method", ["clopper_pearson", "gdp"])
 def test_the_threshold_does_not_move_when_the_counted_half_changes(method):
-    """Probes in one sample's counted half show where it is, whatever is counted in the other's."""
+    """The counted half of one sample locates the threshold, for any counted half of the other."""
     rng = np.random.default_rng(8)
     chosen_by, probes = (
         (rng.standard_normal(500), rng.standard_normal(500) + 1.5),
@@ -292,7 +290,7 @@ def test_the_threshold_may_lie_beyond_all_scores_of_one_side(rare, counts):
     assert bound == epsilon_lower_bound(*counts, 1000, 1e-5)
 
 
-def test_scores_may_be_integers_truth_values_or_infinite():
+def test_scores_may_be_integers_booleans_or_infinite():
     for present, absent in ((1, 0), (True, False), (math.inf, -math.inf), (math.inf, 0.0)):
         bound = audit_scores([absent] * 200, [present] * 200, delta=1e-5)
         assert bound == epsilon_lower_bound(0, 0, 100, 1e-5)
@@ -327,7 +325,7 @@ def test_scores_may_be_integers_truth_values_or_infinite():
         ({"method": "bayes"}, "method"),
     ],
 )
-def test_counts_that_cannot_be_are_refused_by_name(changed, named):
+def test_invalid_counts_are_refused_by_name(changed, named):
     arguments = {
         "false_positives": 1,
         "false_negatives": 1,
@@ -357,7 +355,7 @@ def test_counts_that_cannot_be_are_refused_by_name(changed, named):
         (3.0, "1-D"),
     ],
 )
-def test_scores_that_say_nothing_are_refused_by_name(scores, named):
+def test_invalid_scores_are_refused_by_name(scores, named):
     for name, other in (
         ("null_scores", "alternative_scores"),
         ("alternative_scores", "null_scores"),

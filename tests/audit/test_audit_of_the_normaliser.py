@@ -1,4 +1,4 @@
-"""An audit of Opacus's issue 819: what a sum is divided by, and what that tells of a record."""
+"""An audit of Opacus's issue 819: the divisor of a sum can reveal the presence of a record."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DELTA, STEPS = 1e-5, 150
 
 
 def spreads(accountant, records, *, present, seed):
-    """Each released gradient's spread, which shows what it was divided by; and ε of a step."""
+    """Returns the deviation of each released gradient, which reveals its divisor, and ε."""
     x = torch.zeros(records, 400)
-    x[0] = float(present)  # whoever has zeros has a gradient of zero
+    x[0] = float(present)  # A record of zeros has a gradient of zero.
     network = nn.Linear(400, 5, bias=False)
     engine = PrivacyEngine(accountant=accountant, seed=seed)
     model, optimizer, loader = engine.make_private(
@@ -48,14 +48,14 @@ def lower_bound(without, with_it):
 @pytest.mark.parametrize(
     "accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "rdp"]
 )
-def test_a_divisor_of_public_numbers_does_not_tell_whose_report_is_zero(accountant):
+def test_a_divisor_of_public_numbers_does_not_reveal_a_report_of_zero(accountant):
     (zeroed, epsilon), (whole, _) = (
         spreads(accountant, 40, present=present, seed=int(present)) for present in (False, True)
     )
     assert lower_bound(zeroed, whole) <= epsilon
 
 
-def test_the_audit_sees_that_opacus_s_divisor_tells_who_left_the_data_set_at_any_noise():
+def test_opacus_s_divisor_reveals_a_removed_record_at_any_noise():
     (smaller, _), (whole, epsilon) = (
         spreads("rdp", records, present=False, seed=records) for records in (39, 40)
     )

@@ -1,4 +1,4 @@
-"""Training with secret check-in is audited by eighty canaries at once; broken runs are caught.
+"""Training with sums of bits is audited by eighty canaries at once; broken runs are detected.
 
 Every record has a coordinate of its own, in which its gradient is as long as clipping lets it be,
 or zero: these are the data sets with the record, and with its report zeroed. Loader, coins,
@@ -27,7 +27,7 @@ USERS, DELTA, CONFIDENCE = 160, 1e-2, 1 - 1e-6
 
 
 def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0, sampling="poisson"):
-    """Trains; returns what every step released, who was in it, the noise, and the engine.
+    """Trains, and returns the released sums, the participation, the noise and the engine.
 
     The first two have shape (steps, users).
     """
@@ -60,9 +60,9 @@ def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0, sampling="poisson"
 
 
 def finding(evidence, together):
-    """What whoever adds up the evidence of so many steps shows.
+    """Returns the bound that an adversary shows who adds up the evidence of several steps.
 
-    Those without the record are the second half of the users.
+    The second half of the users are the runs without the record.
     """
     scores = evidence.reshape(-1, together, USERS).sum(1)
     without, with_it = scores[:, USERS // 2 :].ravel(), scores[:, : USERS // 2].ravel()
@@ -70,7 +70,7 @@ def finding(evidence, together):
 
 
 def evidence_of(released, noise, rate):
-    """The log likelihood ratio, for Gaussian noise, of the record at this rate and of none."""
+    """Returns the log likelihood ratio of a record with this rate, for Gaussian noise."""
     return np.log1p(rate * np.expm1(released / noise**2 - 0.5 / noise**2))
 
 
@@ -80,20 +80,20 @@ def certified(engine, steps):
 
 
 @pytest.mark.parametrize(("steps", "together"), [(60, 1), (120, 4)])
-def test_an_audit_of_a_run_shows_much_and_less_than_is_certified(steps, together):
+def test_an_audit_of_a_run_is_large_and_below_the_certified_bound(steps, together):
     released, _, noise, engine = trained(steps=steps)
     found = finding(evidence_of(released, noise, 0.5), together)
     assert 1 < found <= certified(engine, together)
 
 
-def test_an_audit_of_whole_epochs_shows_much_and_less_than_is_certified():
+def test_an_audit_of_whole_epochs_is_large_and_below_the_certified_bound():
     """Each record is in one of the two rounds of an epoch."""
     released, _, noise, engine = trained(steps=120, sampling="random_allocation")
     ratios = np.exp(evidence_of(released, noise, 1.0)).reshape(-1, 2, USERS).mean(1)
     assert 1 < finding(np.log(ratios), 1) <= certified(engine, 2)
 
 
-def test_noise_bits_of_one_user_alone_are_caught(monkeypatch):
+def test_noise_bits_of_only_one_user_are_detected(monkeypatch):
     drawn = ShuffleVectorSum.draw_noise
 
     def of_one(self, num_reports, generator=None):
@@ -107,8 +107,8 @@ def test_noise_bits_of_one_user_alone_are_caught(monkeypatch):
     assert finding(evidence_of(released, alone, 0.5), 1) > certified(engine, 1)
 
 
-def test_a_coin_that_is_seen_is_caught():
-    """Who knows the coins looks at the steps alone in which the record would be."""
+def test_a_coin_that_the_adversary_sees_is_detected():
+    """An adversary with the coins uses only the steps in which the record could participate."""
     released, coins, noise, engine = trained(steps=300, rate=0.05)
     hidden = finding(evidence_of(released, noise, 0.05), 1)
     seen = finding(np.where(coins, evidence_of(released, noise, 1.0), 0.0), 1)

@@ -1,4 +1,4 @@
-"""What an audit's result says, for claims above and below what was found."""
+"""The text and the values of an audit's result, for claims above and below the findings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_finding_contradicts_the_claims_below_it(claims, findings, contradicte
     assert answer.contradicted == contradicted
 
 
-def test_several_findings_are_true_together_less_surely_than_each():
+def test_several_findings_have_less_confidence_together():
     assert result(findings=(STRONG,)).confidence == pytest.approx(0.95)
     assert result().confidence == pytest.approx(0.90)
     careless = Finding("careless", epsilon_lower_bound(0, 500, 1000, DELTA, 0.3), "x")
@@ -107,7 +107,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_the_text_says_what_was_found_and_what_follows(case):
+def test_the_text_has_the_findings_and_the_conclusions(case):
     claims, findings, words, never = SAID[case]
     printed = str(result(claims, findings, notes=("A last word.",)))
     text = " ".join(printed.split())

@@ -18,7 +18,7 @@ COMMON = {
     "generator": torch.Generator().manual_seed(0),
 }
 OURS = "the run's own"
-"""Stands for a part of the run that the call makes."""
+"""A placeholder for an argument that the call creates."""
 PAIR = {"num_users": 10, "others": 0.0, "steps": 1, "adjacency": "zero_out"}
 TEST = {"delta": 1e-5, "confidence": 0.95, "method": "gdp"}
 SCORES = {
@@ -66,6 +66,6 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_audit_answers_or_names_the_argument(call):
+def test_every_argument_is_accepted_or_refused_by_name(call):
     function, valid = CALLS[call]
     require_named_refusals(function, valid)

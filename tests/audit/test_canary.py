@@ -1,4 +1,4 @@
-"""The canary is in the sum as the coin says, and nowhere else."""
+"""The canary is added to the sum if the coin says so, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_noise_the_score_is_the_canary_or_nothing(stock, mode, clipping)
         assert abs(trial.score - size * trial.present) < 1e-15
 
 
-def test_empty_batches_are_steps_too():
+def test_steps_of_empty_batches_are_trials():
     run = private(sigma=0.0, batch_size=1)  # a rate of 1/64: every third batch is empty
     with GradientCanary(run["optimizer"], weight(run)) as canary:
         steps_of(run, 60)
@@ -57,7 +57,7 @@ def test_empty_batches_are_steps_too():
     assert sum(trial.background == 0 for trial in canary.trials) > 0
 
 
-def test_nothing_but_the_entry_changes_and_only_when_the_coin_says_so():
+def test_only_the_entry_changes_and_only_if_the_coin_says_so():
     plain, with_canary = private(sigma=1.0), private(sigma=1.0)
     with GradientCanary(with_canary["optimizer"], weight(with_canary), 17) as canary:
         steps_of(with_canary, 1)
@@ -71,7 +71,7 @@ def test_nothing_but_the_entry_changes_and_only_when_the_coin_says_so():
 
 
 @pytest.mark.parametrize("batch_clip", [0.3, 1.0, 1e6])
-def test_batch_clipping_shrinks_the_canary_as_the_projection_does(batch_clip):
+def test_batch_clipping_shrinks_the_canary_like_a_projection(batch_clip):
     run = private("shuffled_fw", sigma=1e-6, shuffle_weights=True, batch_clip=batch_clip)
     optimizer, place = run["optimizer"], (3, 2)
     seen = []
@@ -116,7 +116,7 @@ def test_batch_clipping_shrinks_the_canary_as_the_projection_does(batch_clip):
         ({}, "another canary"),
     ],
 )
-def test_a_canary_that_cannot_be_is_refused(change, message):
+def test_invalid_canaries_are_refused(change, message):
     run = private()
     arguments = {"optimizer": run["optimizer"], "parameter": weight(run), **change}
     with GradientCanary(run["optimizer"], weight(run)), pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""A training run is audited through its canary; the numbers are what the noise allows."""
+"""Audits of training runs with a canary, compared with what the noise allows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXACT = gaussian.compute_epsilon(mu=1 / SIGMA, delta=DELTA)
 
 @pytest.fixture(scope="module")
 def trials() -> list[CanaryTrial]:
-    """20,000 sums of others' gradients, noised by Opacus's optimizer."""
+    """20,000 sums of the gradients of other records, with the noise of Opacus's optimizer."""
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = DPOptimizer(
         torch.optim.SGD([parameter], lr=0.1),
@@ -54,7 +54,7 @@ def split(trials):
     ]
 
 
-def test_the_scores_have_the_distribution_that_the_noise_gives_them_and_the_coin_is_fair(trials):
+def test_the_scores_have_the_distribution_of_the_noise_and_the_coin_is_fair(trials):
     null, alternative = (torch.tensor(scores, dtype=torch.float64) for scores in split(trials))
     assert binom.ppf(1e-6, 20_000, 0.5) <= len(null) <= binom.ppf(1 - 1e-6, 20_000, 0.5)
     for scores, mean in ((null, 0.0), (alternative, 1.0)):
@@ -63,7 +63,7 @@ def test_the_scores_have_the_distribution_that_the_noise_gives_them_and_the_coin
         assert abs(float(scores.var()) / SIGMA**2 - 1) < 5 * math.sqrt(2 / len(scores))
 
 
-def test_audits_exceed_the_proved_value_no_more_often_than_they_may(trials):
+def test_audits_exceed_the_exact_value_no_more_often_than_stated(trials):
     for method in ("clopper_pearson", "gdp"):
         epsilons = [
             audit_scores(
@@ -81,7 +81,7 @@ def test_audits_exceed_the_proved_value_no_more_often_than_they_may(trials):
 
 
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("prv", marks=pytest.mark.zoo)])
-def test_a_stock_engine_is_audited_by_its_gradients(accountant):
+def test_opacus_s_engine_can_be_audited(accountant):
     result = audit(private(accountant, stock=True, sigma=0.2), steps=200)
     assert [finding.name for finding in result.findings] == ["gradient"]
     assert [claim.bound for claim in result.claims] == ["certified"]
@@ -146,7 +146,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_runs_whose_steps_say_something_else_are_refused(options, message):
+def test_runs_that_cannot_be_audited_are_refused(options, message):
     run = private(**options)
     before = {name: value.clone() for name, value in unwrap(run["model"]).named_parameters()}
     with pytest.raises(ValueError, match=message):
@@ -158,7 +158,7 @@ def test_runs_whose_steps_say_something_else_are_refused(options, message):
 
 
 def quieter(run):
-    """Changes the noise in every step."""
+    """A loss that changes the noise in every step."""
 
     def loss(model, batch):
         run["optimizer"].noise_multiplier *= 0.99
@@ -168,7 +168,7 @@ def quieter(run):
 
 
 @pytest.mark.parametrize(
-    ("part", "spoilt", "message"),
+    ("name", "changed", "message"),
     [
         ("loss", quieter, "must not change"),
         ("loss", lambda run: lambda model, batch: None, "a scalar tensor, got NoneType"),
@@ -183,7 +183,7 @@ def quieter(run):
         ("optimizer", lambda run: torch.optim.SGD(run["model"].parameters()), "DPOptimizer"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_refused(part, spoilt, message):
+def test_arguments_that_do_not_belong_together_are_refused(name, changed, message):
     run = private()
     with pytest.raises(ValueError, match=message):
-        audit({**run, part: spoilt(run)})
+        audit({**run, name: changed(run)})

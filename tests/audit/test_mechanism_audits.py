@@ -54,7 +54,7 @@ def test_a_gaussian_step_is_found_within_three_tenths_by_both_methods(sigma):
     assert result.contradicted == ()
 
 
-def test_few_trials_are_said_to_be_too_few_for_a_large_epsilon():
+def test_a_note_says_that_few_trials_cannot_show_a_large_epsilon():
     result = audit_gaussian(noise_multiplier=0.1, delta=1e-5, trials=1000, generator=seeded(1))
     assert "Counts from 500 runs cannot show an epsilon above 4.9" in str(result)
     assert result.findings[0].lower.epsilon <= math.log(500 / 3.68)
@@ -71,7 +71,7 @@ def round_of(report, rate, sigma, users):
 
 
 def of_reports(shape, present, absent, steps, *, others=0.0, sigma=1.0, users=5):
-    """Draws scores of user 1's two values, once it is told how many and by which generator."""
+    """Returns a function that draws the scores of both values of user 1."""
     pair = {"present": present, "absent": absent, "others": others, "steps": steps}
     return functools.partial(likelihood_ratios, round_of(*shape, sigma, users), **pair)
 
@@ -85,7 +85,7 @@ def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(
     report, rate, v, a1, a0, sigma
 ):
     sigma = sigma if report == "gaussian" else max(sigma, 0.2)
-    kind, ratio = round_of(report, rate, sigma, 4), RATIOS[report](sigma)
+    rounds, ratio = round_of(report, rate, sigma, 4), RATIOS[report](sigma)
     reports = v / sigma + np.random.default_rng(1).standard_normal((20, 4))
 
     def log_density(value):
@@ -97,7 +97,7 @@ def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(
         logsumexp([theirs.sum(1) + own[:, user] - theirs[:, user] for user in range(4)], axis=0)
         for own in (log_density(a1), log_density(a0))
     )
-    ratios = log_sum_ratio(kind, reports, a1, v) - log_sum_ratio(kind, reports, a0, v)
+    ratios = log_sum_ratio(rounds, reports, a1, v) - log_sum_ratio(rounds, reports, a0, v)
     np.testing.assert_allclose(ratios, first - second, rtol=1e-9, atol=1e-9)
 
 
@@ -106,7 +106,7 @@ def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(
     ("report", "sigma"),
     [("gaussian", 1e-6), ("gaussian", 1e12), ("linear", 0.2), ("step", 0.2), ("linear", 1e12)],
 )
-def test_no_score_is_lost_with_extreme_noise_or_rates(report, sigma, rate):
+def test_scores_are_finite_with_extreme_noise_or_rates(report, sigma, rate):
     draw = of_reports((report, rate), 1.0, -1.0, steps=2, others=-1.0, sigma=sigma)
     with np.errstate(divide="raise", invalid="raise", over="raise"):
         assert np.isfinite(draw(trials=1000, rng=np.random.default_rng(1))).all()
@@ -116,17 +116,17 @@ def test_no_score_is_lost_with_extreme_noise_or_rates(report, sigma, rate):
 @pytest.mark.parametrize(
     ("users", "absent", "others"), [(1, 0.0, 0.0), (1, -1.0, 0.0), (2, 0.0, -1.0), (2, -1.0, 0.4)]
 )
-def test_scores_of_one_and_two_users_have_the_hockey_sticks_that_sums_over_cells_have(
+def test_scores_of_one_and_two_users_have_the_hockey_sticks_of_discretised_reports(
     report, rate, users, absent, others
 ):
     """Each is a mean over 60,000 runs, within six standard errors.
 
-    Reports seen in cells tell next to all: what is lost falls with the square of their width.
+    Discretising the reports loses an amount that decreases with the square of the cell width.
     """
     ratio, cells = RATIOS[report](0.7), np.array([-np.inf, *np.arange(-6.0, 8.0, 0.01), np.inf])
 
     def unordered(value):
-        """Probabilities of both users' cells, whoever is in which, or of user 1's alone."""
+        """Returns the probabilities of the unordered cells of both users, or of user 1's cell."""
         first, second = (
             (1 - rate) * ratio.masses(cells, 0.0) + rate * ratio.masses(cells, held)
             for held in (value, others)
@@ -180,7 +180,7 @@ def test_the_scores_are_log_likelihood_ratios_of_the_runs(draw):
         ),
     ],
 )
-def test_others_at_the_edge_show_more_than_the_papers_pair_has_and_no_more_than_the_certificate(
+def test_others_at_the_edge_exceed_the_papers_pair_but_not_the_certified_bound(
     run, claims, contradicted, held
 ):
     result = audit_shuffle_gauss(**{"trials": 20_000, **run}, others=-1.0, generator=seeded(1))
@@ -214,7 +214,7 @@ def test_the_papers_pair_is_not_contradicted_and_nearly_reached(sigma, users, st
 
 @pytest.mark.parametrize("report", RATIOS)
 @pytest.mark.parametrize(("adjacency", "absent"), [("zero_out", 0), ("replace", -1)])
-def test_secret_check_in_is_found_at_two_thirds_of_its_certificate_and_never_above(
+def test_secret_check_in_is_audited_at_two_thirds_of_its_certified_bound_or_more(
     report, adjacency, absent
 ):
     audit = functools.partial(
@@ -239,7 +239,7 @@ def test_secret_check_in_is_found_at_two_thirds_of_its_certificate_and_never_abo
 @pytest.mark.parametrize(
     ("report", "sigma", "trials"), [("gaussian", 0.75, 40_000), ("linear", 0.5, 8000)]
 )
-def test_among_two_hundred_users_the_truth_is_85_percent_of_the_certificate_or_more(
+def test_with_two_hundred_users_epsilon_is_at_least_85_percent_of_the_certified_bound(
     report, sigma, trials
 ):
     """The setting of page 12, others at −1: a hockey stick is above δ by three standard errors."""
@@ -254,11 +254,11 @@ def test_among_two_hundred_users_the_truth_is_85_percent_of_the_certificate_or_m
     ("report", "fault"),
     [
         *((report, {"sample_rate": 1.0}) for report in RATIOS),
-        # Whatever the noise, a step's test asks only on which side of the threshold a report is.
+        # The test of a step report only depends on the side of the threshold, for any noise.
         *((report, {"noise_multiplier": 0.4}) for report in ("gaussian", "linear")),
     ],
 )
-def test_a_mechanism_that_tosses_no_coins_or_adds_less_noise_contradicts_its_claim(
+def test_a_mechanism_without_coins_or_with_less_noise_contradicts_its_claim(
     report, fault, monkeypatch
 ):
     audit = functools.partial(
@@ -272,8 +272,8 @@ def test_a_mechanism_that_tosses_no_coins_or_adds_less_noise_contradicts_its_cla
     )
     assert audit(generator=seeded(1)).contradicted == ()
 
-    def faulty(kind, *rest):
-        return draw_reports(dataclasses.replace(kind, **fault), *rest)
+    def faulty(rounds, *rest):
+        return draw_reports(dataclasses.replace(rounds, **fault), *rest)
 
     monkeypatch.setattr(mechanism_audits, "draw_reports", faulty)
     assert [claim.bound for claim in audit(generator=seeded(1)).contradicted] == ["certified"]
@@ -296,7 +296,7 @@ all_audits = pytest.mark.parametrize("audit", AUDITS, ids=lambda audit: audit.__
 
 
 @all_audits
-def test_the_generator_decides_and_without_one_chance_does(audit):
+def test_a_generator_repeats_an_audit_and_secret_generators_differ(audit):
     once, again, other = (
         audit(**AUDITS[audit], generator=seeded(seed)).findings for seed in (1, 1, 2)
     )
@@ -329,6 +329,6 @@ def test_the_generator_decides_and_without_one_chance_does(audit):
         (audit_secret_checkin, "steps", 0),
     ],
 )
-def test_what_an_audit_takes_is_checked_by_name(audit, name, value):
+def test_arguments_are_checked_by_name(audit, name, value):
     with pytest.raises(ValueError, match=name):
         audit(**{**AUDITS[audit], name: value})

@@ -1,4 +1,4 @@
-"""A command line answers, or exits with status 2 and a line of why; its help and JSON are true."""
+"""A command succeeds, or exits with status 2 and one line; its help and its JSON are valid."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_wrong_argument_is_one_line_and_exit_status_2_before_any_work(
 @pytest.mark.parametrize(
     "stream", ["> /dev/full", "2> /dev/full", ">&-", "2>&-", ">&- 2>&-", "| true", "| head -c 1"]
 )
-def test_output_that_has_nowhere_to_go_is_no_traceback(job, stream):
+def test_output_that_cannot_be_written_causes_no_traceback(job, stream):
     command = f"{sys.executable} -W error::RuntimeWarning -m opacus_shuffle {job} {stream}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True
@@ -123,13 +123,13 @@ def test_output_that_has_nowhere_to_go_is_no_traceback(job, stream):
 # --- help and JSON
 
 
-def test_every_command_stands_under_a_purpose():
+def test_every_command_has_a_purpose():
     assert sorted(name for names in PURPOSES.values() for name in names) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_every_help_has_two_examples_that_a_shell_can_run(name, capsys, tmp_path, monkeypatch):
-    """The cheap ones run, and print JSON that is all on the page, no ε without its meaning."""
+def test_every_help_has_two_valid_examples(name, capsys, tmp_path, monkeypatch):
+    """The fast examples run, and print documented JSON with the meaning of every ε."""
     monkeypatch.chdir(tmp_path)
     if name == "plot":
         pytest.importorskip("matplotlib")

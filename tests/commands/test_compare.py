@@ -1,4 +1,4 @@
-"""The main job: one model for four kinds of trust, each within the same proved budget."""
+"""``compare``: one model in four trust models, each within the same proved budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOBODY = dataclasses.replace(TRUST_MODELS[3], rounds=ROUNDS)
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A comparison of quarters of a few images in few rounds: what is printed, and exported.
+    """A comparison on quarters of a few images with few rounds, and its JSON.
 
     At an epsilon of 1 Opacus finds its noise multiplier, 2.5, ten times as soon as at 2.
     """
@@ -51,10 +51,10 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("flag", "name"), [("--statement", "full.md"), ("--output", "full.png")])
-def test_a_file_that_cannot_be_written_costs_no_result(
+def test_a_file_that_cannot_be_written_does_not_lose_the_result(
     ran, flag, name, tmp_path, capsys, monkeypatch
 ):
-    """That a device is full is known only when it is written to."""
+    """A full device is only detected when it is written to."""
     (tmp_path / name).symlink_to("/dev/full")
     monkeypatch.setattr(compare, "compare", lambda settings, **_: ran[0])
     assert main(["compare", flag, str(tmp_path / name)]) == 2
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_written_costs_no_result(
     assert len(printed.err.splitlines()) == 1
 
 
-def test_every_kind_of_trust_stays_within_the_same_proved_budget(ran):
+def test_every_trust_model_stays_within_the_same_proved_budget(ran):
     found, _ = ran
     trained = [outcome.trust_model.how for outcome in found.outcomes]
     assert trained == [trust_model.how for trust_model in TRUST_MODELS]
@@ -81,7 +81,7 @@ def test_every_kind_of_trust_stays_within_the_same_proved_budget(ran):
     ]
 
 
-def test_less_trust_takes_more_noise_in_all(ran):
+def test_less_trust_needs_more_noise(ran):
     server, bits, shuffled, local = (outcome.noise_multiplier for outcome in ran[0].outcomes)
     assert server == pytest.approx(bits, rel=0.05)
     assert server < shuffled * RECORDS**0.5 <= local * RECORDS**0.5
@@ -94,7 +94,7 @@ def test_users_of_gaussian_reports_send_four_bytes_for_every_weight_and_round(ra
     assert ran[0].outcomes[1].bytes_per_user > weights * ROUNDS / 8
 
 
-def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
+def test_the_text_fits_a_terminal_and_agrees_with_the_json(ran):
     found, exported = ran
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
@@ -115,7 +115,7 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
         assert row["test_accuracy"] == pytest.approx(sum(row["test_accuracies"]) / RUNS)
 
 
-def test_the_sentence_to_quote_is_about_the_sums_and_says_how_sure_its_accuracies_are(ran):
+def test_the_sentence_to_quote_is_about_the_sums_and_has_a_standard_error(ran):
     secret = dataclasses.replace(ran[0], settings=dataclasses.replace(ran[0].settings, seed=None))
     sentence = secret.quote()
     assert (
@@ -135,7 +135,7 @@ def test_the_sentence_to_quote_is_about_the_sums_and_says_how_sure_its_accuracie
 
 
 def with_accuracies(comparison, *accuracies):
-    """The comparison, had each kind of trust reached these accuracies."""
+    """Returns the comparison with other accuracies."""
     return dataclasses.replace(
         comparison,
         settings=dataclasses.replace(comparison.settings, runs=len(accuracies)),
@@ -145,7 +145,7 @@ def with_accuracies(comparison, *accuracies):
     )
 
 
-def test_what_follows_the_mean_is_the_sample_standard_deviation_of_the_runs(ran):
+def test_the_spread_is_the_sample_standard_deviation_of_the_runs(ran):
     found = with_accuracies(ran[0], 0.90, 0.92, 0.97)
     spread = math.sqrt((0.03**2 + 0.01**2 + 0.04**2) / 2)  # about 0.036
     assert {cells[3] for cells in found.rows()} == {f"93.0% ± {100 * spread:.1f}"}
@@ -153,7 +153,7 @@ def test_what_follows_the_mean_is_the_sample_standard_deviation_of_the_runs(ran)
 
 
 def words_and_boxes(figure):
-    """The labels of a picture's bars, and the boxes in pixels of labels and of error bars."""
+    """Returns the labels of the bars, and the boxes of labels and error bars in pixels."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()
@@ -165,7 +165,7 @@ def words_and_boxes(figure):
 
 
 @pytest.mark.parametrize("accuracies", [(0.99, 1.0), (0.0, 0.3), (0.06, 0.076)])
-def test_no_label_of_the_picture_lies_on_a_bar_or_off_the_canvas(ran, accuracies):
+def test_no_label_overlaps_a_bar_or_leaves_the_canvas(ran, accuracies):
     import matplotlib
 
     with matplotlib.rc_context({"axes.grid": True}):  # as a user's style may have it
@@ -176,7 +176,7 @@ def test_no_label_of_the_picture_lies_on_a_bar_or_off_the_canvas(ran, accuracies
     assert not any(label.overlaps(box) for label in labels for box in spreads)
 
 
-def test_one_run_alone_shows_no_spread(ran):
+def test_a_single_run_has_no_spread(ran):
     alone = with_accuracies(ran[0], 0.93)
     assert "±" not in f"{alone}{alone.markdown()}"
     assert "accuracy: one run each" in " ".join(str(alone).split())
@@ -220,8 +220,8 @@ def test_a_seed_repeats_all_runs_which_differ_and_each_has_the_budget_of_gaussia
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier")  # that so little protects next to nothing
-def test_every_run_begins_anew():
-    """With next to no noise all runs are one: none goes on from another's weights or momentum."""
+def test_every_run_starts_again():
+    """Without noise all runs agree, so none continues with the weights or momentum of another."""
     # At a learning rate of 10 more rounds, or a first step in momentum, would change accuracy.
     nobody, seen = dataclasses.replace(NOBODY, learning_rate=10.0), features(0)
     found = train_model(nobody, seen, seen, epsilon=1e8, delta=1e-6, runs=3, seed=0)

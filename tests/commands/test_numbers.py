@@ -1,4 +1,4 @@
-"""``epsilon``, ``noise``, ``report`` and ``plot``, as a user types them: numbers with meaning."""
+"""``epsilon``, ``noise``, ``report`` and ``plot`` as a user calls them: numbers with meaning."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ EVERY = ["PROVED", "every data set", "adversary"]
 ESTIMATE = ["ESTIMATE", "no data set for certain", "certified for every data set: epsilon = 108"]
 
 
-def said(capsys, line: str) -> list[str]:
-    """What a command prints, line by line."""
+def printed_lines(capsys, line: str) -> list[str]:
+    """Returns the lines that a command prints."""
     assert main(line.split()) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -95,14 +95,14 @@ def said(capsys, line: str) -> list[str]:
     ],
 )
 def test_epsilon_prints_one_number_rounded_up_and_its_meaning(capsys, line, bound, run, words):
-    number, *meaning = said(capsys, f"epsilon {line} --bound {bound}")
+    number, *meaning = printed_lines(capsys, f"epsilon {line} --bound {bound}")
     exact = compute_epsilon(**run, bound=bound)
     assert exact <= float(number) <= exact * 1.001
     text = " ".join(meaning)
     always = [f"{run['steps']} rounds", f"delta = {run['delta']:.4g}", "zero_out: ", f"{bound}: "]
     for word in (*always, *words):
         assert word in text
-    values = json.loads(*said(capsys, f"epsilon {line} --bound {bound} --json"))
+    values = json.loads(*printed_lines(capsys, f"epsilon {line} --bound {bound} --json"))
     assert values["epsilon"] == exact
     assert values["certified_epsilon"] == compute_epsilon(**run)
     assert values["guarantee"] == words[0] or bound == "certified"
@@ -119,7 +119,7 @@ def test_epsilon_prints_one_number_rounded_up_and_its_meaning(capsys, line, boun
 def test_noise_prints_one_number_that_meets_the_budget(capsys, line, bound, run, words):
     dimension = {"dimension": 85_800_000} if run is WEIGHTS else {}
     budget = f"--target-epsilon 0.5 --target-delta 5e-6 --bound {bound}"
-    number, *meaning = said(capsys, f"noise {line} {budget}")
+    number, *meaning = printed_lines(capsys, f"noise {line} {budget}")
     run = {**run, **dimension, "bound": bound}
     exact = compute_noise_multiplier(**run, target_epsilon=0.5, target_delta=5e-6)
     assert exact <= float(number) <= exact * (1 + 1e-5)
@@ -134,22 +134,22 @@ COMMAND_LINES = [
 ]
 
 
-def test_the_commands_of_the_readme_find_the_numbers_that_stand_there(capsys):
+def test_the_commands_of_the_readme_print_its_numbers(capsys):
     assert len(COMMAND_LINES) == 2
     for line in COMMAND_LINES:
-        assert f" {said(capsys, line)[0]}, " in README.replace("\n", " ")
+        assert f" {printed_lines(capsys, line)[0]}, " in README.replace("\n", " ")
 
 
-def test_report_prints_the_whole_ladder_and_contradicts_an_estimate(capsys):
+def test_report_prints_all_bounds_and_contradicts_an_estimate(capsys):
     numbers = f"report {RUN} --noise-multiplier 5 --delta 1e-5"
-    shown = " ".join(said(capsys, numbers))
+    shown = " ".join(printed_lines(capsys, numbers))
     for word in ("To quote", "nobody", "shuffler", "server", "PROVED", "PAIR", "10 rounds"):
         assert word in shown
-    values = json.loads(*said(capsys, f"{numbers} --json"))
+    values = json.loads(*printed_lines(capsys, f"{numbers} --json"))
     quoted = next(row for row in values["bounds"] if row["bound"] == values["quote"])
     assert quoted["guarantee"] == "PROVED"
     ideal = f"report {VIT} --dimension 85.8e6 --noise-multiplier 0.27372 --delta 5e-6"
-    shown = " ".join(" ".join(said(capsys, ideal)).split())
+    shown = " ".join(" ".join(printed_lines(capsys, ideal)).split())
     assert "the pair of data sets of 'pair' has epsilon of at least 1.8" in shown
     assert "To quote: epsilon = 108" in shown
 
@@ -160,7 +160,7 @@ def test_report_prints_the_whole_ladder_and_contradicts_an_estimate(capsys):
 def test_plot_writes_a_picture(capsys, tmp_path, suffix):
     pytest.importorskip("matplotlib")
     target = tmp_path / f"ladder.{suffix}"
-    assert said(capsys, f"plot {RUN} --noise-multiplier 5 --delta 1e-5 -o {target}") == [
+    assert printed_lines(capsys, f"plot {RUN} --noise-multiplier 5 --delta 1e-5 -o {target}") == [
         str(target)
     ]
     assert target.stat().st_size > 5000
@@ -170,11 +170,11 @@ TABLE = "--mechanism shuffle_gauss --noise-multiplier 9.476 --num-users 60000 --
 TABLE += f" {1 / 60_000}"
 
 
-def test_orders_up_to_30_give_what_the_paper_prints(capsys):
-    number, *meaning = said(capsys, f"epsilon {TABLE} --orders 2:30 --bound published")
+def test_orders_up_to_30_give_the_number_of_the_paper(capsys):
+    number, *meaning = printed_lines(capsys, f"epsilon {TABLE} --orders 2:30 --bound published")
     assert float(number) == pytest.approx(0.228, abs=5e-4)  # SG Table 1, one round
     assert any("certified for every data set" in line for line in meaning)
-    shown = " ".join(" ".join(said(capsys, f"report {TABLE} --orders 2:30")).split())
+    shown = " ".join(" ".join(printed_lines(capsys, f"report {TABLE} --orders 2:30")).split())
     assert f"published {number}" in shown
     assert "over the 29 Rényi orders from 2 to 30 that were asked for" in shown
 
@@ -187,7 +187,7 @@ def test_every_field_of_every_mechanism_is_a_flag(name):
     assert fields <= set(job._option_string_actions)
 
 
-def test_a_table_of_rounds_is_reported_as_the_rounds_that_it_lists(capsys, tmp_path):
+def test_a_table_of_rounds_is_reported(capsys, tmp_path):
     table = tmp_path / "rounds.csv"
     table.write_text(
         "mechanism,steps,noise_multiplier,num_users,sample_rate,count_noise\n"
@@ -211,7 +211,7 @@ def test_a_table_of_rounds_is_reported_as_the_rounds_that_it_lists(capsys, tmp_p
         ("server_noise,5,1,10", "--steps 3", "unknown keyword(s): --steps=3"),
     ],
 )
-def test_a_wrong_line_of_a_table_is_named_with_its_column(capsys, tmp_path, line, more, words):
+def test_a_wrong_line_of_a_table_is_refused_with_its_column(capsys, tmp_path, line, more, words):
     table = tmp_path / "rounds.csv"
     table.write_text(f"mechanism,steps,noise_multiplier,num_users\nserver_noise,1,1,10\n{line}\n")
     assert main(f"report --rounds {table} --delta 1e-5 {more}".split()) == 2

@@ -1,4 +1,4 @@
-"""Scattering features: against convolutions written out, and what the transform is known for."""
+"""Scattering features against explicit convolutions, and properties of the transform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIDE = 20  # of a padded image
 
 
 def bell(deviation, angle=0.0, slant=1.0, frequency=0.0):
-    """A bell times a wave of this frequency, over copies of the plane a side apart, added up."""
+    """Returns the periodic sum of a Gaussian times a plane wave of this frequency."""
     image = np.zeros((SIDE, SIDE), complex)
     for row in range(-2 * SIDE, 3 * SIDE):
         for column in range(-2 * SIDE, 3 * SIDE):
@@ -26,7 +26,7 @@ def bell(deviation, angle=0.0, slant=1.0, frequency=0.0):
 
 
 def convolved(image, kernel):
-    """A circular convolution as the sum over places that it is."""
+    """Returns a circular convolution by its definition as a sum."""
     return sum(
         image[row, column] * np.roll(kernel, (row, column), (0, 1))
         for row in range(SIDE)
@@ -35,7 +35,7 @@ def convolved(image, kernel):
 
 
 def test_coefficients_are_averages_of_moduli_of_convolutions_with_wavelets():
-    """Of the finer scale: slant 1/2, deviation 0.8, frequency 3π/4, and the mean taken off."""
+    """The finer scale has slant 1/2, deviation 0.8, frequency 3π/4 and mean 0."""
     image = np.random.default_rng(0).normal(size=(12, 12))
     padded, average = np.pad(image, 4, mode="reflect"), bell(1.6).real
     values = [padded]
@@ -51,7 +51,7 @@ def test_coefficients_are_averages_of_moduli_of_convolutions_with_wavelets():
 
 
 def test_a_row_depends_on_its_own_image_alone():
-    """Also where images come in several blocks, and one of them is of one grey."""
+    """This includes several blocks of images, and an image of constant grey."""
     images = torch.randn(105, 3, 16, 12, generator=torch.Generator().manual_seed(0))
     images[3] = 7.0
     together = scattering_features(images)

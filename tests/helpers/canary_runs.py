@@ -1,4 +1,4 @@
-"""Small private runs that the canary tests and the audit tests share."""
+"""Small private runs for the tests of canaries and audits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def private(
     stock=False,
     **options,
 ):
-    """A small network made private from seeds, as keyword arguments of audit_training."""
+    """Returns a small private run with fixed seeds, as keyword arguments of audit_training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [nn.Linear(sizes[0], sizes[1]), nn.ReLU(), nn.Linear(sizes[1], sizes[2])]
@@ -77,7 +77,7 @@ def audit(run, steps=100, **options):
 
 
 def steps_of(run, count):
-    """Ordinary training."""
+    """Takes ordinary training steps."""
     batches = itertools.chain.from_iterable(itertools.repeat(run["data_loader"]))
     for batch in itertools.islice(batches, count):
         run["optimizer"].zero_grad()
@@ -86,7 +86,7 @@ def steps_of(run, count):
 
 
 def accounted(run):
-    """Steps that the accountant has seen."""
+    """Returns the number of accounted steps."""
     return sum(count for *_, count in run["engine"].accountant.history)
 
 

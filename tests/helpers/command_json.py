@@ -1,4 +1,4 @@
-"""What holds of every JSON that a command prints: an object, and no ε without its meaning."""
+"""Checks of the JSON that a command prints: documented names, and every ε with its meaning."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import pytest
 
 
 def checked_answer(printed: str) -> dict:
-    """Reads what a command printed as standard JSON, whose names are all on the page."""
+    """Parses the output of a command, and checks that all names are documented."""
     page = pathlib.Path(__file__).parents[2] / "docs" / "how_to" / "command_line.rst"
     documented = set(re.findall(r"``(\w+)``", page.read_text(encoding="utf-8")))
-    # No ε without these.
+    # An ε has these names beside it.
     meaning = {"delta", "adjacency", "bound", "guarantee", "covers", "trusted"}
 
-    def checked(held: dict) -> dict:
-        """Of every object, the innermost first: a job is as asked, a finding has a confidence."""
-        known = meaning <= held.keys() <= documented or {"data", "confidence"} & held.keys()
-        assert known or "epsilon" not in held
-        return held
+    def checked(values: dict) -> dict:
+        """Checks one object; the settings of a job and the findings of an audit have no meaning."""
+        names = values.keys()
+        explained = meaning <= names <= documented or {"data", "confidence"} & names
+        assert explained or "epsilon" not in names
+        return values
 
     answer = json.loads(printed, parse_constant=pytest.fail, object_hook=checked)
     assert answer.keys() <= documented

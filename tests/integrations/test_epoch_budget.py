@@ -1,4 +1,4 @@
-"""Before an epoch, its ε is predicted; one that exceeds a budget takes no step. Needs no extra."""
+"""The ε of an epoch is predicted, and an epoch beyond the budget takes no step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ DELTA = 1e-5
         ("shuffled_sums", {"sampling": "random_allocation"}),
     ],
 )
-def test_the_epsilon_that_is_foretold_is_the_one_that_is_spent(name, options):
-    """After whole epochs, in the middle of one, and from there into the next."""
+def test_the_predicted_epsilon_is_the_one_that_is_spent(name, options):
+    """The predicted steps end with an epoch, in the middle of one, and in the next one."""
     run = Run(name, **options)
     if name != "shuffled_sums":  # whose noise nothing changes
         run.optimizer.noise_multiplier *= 1.5
     for steps in (len(run.loader), 1, 2, 3):
         before = run.accounted
-        foretold = run.optimizer.epsilon_after(steps, DELTA)
+        predicted = run.optimizer.epsilon_after(steps, DELTA)
         assert run.accounted == before
         run.train(itertools.islice(run.batches, steps))
-        assert run.engine.get_epsilon(DELTA) == foretold
+        assert run.engine.get_epsilon(DELTA) == predicted
 
 
 @pytest.mark.parametrize("name", ["random_allocation", "rdp"])

@@ -1,4 +1,4 @@
-"""Other libraries' trainers stay in a privacy budget and may not void its ε.
+"""Trainers of other libraries stay within a privacy budget, and cannot void ε.
 
 ``docs/how_to/`` trains with each of them: Lightning, Hugging Face's and Accelerate.
 """
@@ -20,7 +20,7 @@ DELTA = 1e-5
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1 .got 2"),
         ({"gradient_clip_val": 0.5}, "gradient_clip_val=None .got 0.5"),
@@ -28,13 +28,13 @@ DELTA = 1e-5
         ({"ckpt_path": "last.ckpt"}, "ckpt_path=None .got 'last.ckpt'"),
     ],
 )
-def test_lightning_may_not_void_epsilon(settings, said):
+def test_lightning_settings_that_void_epsilon_are_refused(settings, message):
     from opacus_shuffle.integrations.lightning import PrivacyCallback
 
     run, options = Run(), {"accelerator": "cpu", "enable_checkpointing": False, **settings}
     trainer = lightning.Trainer(**{name: options[name] for name in options if name != "ckpt_path"})
     trainer.ckpt_path = settings.get("ckpt_path")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         PrivacyCallback(run.engine, delta=DELTA).on_train_start(trainer, run.model)
 
 
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1 .got 2"),
         ({"max_grad_norm": 1.0}, "max_grad_norm=0 .got 1.0"),
@@ -59,7 +59,7 @@ class Model(nn.Module):
         ({}, ""),
     ],
 )
-def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
+def test_trainer_settings_that_void_epsilon_are_refused(settings, message, tmp_path):
     from opacus_shuffle.integrations.hugging_face import PrivateTrainer
 
     rows = [{"x": torch.randn(5), "labels": index % 3} for index in range(24)]
@@ -68,7 +68,7 @@ def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
     arguments = transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True, **options)
     common = {"engine": run.engine, "data_loader": run.loader, "delta": DELTA}
     if settings:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             PrivateTrainer(run.model, arguments, **common)
     else:
         trainer = PrivateTrainer(run.network, arguments, optimizers=(run.optimizer, None), **common)
@@ -85,9 +85,7 @@ def test_hugging_face_s_trainer_may_not_void_epsilon(settings, said, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["save_state", "load_state"])
-def test_states_of_accelerate_are_refused_as_they_hold_weights_without_their_account(
-    tmp_path, method
-):
+def test_states_of_accelerate_are_refused(tmp_path, method):
     from accelerate import Accelerator
 
     from opacus_shuffle.integrations.accelerate import prepare
@@ -99,13 +97,13 @@ def test_states_of_accelerate_are_refused_as_they_hold_weights_without_their_acc
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BertForTokenClassification"])
-def test_every_record_counts_the_same_however_many_of_its_tokens_have_labels(kind, tmp_path):
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification"])
+def test_every_record_has_the_same_weight_for_any_number_of_labels(name, tmp_path):
     from opacus_shuffle.integrations.hugging_face import PrivateTrainer
 
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    config = getattr(transformers, kind).config_class(**sizes, bos_token_id=0, eos_token_id=0)
-    model = prepare_model(getattr(transformers, kind)(config)).train()
+    config = getattr(transformers, name).config_class(**sizes, bos_token_id=0, eos_token_id=0)
+    model = prepare_model(getattr(transformers, name)(config)).train()
     words = torch.randint(config.num_labels, (40, 7))
     labels = torch.where(torch.arange(7) < torch.arange(40)[:, None] % 6, -100, words)
     rows = [{"input_ids": words[i], "labels": labels[i]} for i in range(40)]
