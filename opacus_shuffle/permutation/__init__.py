@@ -1,11 +1,10 @@
-"""Permutations of weights that leave a network's function alone: found, drawn and applied.
+"""Finds, draws and applies permutations of weights that keep a network's function.
 
-    * ``find`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells
-      how).
-    * ``spec`` describes what was found. It is a ``group``, which draws and inverts permutations and
-      moves a network's tensors by them. ``float64_check`` makes sure that the function stays.
-    * ``moving/`` moves the entries of tensors fast, with PyTorch or with Triton.
-    * ``network`` says what of a network can move at all, and has attention computed plainly.
+    * ``find`` finds them with the modules in ``finding/`` (docs/how_permutations_are_found.rst).
+    * ``spec`` describes the result. It is a ``group``, which draws and inverts permutations, and
+      applies them to a network. ``float64_check`` checks that the function stays the same.
+    * ``moving/`` moves the entries of tensors, with PyTorch or with Triton.
+    * ``network`` lists the tensors that can move, and turns fused kernels off.
 
 >>> import torch
 >>> from opacus_shuffle.permutation import find_permutations
@@ -33,7 +32,7 @@ __all__ = [
     "find_permutations",
 ]
 
-# The engine needs the other two; only who finds permutations waits for what finds them.
+# The engine needs the other two. The finder takes time to import, so it is imported on first use.
 __getattr__, __dir__ = imports.lazy_attributes(
     __name__, {"find_permutations": f"{__name__}.find", "find": ""}
 )

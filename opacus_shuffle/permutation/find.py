@@ -1,14 +1,14 @@
-"""Finding permutations that leave a network's function alone, by tracing it.
+"""Finds permutations of weights that keep a network's function, by tracing the network.
 
-Which axes move is decided in four steps, of which this file has the first:
+There are four steps. This file has the first:
 
-1. The network runs on the sample, on other sizes of it, and once more for each line at which a
-   value decides what it does (:func:`_trace_all_ways`). ``finding/trace.py`` tells every operation
-   to ``finding/traced_run.py``, where a rule (``finding/rules*.py``) says which axes are the same,
-   and which stay (``finding/axes.py``).
-2. What is left free may be permuted: ``finding/nesting.py`` says inside of what.
-3. ``spec.py`` describes it.
-4. ``float64_check.py`` makes sure that the function stays.
+1. The network runs on the samples and on other sizes of the first one. ``finding/trace.py`` reports
+   every operation to ``finding/traced_run.py``. A rule (``finding/rules.py``) determines which axes
+   are the same, and which are fixed (``finding/axes.py``).
+2. Free axes may be permuted. ``finding/nesting.py`` determines which of them have a permutation of
+   their own for every position along another axis.
+3. ``spec.py`` describes the result.
+4. ``float64_check.py`` checks that the function stays the same.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from opacus_shuffle.networks.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.finding.axes import fix_all
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
 from opacus_shuffle.permutation.finding.trace import Tracer
-from opacus_shuffle.permutation.finding.traced_run import Learned, TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Findings, TracedRun
 from opacus_shuffle.permutation.float64_check import check_calls
-from opacus_shuffle.permutation.network import check_apart, check_ready
+from opacus_shuffle.permutation.network import check_ready, check_separate_memory
 from opacus_shuffle.permutation.spec import PermutationSpec
 
-SHORT = 8
-"""A length that shows what a network does on shorter inputs."""
+SHORT_LENGTH = 8
+"""Length of the shorter inputs on which a network is traced too."""
 
-MOST_CAUSES = 5
-"""In an error."""
+MAX_CAUSES = 5
+"""How many causes an error gives."""
 
 
 def find_permutations(
@@ -47,40 +47,36 @@ def find_permutations(
 ) -> PermutationSpec:
     """Finds which axes of parameters may be permuted together without changing the function.
 
-    The network runs under a tracer that follows every axis through every operation, in training
-    mode on the sample and in evaluation mode on other sizes of it; an operation that the tracer
-    does not know keeps whatever it touches in place. The network runs again for each line at which
-    a value decides what it does next, with another answer there. What is never reached stays, with
-    all that it may share. The network is left as it was; what its ``forward`` writes to globals and
-    classes is not taken back.
+    The network runs under a tracer that follows every axis through every operation: on the samples
+    in both modes, and on other sizes of the first sample in evaluation mode. An operation that the
+    tracer does not know fixes all axes that it touches. Parameters that no run reaches stay, with
+    every axis that may be shared with them. The network is restored afterwards, except for globals
+    and class attributes that its ``forward`` writes to.
 
     Args:
-        module: The network, or Opacus's, a distributed or a compiled wrapper of it.
+        module: The network, or a wrapper of it (Opacus's, distributed or compiled).
         sample_input: A tensor, a tuple of arguments or a mapping of keyword arguments of
-            ``module.forward``; only its shapes (and valid indices) matter. A batch of 2 will do,
-            but use the length of your data. ``None``: guessed from the first layer or from a
-            Hugging Face configuration.
+            ``module.forward``. Only its shapes (and valid indices) matter. A batch of 2 is enough,
+            but use the length of your data. ``None``: an input is guessed from the first layer or
+            from a Hugging Face configuration.
         groups: ``"residual"``: every permutation found. ``"heads"``: without those of the residual
             streams. ``"paper"``: hidden units, query and key dimensions of each head, and one
             permutation of the values that all heads share, as in Yang, Ji and Xiang's weight
             shuffling (Theorems 3 and 4); no order of heads, no residual stream.
-        more_samples: Further inputs, each as ``sample_input``, for a network that does other things
-            on others.
+        more_samples: Further inputs in the form of ``sample_input``, for a network that takes other
+            paths on them.
 
     Returns:
         The permutations, checked numerically (:meth:`PermutationSpec.check`).
 
     Raises:
-        ValueError: If a sample does not run, no axis can be permuted, the numerical check fails, or
-            a value decides what the network does and it breaks where it decides otherwise
-            (``more_samples`` that take every way are the remedy).
+        ValueError: If a sample does not run, no axis can be permuted, or the numerical check fails.
 
     Formal Guarantees:
-        Every permutation of the specification leaves the function of ``forward`` as it is, for all
-        values of the parameters and all inputs that take a traced way: those of the samples and of
-        a few other sizes of them, with every line at which PyTorch gives a value to Python answered
-        as it was and otherwise. What is not seen is one list in "How permutations are found". Noise
-        that treats entries alike stays the same in distribution.
+        Every permutation of the specification keeps the function of ``forward``, for all values of
+        the parameters and all inputs that take a traced path: that of a sample, or of the other
+        sizes of the first sample. The limits of tracing are listed in "How permutations are found".
+        Noise that is distributed alike for all entries keeps its distribution.
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
@@ -95,12 +91,11 @@ def find_permutations(
 def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> PermutationSpec:
     """Finds permutations on these arguments, and checks them numerically.
 
-    The check runs on the shortest arguments that will do, and on all given ones but the first.
+    The check runs on the shortest arguments that were traced, and on all given ones but the first.
 
     Args:
         network: The network, without wrappers.
-        calls: Arguments; the first is the sample, of which other sizes are made. If there are more,
-            the user answers for it that they take every way that inputs can.
+        calls: Arguments. Other sizes are derived from the first ones.
         groups: As of :func:`find_permutations`.
     """
     with rolled_back(network):
@@ -108,7 +103,9 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> Per
     spec = build_spec(traces.run, groups, tuple(traces.reads))
     if not spec.blocks:
         raise _nothing_found(traces.run, spec, network, groups)
-    check_apart(dict(network.named_parameters()) | dict(network.named_buffers()), spec.blocks)
+    check_separate_memory(
+        dict(network.named_parameters()) | dict(network.named_buffers()), spec.blocks
+    )
     if all(parameter.device.type != "meta" for parameter in network.parameters()):
         check_calls(spec, network, [traces.shortest, *calls[1:]])
     return spec
@@ -116,13 +113,13 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> Per
 
 def _trace_all(network: nn.Module, calls: Sequence[Call]) -> _Traces:
     """Traces a network on its samples and on other sizes."""
-    learned = Learned()
+    findings = Findings()
     while True:
-        traces = _Traces(network, learned, calls[0])
+        traces = _Traces(network, findings, calls[0])
         traces.trace_samples(calls)
         if not traces.run.outdated:
             traces.trace_other_sizes()
-        # A run may learn what it should have known from its start, such as that an axis has parts.
+        # A run may find facts that it needed from its start, such as that an axis has parts.
         if not traces.run.outdated:
             return traces
 
@@ -136,8 +133,8 @@ class _Traces:
         reads: The lines at which Python reads a value.
     """
 
-    def __init__(self, network: nn.Module, learned: Learned, sample: Call) -> None:
-        self.run = TracedRun(network, learned)
+    def __init__(self, network: nn.Module, findings: Findings, sample: Call) -> None:
+        self.run = TracedRun(network, findings)
         self.shortest = sample
         self.reads: dict[str, None] = {}
         self._network, self._sample = network, sample
@@ -159,7 +156,7 @@ class _Traces:
 
     def trace_other_sizes(self) -> None:
         """Traces shorter inputs with one more record, and one longer record, in evaluation mode."""
-        whole = self.run.atoms()
+        atoms_of_samples = self.run.atoms()
         shorter, longer = _other_sizes(self._sample)
         for alternatives in (longer, shorter):
             call = next((call for call in alternatives if self._runs(call, training=False)), None)
@@ -170,7 +167,7 @@ class _Traces:
                     self.shortest = call
         # An axis that is split at these sizes alone is split elsewhere at others.
         fix_all(
-            (atom for atom in whole if atom.kind != "atom"),
+            (atom for atom in atoms_of_samples if atom.form != "atom"),
             cause="split at a position that depends on the input's size",
         )
 
@@ -215,10 +212,10 @@ def _entries(call: Call) -> int:
 
 
 def _other_sizes(sample: Call) -> tuple[list[Call], list[Call]]:
-    """Returns shorter inputs with one more record, and longer ones of one record.
+    """Returns shorter inputs with one more record, and longer inputs of one record.
 
-    Each is a list of alternatives, of which those come first that change most: images change along
-    all dimensions from the third on, texts along their second one.
+    Each is a list of alternatives, those with most changes first. Images change along all
+    dimensions from the third on, texts along their second one.
     """
     leaves = (leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.dim())
     first = next(leaves, torch.empty(0))
@@ -227,12 +224,12 @@ def _other_sizes(sample: Call) -> tuple[list[Call], list[Call]]:
     records, *lengths = first.shape
     dims = list(range(1, first.dim()))
     together = [dims[1:], dims[:1]] if len(dims) > 2 else [[dim] for dim in dims]
-    # Along a length of 1 nothing is carried on.
+    # A length of 1 would hide operations between neighbours.
     halves = {size: max(min(size, 2), size // 2) for size in lengths}
     more = _resized(sample, [0], {records: records + 1})
     shorter = [
         _resized(more, range(1, 9), {lengths[dim - 1]: sizes[lengths[dim - 1]] for dim in changed})
-        for sizes in ({size: min(size, SHORT) for size in lengths}, halves)
+        for sizes in ({size: min(size, SHORT_LENGTH) for size in lengths}, halves)
         for changed in together
     ]
     one = _resized(sample, [0], {records: 1})
@@ -258,15 +255,15 @@ def _resized(call: Call, dims: Collection[int], sizes: Mapping[int, int]) -> Cal
 def _nothing_found(
     run: TracedRun, spec: PermutationSpec, network: nn.Module, groups: str
 ) -> ValueError:
-    """Returns an error that says what was looked at, and why none of it may be permuted."""
+    """Returns an error with the tensors, and the causes why none of them may be permuted."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in run.tensors.items()]
-    stay = [f"{name}: {cause}" for name, cause in spec.causes.items() if cause][:MOST_CAUSES]
-    because = f"What fixed them: {'; '.join(stay)}." if stay else "It has no hidden axis."
+    stay = [f"{name}: {cause}" for name, cause in spec.causes.items() if cause][:MAX_CAUSES]
+    reasons = f"What fixed them: {'; '.join(stay)}." if stay else "It has no hidden axis."
     if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
-        because += f" Operations without a rule keep what they touch in place: {unknown}."
+        reasons += f" Operations without a rule keep what they touch in place: {unknown}."
     return ValueError(
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. "
-        f"Looked at: {', '.join(shapes[:20]) or 'nothing'}. {because} "
+        f"Looked at: {', '.join(shapes[:20]) or 'nothing'}. {reasons} "
         f"{spec.describe_unreached()}Leave shuffle_weights out, or write the network with "
         "PyTorch's own operations."
     )

@@ -1,7 +1,7 @@
-"""Checking in double precision that permuted weights have the same outputs and gradients.
+"""Checks in double precision that permuted weights have the same outputs and gradients.
 
-The check runs on a copy of the weights, which is perturbed first: a norm with scale 1 and shift 0,
-or a bias that is still zero, would hide that it was forgotten.
+The check runs on a perturbed copy of the weights. At initialization, the scale of a norm is 1 and
+its shift is 0, so the outputs would not change if a permutation left them out.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
 from opacus_shuffle.permutation.network import plain_operations, tensors_in
 
 MASK = 1e8
-"""Entries beyond this are masks (-1e9), and say nothing about the usual size of outputs."""
+"""Larger entries are masks (such as -1e9), and do not count for the size of outputs."""
 
 TOLERANCE = 1e-6
 """Relative to the largest entry.
 
-Summing in another order in double precision changes outputs and gradients by the unit roundoff,
-1e-16, times the amplification by the network's layers: up to 2e-9 in the deepest networks tested
-(MobileNetV2 with norms of few entries). The smallest breakage in tests, a forgotten bias of the
-queries, was 1e-3. The tolerance is the middle of the two on a logarithmic scale.
+Another order of summation changes outputs and gradients by the unit roundoff of double precision,
+1e-16, times the amplification by the layers: up to 2e-9 in the deepest networks tested (MobileNetV2
+with norms of few entries). The smallest change by a wrong permutation in tests was 1e-3, for a bias
+of the queries that was left out. The tolerance is the geometric mean of the two.
 """
 
-FLAT = 1e-4
-"""Tensors whose entries are this much below those of the largest one are compared with that.
+NEGLIGIBLE = 1e-4
+"""Smaller tensors, relative to the largest one, are compared with this fraction of it.
 
-Some are zero but for rounding, as the gradients of a bias of keys, which the softmax forgets.
+Some are zero up to rounding, such as the gradients of a bias of keys, which softmax cancels.
 """
 
 CONSTANT_DRAWS = dict.fromkeys(
@@ -63,9 +63,9 @@ CONSTANT_DRAWS = dict.fromkeys(
     ],
     0.5,
 ) | {"bernoulli": 1.0, "bernoulli_": 1.0}
-"""What draws of noise are replaced by: it treats entries alike, so only its distribution counts."""
+"""Constants that replace draws of noise, whose distribution is the same for all entries."""
 
-WIDER = {
+DOUBLE_OF = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -75,15 +75,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def check_calls(group: PermutationGroup, network: nn.Module, calls: Sequence[Call]) -> None:
-    """Refuses by name a group with a permutation that changes what the network computes.
+    """Refuses a group with a permutation that changes the outputs or gradients of the network.
 
-    One that leaves nothing in place is tried in training mode on the first arguments, with
-    gradients; and another one in evaluation mode, on all of them. The arguments must have run
-    before: what Python keeps for a size must not be made in double precision first.
+    A permutation without fixed points is tested in training mode on the first arguments, with
+    gradients, and another one in evaluation mode on all arguments. The network must have run on the
+    arguments before, because it may cache tensors that should not be in double precision.
 
     Raises:
-        ValueError: If outputs or gradients change, or the network cannot be checked; with the group
-            concerned.
+        ValueError: If outputs or gradients change, with the name of the permutation that changes
+            them, or if the network cannot be checked.
     """
     group.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
@@ -92,37 +92,36 @@ def check_calls(group: PermutationGroup, network: nn.Module, calls: Sequence[Cal
     try:
         worst = _change(group, network, calls, plans, buffers=buffers)
     except Exception:
-        # Some buffers are masks, indices or probabilities, and mean nothing perturbed.
+        # Some buffers are masks, indices or probabilities, which are invalid if perturbed.
         buffers = False
         worst = _change(group, network, calls, plans, buffers=buffers)
     if worst <= TOLERANCE:
         return
-    kind, still = type(network).__name__, group.identity().tables
+    name, identity = type(network).__name__, group.identity().tables
     for number, factor in enumerate(group.factors):
         alone = [
-            PermutationPlan((*still[:number], plan.tables[number], *still[number + 1 :]))
+            PermutationPlan((*identity[:number], plan.tables[number], *identity[number + 1 :]))
             for plan in plans
         ]
         change = _change(group, network, calls, alone, buffers=buffers) if factor.free else 0.0
         if not change <= TOLERANCE:
-            members = dict.fromkeys(name for name, _ in group.perm_to_axes[factor.name])
+            members = dict.fromkeys(member for member, _ in group.perm_to_axes[factor.name])
             raise ValueError(
-                f"this PermutationSpec changes what {kind} computes: permuting {factor.name!r} "
+                f"this PermutationSpec changes what {name} computes: permuting {factor.name!r} "
                 f"moves {', '.join(members)} and the outputs or gradients by {change:.1e} of their "
-                "size. Something that belongs to it is missing or must stay in place. If it was "
-                "found and not made by hand, tracing has lost these where their values leave "
-                "PyTorch, or in a backward of its own: write that module with PyTorch's own "
-                "operations, or leave shuffle_weights out"
+                "size. A tensor that must move too is missing, or one of them must stay. If "
+                "find_permutations returned it, tracing failed where values leave PyTorch or in a "
+                "custom backward pass: write that module with PyTorch's own operations, or leave "
+                "shuffle_weights out"
             )
     raise ValueError(
-        f"this PermutationSpec changes what {kind} computes by {worst:.1e} of the outputs' "
-        "size, though none of its "
-        "permutations does alone: use find_permutations"
+        f"this PermutationSpec changes what {name} computes by {worst:.1e} of the outputs' size, "
+        "although none of its permutations does so alone: use find_permutations"
     )
 
 
 def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
-    """Makes each permutation one cycle over all it moves: a draw often leaves things in place."""
+    """Turns each permutation into one cycle, because a random one may have fixed points."""
     cycles = [
         table if table is None else torch.empty_like(table).scatter_(-1, table, table.roll(1, -1))
         for table in plan.tables
@@ -142,11 +141,11 @@ def _change(
 
     Args:
         group: The permutations.
-        network: It is not changed.
-        calls: Arguments to run it on.
-        plans: What moves the copy before it runs in training mode, on the first arguments; and what
-            moves it after that, before it runs in evaluation mode.
-        buffers: Whether buffers are perturbed, too.
+        network: The network; it is not changed.
+        calls: Its arguments.
+        plans: The permutation before the run in training mode, on the first arguments, and the one
+            before the run in evaluation mode.
+        buffers: Whether buffers are perturbed too.
     """
     weights = _perturbed_copy(network, buffers=buffers)
 
@@ -162,17 +161,17 @@ def _change(
         ]
     if not any(bool(tensor.any()) for outputs, _ in before for tensor in outputs):
         raise ValueError(
-            f"{type(network).__name__} gives only zeros on the sample input: give another, so "
-            "it can be checked"
+            f"{type(network).__name__} returns only zeros on the sample input, so it cannot be "
+            "checked: pass another sample_input"
         )
     worst = 0.0
-    # One that counts its calls counts alike with all weights.
+    # Restores again, so that a counter of calls has the same value in both runs.
     with rolled_back(network, as_it_was):
-        for mode, plan, (outputs, slopes) in zip(modes, plans, before, strict=True):
+        for mode, plan, (outputs, gradients) in zip(modes, plans, before, strict=True):
             move(plan, weights)
-            moved_outputs, moved_slopes = _run(network, weights, *mode)
+            moved_outputs, moved_gradients = _run(network, weights, *mode)
             worst = max(
-                worst, _difference(outputs, moved_outputs), _difference(slopes, moved_slopes)
+                worst, _difference(outputs, moved_outputs), _difference(gradients, moved_gradients)
             )
     return worst
 
@@ -184,23 +183,23 @@ def _run(
     training: bool,
     move: Callable[[Tensors], None] = lambda gradients: None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns what the network computes with these weights, and in training mode its gradients.
+    """Returns the outputs with these weights, and in training mode sums of the gradients.
 
-    Of a gradient that ``move`` has moved it returns one weighted sum per row: all gradients at once
-    would take as much memory as the weights do, and more time than computing them.
+    Each gradient is moved by ``move``, and one weighted sum per row is returned, because all
+    gradients would take as much memory as the weights.
     """
-    # A pass may write to buffers, and gradients are noted as they come.
-    own = _each_once(
+    # Copies, because a pass may write to buffers.
+    copies = _each_once(
         weights,
         lambda tensor: tensor.detach().requires_grad_() if tensor.requires_grad else tensor.clone(),
     )
-    kind, default = type(network).__name__, torch.get_default_dtype()
+    name, default = type(network).__name__, torch.get_default_dtype()
 
     def run(arguments: Call) -> list[torch.Tensor]:
         seed_draws(0)
-        args, kwargs = tree_map(_widened, arguments)
-        # It exchanges tensors with those of the dictionary, wrongly for a layer of two names.
-        return results(torch.func.functional_call(network, dict(own), args, kwargs))
+        args, kwargs = tree_map(_in_double, arguments)
+        # A copy of the dictionary, in which functional_call exchanges tensors.
+        return results(torch.func.functional_call(network, dict(copies), args, kwargs))
 
     outputs: list[torch.Tensor] = []
     with plain_operations(network):
@@ -208,7 +207,7 @@ def _run(
         torch.set_default_dtype(torch.float64)
         try:
             for arguments in calls:
-                with _InDouble():  # type: ignore[no-untyped-call]
+                with _DoublePrecision():  # type: ignore[no-untyped-call]
                     outputs += (
                         run(arguments)
                         if training
@@ -216,39 +215,39 @@ def _run(
                     )
         except Exception as error:
             raise ValueError(
-                f"{kind} does not run in double precision, so nothing can be checked: "
+                f"{name} does not run in double precision, so it cannot be checked: "
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
             torch.set_default_dtype(default)
     if not any(output.numel() for output in outputs):
-        raise ValueError(f"{kind} returns no tensor on the sample input, so nothing can be checked")
+        raise ValueError(f"{name} returns no tensor on the sample input, so it cannot be checked")
     if any(bool(torch.isnan(output).any()) for output in outputs):
-        raise ValueError(f"{kind} gives undefined outputs on the sample input: give another")
+        raise ValueError(f"{name} returns NaN on the sample input: pass another sample_input")
     # Tied tensors by their first name, as the specification has them.
-    first_names = {tensor: name for name, tensor in reversed(own.items())}
+    first_names = {tensor: name for name, tensor in reversed(copies.items())}
     leaves = {
         name: tensor for tensor, name in first_names.items() if training and tensor.requires_grad
     }
-    slopes = _gradients(outputs, leaves, move)
-    # Numbers that can be subtracted, which whole numbers and yes or no cannot always.
+    gradients = _gradients(outputs, leaves, move)
+    # Floating-point numbers, because unsigned integers and booleans cannot be subtracted.
     numbers = [
         output.detach() * torch.ones((), dtype=torch.float64, device="cpu") for output in outputs
     ]
-    return numbers, slopes
+    return numbers, gradients
 
 
-class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a network that rounds inside in double precision, and its draws of noise constant."""
+class _DoublePrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs all operations in double precision, and replaces draws of noise by constants."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        if kwargs.get("dtype") in WIDER:
-            kwargs["dtype"] = WIDER[kwargs["dtype"]]
-        narrow = any(tensor.dtype in WIDER for tensor in tensors_in(args, kwargs))
+        if kwargs.get("dtype") in DOUBLE_OF:
+            kwargs["dtype"] = DOUBLE_OF[kwargs["dtype"]]
+        narrow = any(tensor.dtype in DOUBLE_OF for tensor in tensors_in(args, kwargs))
         if narrow and not func._schema.is_mutable:
-            args, kwargs = tree_map(_widened, args), tree_map(_widened, kwargs)
+            args, kwargs = tree_map(_in_double, args), tree_map(_in_double, kwargs)
         if name in ("native_dropout", "_fused_dropout"):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name == "_grouped_mm":  # PyTorch has no kernel in double precision
@@ -275,15 +274,15 @@ def _grouped_product(
 def _gradients(
     outputs: Sequence[torch.Tensor], leaves: Tensors, move: Callable[[Tensors], None]
 ) -> list[torch.Tensor]:
-    """Returns the sums of the moved gradients of a sum of all outputs, all weighted differently."""
-    tops = [output for output in outputs if output.requires_grad and not output.is_complex()]
-    if not tops or not leaves:
+    """Returns row sums of the moved gradients of a weighted sum of all outputs."""
+    roots = [output for output in outputs if output.requires_grad and not output.is_complex()]
+    if not roots or not leaves:
         return []
     sums = dict.fromkeys(leaves, torch.zeros(()))
 
     def note(name: str, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
-        # Autograd may still use its memory for the gradient of something else.
+        # A copy, because autograd may use its memory for another gradient.
         gradient = leaf.grad.to_dense().clone()
         leaf.grad = None
         move({name: gradient})
@@ -293,17 +292,17 @@ def _gradients(
         leaf.register_post_accumulate_grad_hook(functools.partial(note, name))  # type: ignore[no-untyped-call]
     weights = [
         torch.linspace(1, 2, output.numel(), device=output.device).to(output).view_as(output)
-        for output in tops
+        for output in roots
     ]
     try:
-        torch.autograd.backward(tops, weights, inputs=list(leaves.values()))
-    except RuntimeError:  # something in it has no derivative
+        torch.autograd.backward(roots, weights, inputs=list(leaves.values()))
+    except RuntimeError:  # an operation has no derivative
         return []
     return list(sums.values())
 
 
 def _sums_of_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a sum over each row, of the size of an entry, in which no two entries weigh alike."""
+    """Returns a weighted sum of each row, in which all weights differ, of the size of an entry."""
     if gradient.dim() < 2:
         return gradient
     rows = gradient.flatten(1)
@@ -315,25 +314,25 @@ def _sums_of_rows(gradient: torch.Tensor) -> torch.Tensor:
 def _each_once(
     tensors: Mapping[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Tensors:
-    """Returns the tensors changed, tied ones still tied."""
+    """Applies a function to each tensor once, so that tied tensors stay tied."""
     changed = {id(tensor): change(tensor) for tensor in dict.fromkeys(tensors.values())}
     return {name: changed[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _widened(value: Any) -> Any:
-    """Returns a tensor of floating-point numbers in double precision, else the value as it is."""
-    narrow = isinstance(value, torch.Tensor) and value.dtype in WIDER
-    return value.to(WIDER[value.dtype]) if narrow else value
+def _in_double(value: Any) -> Any:
+    """Converts floating-point tensors to double precision; returns other values unchanged."""
+    narrow = isinstance(value, torch.Tensor) and value.dtype in DOUBLE_OF
+    return value.to(DOUBLE_OF[value.dtype]) if narrow else value
 
 
 def _perturbed_copy(network: nn.Module, *, buffers: bool) -> Tensors:
-    """Copies parameters and buffers in double precision, away from values that hide mistakes."""
+    """Copies parameters and buffers in double precision, and adds noise."""
     generator = torch.Generator().manual_seed(20_230_102)
-    # After 65,537 entries, a prime number, the noise repeats itself: drawing all takes long.
+    # The noise repeats itself after 65,537 entries (a prime number), which saves time.
     draws = torch.randn(65_537, generator=generator, dtype=torch.float64, device="cpu")
 
     def perturbed(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.detach().to(WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+        copy = tensor.detach().to(DOUBLE_OF.get(tensor.dtype, tensor.dtype), copy=True)
         if copy.is_floating_point() and copy.layout == torch.strided:
             copy = copy.contiguous()
             start = int(torch.randint(len(draws), (), generator=generator, device="cpu"))
@@ -347,7 +346,7 @@ def _perturbed_copy(network: nn.Module, *, buffers: bool) -> Tensors:
                 noise = repeated[: len(part)]
                 if is_parameter:
                     part.add_(noise, alpha=spread)
-                elif usual:  # a variance stays positive
+                elif usual:  # multiplied, so that a variance stays positive
                     part.copy_(torch.where(part == 0, 0.1 * noise, part * torch.exp(0.2 * noise)))
         return copy.requires_grad_(tensor.requires_grad)
 
@@ -356,7 +355,7 @@ def _perturbed_copy(network: nn.Module, *, buffers: bool) -> Tensors:
 
 
 def _difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Returns the largest change of an entry, relative to the largest one of its tensor."""
+    """Returns the largest change of an entry, relative to the largest entry of its tensor."""
     if [one.shape for one in ones] != [other.shape for other in others]:
         return float("inf")
     sizes = [_largest(one) for one in ones]
@@ -366,12 +365,12 @@ def _difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) ->
         stays = (one == other) | (one.isnan() & other.isnan())
         changes = changes.masked_fill(stays, 0.0)  # infinities cannot be subtracted
         change = float(changes.max()) if one.numel() else 0.0
-        worst = max(worst, change / (max(size, FLAT * max(sizes)) or 1.0))
+        worst = max(worst, change / (max(size, NEGLIGIBLE * max(sizes)) or 1.0))
     return worst
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Returns the size of the largest entry that is no mask."""
+    """Returns the largest absolute value of an entry that is no mask."""
     if not tensor.numel():
         return 0.0
     sizes = tensor.abs()

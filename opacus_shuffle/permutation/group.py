@@ -1,9 +1,9 @@
-"""Groups of permutations: drawing one, undoing it, counting them, and moving a network by it.
+"""Groups of permutations: sampling, inversion, size, and application to a network.
 
-A group is made of factors, each a set of coordinates that is permuted. A factor may lie inside of
-others: the channels of a normalisation group, the dimensions of a head. It then has a permutation
-of its own for every combination of their coordinates: two heads of width 4 have 2! · 4!² = 1152
-permutations.
+A group consists of factors, each a set of coordinates that is permuted. A factor may be nested in
+others, such as the channels of a normalization group or the dimensions of a head. It then has a
+permutation of its own for every combination of their coordinates. Two heads of width 4 have
+2! · 4!² = 1152 permutations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from opacus_shuffle.permutation.moving.layout import (
 from opacus_shuffle.permutation.moving.torch_moves import Move
 
 _Movement = tuple[tuple[int, int, int], int | None, int | None]
-"""A tensor's sizes for one pass, and the numbers of the index vectors of its rows and columns."""
+"""Sizes of a tensor viewed as rows and columns, and the numbers of their index vectors."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class PermutationPlan:
     """One element of a group.
 
     Attributes:
-        tables: Per factor a table ``(*sizes of inside, size)`` from new coordinates to old ones;
-            None if it is not free.
+        tables: For each factor a table of shape ``(*sizes of inside, size)`` from new coordinates
+            to old ones; None if the factor is not free.
     """
 
     tables: tuple[torch.Tensor | None, ...]
@@ -61,12 +61,12 @@ class PermutationGroup:
     """All permutations of some factors, and the tensors of a network that they move.
 
     Attributes:
-        factors: What is permuted, and what that lies inside of.
-        blocks: Per tensor that moves, by its name in the network (tied ones once), the axes made of
-            factors that move.
+        factors: The sets of coordinates that are permuted, and the factors that contain them.
+        blocks: For each tensor that moves, by its name in the network (tied ones once), the axes
+            that consist of factors that move.
         shapes: Shapes of these tensors.
-        buffers: Those of them that are buffers.
-        aliases: Other names of tied parameters, by the one used here.
+        buffers: The names of the buffers among them.
+        aliases: Other names of tied parameters, by the name used here.
     """
 
     factors: tuple[Factor, ...]
@@ -79,7 +79,8 @@ class PermutationGroup:
         """Draws a permutation uniformly from the group.
 
         Args:
-            generator: On the CPU; by default a fresh one, seeded by the operating system.
+            generator: A generator on the CPU. By default a fresh one, seeded by the operating
+                system.
         """
         stream = stream_of(generator)
         by_size: defaultdict[int, list[int]] = defaultdict(list)
@@ -89,10 +90,10 @@ class PermutationGroup:
         tables: dict[int, torch.Tensor] = {}
         for size, numbers in by_size.items():
             counts = [self.copies(number) for number in numbers]
-            # Sorting 64-bit keys: exactly uniform but for ties, which have a chance below
-            # size²·count/2⁶⁵.
+            # The order of 64-bit keys is exactly uniform, except for ties, whose probability is
+            # below size²·count/2⁶⁵.
             keys = stream.words(sum(counts) * size).reshape(-1, size)
-            # NumPy's order is PyTorch's, in a fifth of the time.
+            # NumPy takes a fifth of the time of PyTorch, for the same order.
             order = torch.from_numpy(np.argsort(keys, axis=1))
             for number, rows in zip(numbers, torch.split(order, counts), strict=True):
                 tables[number] = rows.reshape(*self._outer_shape(number), size)
@@ -130,15 +131,16 @@ class PermutationGroup:
         return self.copies(number) * math.lgamma(self.factors[number].size + 1) / math.log(2)
 
     def copies(self, number: int) -> int:
-        """Returns how many permutations of a factor there are, one per place it is inside of."""
+        """Returns how many permutations a factor has: one for each position that contains it."""
         return math.prod(self._outer_shape(number))
 
     def check_plan(self, plan: PermutationPlan) -> None:
         """Refuses plans of another group.
 
+        The code that moves memory relies on this check.
+
         Raises:
-            ValueError: The plan has other tables than this group's, or a table leads out of its
-                factor. What moves memory trusts it.
+            ValueError: If the plan has other tables than this group, or an entry is out of range.
         """
         shapes = [
             (*self._outer_shape(number), factor.size) if factor.free else None
@@ -160,19 +162,19 @@ class PermutationGroup:
         return [(number, table) for number, table in enumerate(plan.tables) if table is not None]
 
     def old_coordinates(self, number: int, plan: PermutationPlan) -> tuple[torch.Tensor, ...]:
-        """Returns where a factor's entries come from: old coordinates of outer factors, and own."""
+        """Returns the old coordinates of the factors around a factor, and of its own entries."""
         inside = self.factors[number].inside
         sizes = [self.factors[outer].size for outer in inside]
         coordinates = []
-        for place, outer in enumerate(inside):
+        for axis, outer in enumerate(inside):
             table = plan.tables[outer]
             carried = [inside.index(further) for further in self.factors[outer].inside]
             if table is None:
-                table, carried = torch.arange(sizes[place], device="cpu"), []
-            coordinates.append(on_grid(table, [*carried, place], [*sizes, 1]))
-        own = plan.tables[number]
-        assert own is not None
-        return (*coordinates, own)
+                table, carried = torch.arange(sizes[axis], device="cpu"), []
+            coordinates.append(on_grid(table, [*carried, axis], [*sizes, 1]))
+        innermost = plan.tables[number]
+        assert innermost is not None
+        return (*coordinates, innermost)
 
     def apply_(
         self,
@@ -180,18 +182,17 @@ class PermutationGroup:
         plan: PermutationPlan,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Moves parameters, buffers and gradients, and the optimizer's state, in place.
+        """Permutes parameters, buffers, gradients and the optimizer's state in place.
 
         Args:
             module: The network, or a wrapper of it (Opacus's, ``DistributedDataParallel``,
                 ``torch.compile``).
-            plan: From this specification.
-            optimizer: Whose state for these parameters moves too; Opacus's optimizers are fine.
+            plan: A permutation drawn from this group.
+            optimizer: The optimizer whose state moves too, plain or Opacus's.
 
         Raises:
-            ValueError: If the network has other parameters than the specification, or the
-                optimizer's state for one of them has another shape, so that it cannot follow;
-                nothing has moved then.
+            ValueError: If the network does not fit the specification, or the optimizer's state for
+                a parameter has another shape. Nothing has moved then.
         """
         self.move(self.followers(self.tensors(module), optimizer), plan)
 
@@ -199,7 +200,7 @@ class PermutationGroup:
         """Returns the tensors of this network that move, by name.
 
         Raises:
-            ValueError: If the network does not fit.
+            ValueError: If the network does not fit the specification.
         """
         instance_of("module", module, (nn.Module,))
         present = {
@@ -228,7 +229,7 @@ class PermutationGroup:
     def followers(
         self, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
     ) -> dict[str, list[torch.Tensor]]:
-        """Returns by name the tensor, its gradient, and the optimizer's state of the same shape.
+        """Returns for each tensor itself, its gradient, and the optimizer's state of its shape.
 
         Raises:
             ValueError: If one of them cannot follow a permutation.
@@ -267,10 +268,10 @@ class PermutationGroup:
         return followers
 
     def move(self, tensors: Mapping[str, Iterable[torch.Tensor]], plan: PermutationPlan) -> None:
-        """Moves tensors of the shapes of the named ones, all in as few launches as possible."""
+        """Permutes tensors of the shapes of the named ones, in as few launches as possible."""
         self.check_plan(plan)
         index_plan, movements = self._movements
-        # Executors send what they need of it to a device, all at once.
+        # Executors send all index vectors to a device at once.
         index = torch.split(index_plan.index(plan.tables), index_plan.sizes)
         moves = []
         for name, group in tensors.items():
@@ -282,8 +283,8 @@ class PermutationGroup:
 
     @cached_property
     def _movements(self) -> tuple[IndexPlan, dict[str, _Movement]]:
-        """How to make all index vectors, and how each tensor moves by them."""
-        numbers: dict[Blocks, int] = {}  # tensors that are laid out alike share one
+        """The plan of all index vectors, and how each tensor moves by them."""
+        numbers: dict[Blocks, int] = {}  # tensors with the same layout share one
         movements = {}
         for name, blocks in self.blocks.items():
             sizes, *layouts = plan_movement(self.shapes[name], blocks)
@@ -303,7 +304,7 @@ class PermutationGroup:
 
     @cached_property
     def perm_to_axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Per free factor the (tensor, axis) pairs that it moves."""
+        """For each free factor the (tensor, axis) pairs that it moves."""
         return {
             factor.name: tuple(
                 (name, axis)
@@ -317,7 +318,7 @@ class PermutationGroup:
 
     @cached_property
     def axes_to_perm(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Per tensor and axis the free factors that move it."""
+        """For each tensor and axis the free factors that move it."""
         movers = {}
         for name, blocks in self.blocks.items():
             shape = self.shapes[name]
@@ -341,5 +342,5 @@ class PermutationGroup:
 
     @cached_property
     def _outer_shapes(self) -> list[tuple[int, ...]]:
-        """Per factor the sizes of those that it lies inside of."""
+        """For each factor the sizes of the factors that contain it."""
         return [tuple(self.factors[outer].size for outer in one.inside) for one in self.factors]

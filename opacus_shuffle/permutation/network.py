@@ -1,4 +1,4 @@
-"""What the finder needs of a network: plain attention, tensors that move, and their memory."""
+"""Properties of networks that finding permutations needs: tensors, memory, plain kernels."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.nn.parameter import is_lazy
 
 @contextlib.contextmanager
 def plain_operations(network: nn.Module) -> Iterator[None]:
-    """Has attention and recurrent layers computed without fused kernels."""
+    """Computes attention and recurrent layers without fused kernels inside of the block."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # Nobody can look into a fused recurrent layer, and cuDNN draws dropout inside of it.
-        if any(isinstance(part, nn.RNNBase) for part in network.modules()):
+        # A fused recurrent layer cannot be traced, and cuDNN draws dropout inside of it.
+        if any(isinstance(submodule, nn.RNNBase) for submodule in network.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Returns the tensors among arguments or results; PyTorch's own way takes longer."""
+    """Returns the tensors among arguments or results, faster than PyTorch's ``tree_leaves``."""
     result: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -42,39 +42,39 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Returns where the tensor's memory begins, or 0 if it has none of its own."""
+    """Returns the address of the tensor's storage, or 0 if it has none."""
     try:
-        with torch._C.DisableTorchFunction():  # to look at it here is no use of it by the network
+        with torch._C.DisableTorchFunction():  # this call is not the network's
             return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
 
 
 def movable_tensors(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
+    """Yields parameters, and persistent buffers of floating-point numbers or booleans."""
     yield from network.named_parameters(remove_duplicate=False)
-    for place, part in network.named_modules(remove_duplicate=False):
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            kept = name not in getattr(part, "_non_persistent_buffers_set", ())
+    for prefix, submodule in network.named_modules(remove_duplicate=False):
+        for name, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False):
+            kept = name not in getattr(submodule, "_non_persistent_buffers_set", ())
             numbers = (
                 buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool
             )
             if kept and numbers and buffer.dim() and buffer.layout == torch.strided:
-                yield f"{place}.{name}" if place else name, buffer
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def check_ready(network: nn.Module) -> None:
-    """Refuses by name parameters that do not exist yet, or that share memory."""
+    """Refuses parameters that are not initialized yet, or that share memory."""
     parameters = dict(network.named_parameters())
     tensors = parameters | dict(network.named_buffers())
     for name, tensor in tensors.items():
         if is_lazy(tensor):
-            raise ValueError(f"module: {name} is not initialised yet: run the network once before")
-    check_apart(tensors, parameters)
+            raise ValueError(f"module: {name} is not initialized yet: run the network once before")
+    check_separate_memory(tensors, parameters)
 
 
-def check_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses by name tensors that would move and share memory with others, or with themselves."""
+def check_separate_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
+    """Refuses tensors that would move and whose entries share memory."""
     spans: list[tuple[int, int, str]] = []
     for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values():
         if not tensor.numel() or tensor.device.type == "meta" or tensor.layout != torch.strided:
@@ -89,8 +89,8 @@ def check_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) ->
         start = tensor.data_ptr()
         spans.append((start, start + (1 + sum(reach)) * tensor.element_size(), name))
     spans.sort()
-    for place, (_, stop, one) in enumerate(spans):
-        for start, _, other in spans[place + 1 :]:
+    for number, (_, stop, one) in enumerate(spans):
+        for start, _, other in spans[number + 1 :]:
             if start < stop and (one in moving or other in moving):
                 raise ValueError(
                     f"module: {one} and {other} share memory without being the same tensor: untie "

@@ -1,4 +1,4 @@
-"""Describing which entries of a network's parameters may be permuted together."""
+"""Describes which entries of a network's parameters may be permuted together."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from opacus_shuffle.permutation.float64_check import check_calls
 from opacus_shuffle.permutation.group import PermutationGroup
 from opacus_shuffle.permutation.moving.layout import Block
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 """How many unreached parameters a message names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PermutationSpec(PermutationGroup):
-    """The group of permutations of a network's parameters under which its function stays as it is.
+    """A group of permutations of a network's parameters that keep its function.
 
     Attributes:
-        factors: What is permuted, and what that lies inside of.
-        blocks: Per tensor that moves, by its name in the network (tied ones once), the axes made of
-            factors that move.
+        factors: The sets of coordinates that are permuted, and the factors that contain them.
+        blocks: For each tensor that moves, by its name in the network (tied ones once), the axes
+            that consist of factors that move.
         shapes: Shapes of these tensors.
-        buffers: Those of them that are buffers.
-        aliases: Other names of tied parameters, by the one used here.
+        buffers: The names of the buffers among them.
+        aliases: Other names of tied parameters, by the name used here.
         unmoved: Names of the parameters that stay, with their sizes.
-        unknown: Operations without a rule that were met, with their numbers of calls: what they
-            touched stays.
-        unreached: Parameters and buffers that the sample did not reach: nobody knows what they do,
-            so they stay, with every axis whose size they have. Also those that stay because nobody
-            used what was made of them.
-        causes: Why parameters stay that do, by name: per axis the operation that has fixed it,
-            where it is in the network, and the line of code.
+        unknown: Operations without a rule, with their numbers of calls. The axes that they touched
+            are fixed.
+        unreached: Parameters and buffers that no sample reached, or whose results were not used.
+            Their effect is unknown, so they stay, with every axis that has the size of one of
+            theirs.
+        causes: For each parameter that stays, per axis the operation that fixed it, with its line
+            of code and the name of the module.
         reads: Lines of code at which Python reads a value of a tensor. The network may take another
             path there on other inputs, which was not traced.
-        level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.
+        level: ``"paper"``, ``"heads"`` or ``"residual"``, or another name for a specification that
+            was made by hand.
 
     Formal Guarantees:
-        Whatever is drawn by :meth:`sample`, the network's function stays as it is, and so does
-        training with an optimizer that treats the entries of a tensor alike. Nothing here says
-        anything about privacy: no ε gets smaller for every data set by permuting weights, and
-        whoever knows the weights before an update can undo the permutation after it by matching.
+        Every permutation drawn by :meth:`sample` keeps the network's function, and training with an
+        optimizer that treats the entries of a tensor alike. It is no privacy guarantee: permuting
+        weights makes no ε smaller for every data set, and an adversary who knows the weights before
+        an update can undo the permutation after it by matching.
     """
 
     unmoved: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -60,12 +61,12 @@ class PermutationSpec(PermutationGroup):
     level: str = "residual"
 
     def shuffle_ratio(self, module: nn.Module) -> float:
-        """Returns the share of parameter entries that some permutation moves, tied ones once."""
+        """Returns the fraction of parameter entries that some permutation moves, tied ones once."""
         self.tensors(module)
         return self._share_of(sum(parameter.numel() for parameter in module.parameters()))
 
     def _share_of(self, total: int) -> float:
-        """Returns the fraction of so many entries that the moving entries of parameters are."""
+        """Returns the number of parameter entries that move, divided by ``total``."""
         moved = [
             round(self.moved_fraction(name) * math.prod(shape))
             for name, shape in self.shapes.items()
@@ -83,17 +84,16 @@ class PermutationSpec(PermutationGroup):
         return 1 - stay
 
     def smallest_orbit(self, name: str) -> int:
-        """Returns to how many places an entry can get, at least; 1 if some entry stays."""
+        """Returns the size of the smallest orbit of an entry of a tensor; 1 if some entry stays."""
         instance_of("name", name, (str,))
-        # Entries on the diagonal of a factor that moves two axes stay there; others never get to
-        # it.
-        kinds: list[frozenset[int]] = [frozenset()]
+        # If one factor moves two axes, entries on the diagonal stay on it, and others off it.
+        movers: list[frozenset[int]] = [frozenset()]
         for block in self.blocks.get(name, ()):
-            kinds = [kind | movers for kind in kinds for _, movers in self._pieces(block)]
-        return min(math.prod(self.factors[number].size for number in kind) for kind in kinds)
+            movers = [one | other for one in movers for _, other in self._pieces(block)]
+        return min(math.prod(self.factors[number].size for number in one) for one in movers)
 
     def _pieces(self, block: Block) -> list[tuple[int, frozenset[int]]]:
-        """Returns pieces that tile axes: how many entries, and the free factors that move them."""
+        """Returns the sizes of the pieces of a block, and the free factors that move them."""
         pieces = []
         for term in block.terms:
             numbers = [number for number, _ in term.grid]
@@ -103,7 +103,7 @@ class PermutationSpec(PermutationGroup):
         return [*pieces, (rest, frozenset())] if rest else pieces
 
     def describe(self) -> str:
-        """Returns the groups and the parameters as two tables, and what to know about them."""
+        """Returns the groups and the parameters as two tables, with explanations."""
         groups, tensors = [], []
         for number, factor in enumerate(self.factors):
             if factor.free:
@@ -117,8 +117,8 @@ class PermutationSpec(PermutationGroup):
         for name, shape in self.shapes.items():
             is_buffer = name in self.buffers
             moved = _percentage(self.moved_fraction(name))
-            kind, form = " (buffer)" if is_buffer else "", " x ".join(map(str, shape))
-            tensors.append((name + kind, form, moved, f"{self.smallest_orbit(name):,}"))
+            suffix, size = " (buffer)" if is_buffer else "", " x ".join(map(str, shape))
+            tensors.append((name + suffix, size, moved, f"{self.smallest_orbit(name):,}"))
             total += 0 if is_buffer else math.prod(shape)
         tensors += [(name, f"{count:,} entries", "0%", "1") for name, count in self.unmoved.items()]
         lines = [
@@ -132,19 +132,17 @@ class PermutationSpec(PermutationGroup):
             "",
         ]
         if self.causes:
-            lines += [*text_table(("what stays", "was fixed by"), list(self.causes.items())), ""]
+            lines += [*text_table(("tensor that stays", "fixed by"), list(self.causes.items())), ""]
         lines += [
-            "The network's function stays as it is. This is no privacy guarantee: no epsilon "
-            "becomes smaller for every data",
-            "set, what does not move gains nothing, and whoever knows the weights before an update "
-            "can match them with those",
-            "after it.",
-            "Size 8 x 4: 8 things in each of 4 groups or heads that they are inside of; log2 "
-            "counts permutations.",
+            "The network's function stays the same. This is no privacy guarantee: epsilon does not "
+            "become smaller for every data",
+            "set, and an adversary who knows the weights before an update can match them with "
+            "those after it.",
+            "A size of 8 x 4 means 8 units in each of 4 groups or heads; log2 counts permutations.",
         ]
         if self.unknown:
             met = ", ".join(f"{name} ({count} calls)" for name, count in self.unknown.items())
-            lines.append(f"Kept in place by operations without a rule: {met}.")
+            lines.append(f"Fixed by operations without a rule: {met}.")
         if self.unreached:
             lines.append(self.describe_unreached().rstrip())
         if self.reads:
@@ -155,7 +153,7 @@ class PermutationSpec(PermutationGroup):
         if self.buffers:
             names = ", ".join(self.buffers)
             lines.append(
-                f"Buffers move too ({names}): where their values are known, they show the "
+                f"Buffers move too ({names}). If their values are public, they reveal the "
                 "permutation."
             )
         return "\n".join(lines)
@@ -164,9 +162,9 @@ class PermutationSpec(PermutationGroup):
         """Returns a sentence on what no sample has reached, with the remedy; empty if nothing."""
         if not self.unreached:
             return ""
-        more = len(self.unreached) - MOST_NAMED
+        more = len(self.unreached) - MAX_NAMED
         return (
-            f"Not reached by the samples: {', '.join(self.unreached[:MOST_NAMED])}"
+            f"Not reached by the samples: {', '.join(self.unreached[:MAX_NAMED])}"
             f"{f' and {more} more' if more > 0 else ''}. Their effect is unknown, so they stay, "
             "with every axis that has the size of one of theirs (pass more_samples to "
             "find_permutations that reach them, or delete them). "
@@ -184,13 +182,13 @@ class PermutationSpec(PermutationGroup):
         """
         network = unwrap(module)
         call = call_of(network, sample_input)
-        with contextlib.suppress(Exception):  # the check says better why it does not run
+        with contextlib.suppress(Exception):  # the check reports errors better
             run_quietly(network, *call)
         check_calls(self, network, [call])
 
 
 def _percentage(fraction: float) -> str:
-    """Returns a share as text, never rounded to all or nothing."""
+    """Returns a fraction in percent, never rounded to 0 or 100."""
     if fraction in (0.0, 1.0):
         return f"{100 * fraction:.0f}%"
     return f"{min(max(100 * fraction, 0.001), 99.999):.3f}%"

@@ -10,7 +10,7 @@ from torch import nn
 from helpers.zoo import DOUBLE
 from opacus_shuffle.permutation.finding.nesting import build_spec
 from opacus_shuffle.permutation.finding.trace import Tracer
-from opacus_shuffle.permutation.finding.traced_run import Learned, TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Findings, TracedRun
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
@@ -33,9 +33,9 @@ class Operation(nn.Module):
 
 def labelled(operation: Operation) -> PermutationSpec:
     """What moves, results among it, where nothing keeps results in place."""
-    learned = Learned()
+    findings = Findings()
     for _ in range(3):
-        run = TracedRun(operation, learned)
+        run = TracedRun(operation, findings)
         with torch.no_grad(), Tracer(operation, run):
             results = [result.clone() for result in operation()]
     for number, result in enumerate(results):

@@ -28,7 +28,7 @@ def test_unreached_parameters_stay_with_every_axis_of_their_sizes_until_a_sample
     spec = find_permutations(module, x)
     assert spec.unreached == ("token",)
     assert [factor.name for factor in spec.factors if factor.free] == ["units of unit.0"]
-    assert "Not reached by the sample: token" in spec.describe()
+    assert "Not reached by the samples: token" in spec.describe()
     reached = find_permutations(module, x, more_samples=[{"x": x, "mask": x[..., 0] > 0}])
     assert not reached.unreached
     assert "token" in reached.blocks

@@ -18,7 +18,7 @@ from opacus_shuffle.networks.sample_input import normalise
 from opacus_shuffle.permutation import find_permutations
 from opacus_shuffle.permutation.finding.nesting import build_spec
 from opacus_shuffle.permutation.finding.trace import Tracer
-from opacus_shuffle.permutation.finding.traced_run import Learned, TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Findings, TracedRun
 
 
 def between(middle):
@@ -71,10 +71,10 @@ ON_A_GPU = {
 
 def labelled(network, sample):
     """The group that tracing alone finds, without other inputs and without a check."""
-    learned = Learned()
+    findings = Findings()
     args, _ = normalise(sample)
     for _ in range(3):
-        run = TracedRun(network, learned)
+        run = TracedRun(network, findings)
         for training in (True, False):
             with torch.no_grad():
                 Tracer(network.train(training), run).trace(lambda: network(*args))

@@ -86,7 +86,7 @@ def test_memory_shared_by_tensors_that_stay_is_nobodys_business():
 
 def test_networks_that_are_not_ready_are_refused_and_left_alone():
     lazy = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(2))
-    with pytest.raises(ValueError, match=r"0\.weight is not initialised"):
+    with pytest.raises(ValueError, match=r"0\.weight is not initialized"):
         find_permutations(lazy, X)
     assert isinstance(lazy[0], nn.LazyLinear)
 

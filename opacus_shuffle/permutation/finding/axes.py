@@ -1,8 +1,8 @@
-"""The algebra of axes, which says what coordinates of different tensors are one and the same.
+"""The algebra of axes: which coordinates of different tensors are the same.
 
 An axis is an *atom*, a product of axes (a view split it, major factor first) or a sum of axes (a
-concatenation). Atoms that meet in one operation become one; an atom that an operation tells apart
-by position is *fixed*. What is left free at the end may be permuted.
+concatenation). Atoms that an operation combines become one. An atom whose coordinates an operation
+distinguishes by position is *fixed*. Atoms that are free at the end may be permuted.
 
 >>> units = Axis(6)
 >>> heads, width = regroup([units], [2, 3])
@@ -25,8 +25,8 @@ _CAUSE: ContextVar[Callable[[], str]] = ContextVar("CAUSE", default=str)
 
 
 @contextlib.contextmanager
-def because(cause: str | Callable[[], str]) -> Iterator[None]:
-    """Names the cause of all that is fixed inside; a function is asked only if something is."""
+def fixing_cause(cause: str | Callable[[], str]) -> Iterator[None]:
+    """Sets the cause of all axes that are fixed inside; a function is called only if one is."""
     before = _CAUSE.set(cause if callable(cause) else lambda: cause)
     try:
         yield
@@ -35,7 +35,7 @@ def because(cause: str | Callable[[], str]) -> Iterator[None]:
 
 
 def current_cause() -> str:
-    """Returns what is being done now, in words."""
+    """Returns the current cause of fixing, in words."""
     return _CAUSE.get()()
 
 
@@ -48,23 +48,23 @@ Axes = list[Factors]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Axis:
-    """An axis or a part of one.
+    """An axis, or a factor or summand of one.
 
     Attributes:
         size: Its number of coordinates.
-        fixed: Of an atom, whether something tells its coordinates apart by position.
-        kind: ``"atom"``, ``"product"`` or ``"sum"``.
-        parts: The factors of a product, the summands of a sum.
+        fixed: Of an atom, whether an operation distinguishes its coordinates by position.
+        form: ``"atom"``, ``"product"`` or ``"sum"``.
+        components: The factors of a product, or the summands of a sum.
         cause: Why it is fixed, in words; empty for inputs and constants.
-        mixed: Whether an operation that mixes positions has made it, such as a reversal. Then its
-            position i says nothing about position i of any other fixed axis.
-        order: Axes made earlier have smaller numbers.
+        mixed: Whether it is the result of an operation that mixes positions, such as a reversal.
+            Then its position i is unrelated to position i of any other fixed axis.
+        order: Serial number; older axes have smaller ones.
     """
 
     size: int
     fixed: bool = False
-    kind: str = "atom"
-    parts: list[Axis] = dataclasses.field(default_factory=list)
+    form: str = "atom"
+    components: list[Axis] = dataclasses.field(default_factory=list)
     cause: str = ""
     mixed: bool = False
     order: int = dataclasses.field(default_factory=itertools.count().__next__, init=False)
@@ -72,7 +72,7 @@ class Axis:
 
     @property
     def root(self) -> Axis:
-        """The axis that stands for all that were found to be the same."""
+        """The representative of all axes that were unified with this one."""
         node = self
         while node._same_as is not None:
             node = node._same_as
@@ -80,41 +80,41 @@ class Axis:
             self._same_as = node
         return node
 
-    def split(self, kind: str, sizes: Iterable[int]) -> list[Axis]:
-        """Makes an atom a product or a sum of axes of these sizes, which are fixed if it was."""
-        self.kind = kind
-        self.parts = [
+    def split(self, form: str, sizes: Iterable[int]) -> list[Axis]:
+        """Turns an atom into a product or a sum of axes of these sizes, fixed if it was fixed."""
+        self.form = form
+        self.components = [
             Axis(size, fixed=self.fixed, cause=self.cause, mixed=self.mixed) for size in sizes
         ]
-        return self.parts
+        return self.components
 
 
 class IncompatibleError(Exception):
-    """An operation that the algebra cannot express; whoever catches it fixes what it touched."""
+    """Raised for an operation that the algebra cannot express; its axes must be fixed."""
 
 
 def fixed_factors(size: int) -> Factors:
-    """Returns the factors of an axis that an operation has made by position: it is fixed."""
+    """Returns the factors of a fixed axis that an operation created by position."""
     return [Axis(size, fixed=True, mixed=True)] if size > 1 else []
 
 
 def fixed_axes(sizes: Iterable[int]) -> Axes:
-    """Returns the axes of a tensor that nothing may permute."""
+    """Returns the axes of a tensor that must not be permuted."""
     return [fixed_factors(size) for size in sizes]
 
 
 def constant_axes(sizes: Iterable[int]) -> Axes:
-    """Returns the axes of an input or a constant: fixed, and what meets them has their places."""
+    """Returns the axes of an input or a constant: fixed, with comparable positions."""
     return [[Axis(size, fixed=True)] if size > 1 else [] for size in sizes]
 
 
 def free_factors(size: int) -> Factors:
-    """Returns the factors of an axis along which all is equal, so any permutation will do."""
+    """Returns the factors of an axis along which all entries are alike."""
     return [Axis(size)] if size > 1 else []
 
 
 def fix_all(*rows: Iterable[Axis], cause: str = "") -> None:
-    """Lets nothing permute these axes, nor any part of them."""
+    """Fixes all atoms of these axes."""
     for row in rows:
         for atom in atoms(row):
             if not atom.fixed:
@@ -122,21 +122,21 @@ def fix_all(*rows: Iterable[Axis], cause: str = "") -> None:
 
 
 def atoms(axes: Iterable[Axis]) -> list[Axis]:
-    """Returns the atoms that these axes are made of, in order."""
+    """Returns the atoms of these axes, in order."""
     result: list[Axis] = []
     for axis in axes:
         axis = axis.root
-        result += [axis] if axis.kind == "atom" else atoms(axis.parts)
+        result += [axis] if axis.form == "atom" else atoms(axis.components)
     return result
 
 
 def factors(axes: Iterable[Axis]) -> Factors:
-    """Opens products and drops sizes of one."""
+    """Returns a row of axes with products expanded, and axes of size 1 dropped."""
     result: Factors = []
     for axis in axes:
         axis = axis.root
-        if axis.kind == "product":
-            result += factors(axis.parts)
+        if axis.form == "product":
+            result += factors(axis.components)
         elif axis.size > 1:
             result.append(axis)
     return result
@@ -151,36 +151,36 @@ def size_of(axes: Iterable[Axis]) -> int:
 
 
 def product(axes: Sequence[Axis]) -> Axis:
-    """Returns one axis for a row of factors; of size 1 for an empty row."""
+    """Returns the product of a row of factors; an axis of size 1 for an empty row."""
     axes = factors(axes) or [Axis(1)]
     if len(axes) == 1:
         return axes[0]
-    return Axis(size_of(axes), kind="product", parts=axes)
+    return Axis(size_of(axes), form="product", components=axes)
 
 
 def summands(axis: Axis) -> list[Axis]:
-    """Opens sums."""
+    """Returns the summands of an axis, with nested sums expanded."""
     axis = axis.root
-    if axis.kind != "sum":
+    if axis.form != "sum":
         return [axis]
-    return [summand for part in axis.parts for summand in summands(part)]
+    return [summand for part in axis.components for summand in summands(part)]
 
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
-    """Returns one axis for several laid end to end."""
+    """Returns the sum of several axes."""
     if len(parts) == 1:
         return parts[0]
-    return Axis(sum(part.size for part in parts), kind="sum", parts=list(parts))
+    return Axis(sum(part.size for part in parts), form="sum", components=list(parts))
 
 
-def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-    """Sees the axis as a concatenation; returns one part per size."""
+def split_concatenation(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
+    """Splits an axis as a concatenation; returns one part for each size."""
     axis = axis.root
     if len(sizes) == 1:
         return [axis]
-    if axis.kind == "atom":
+    if axis.form == "atom":
         return axis.split("sum", sizes)
-    if axis.kind == "product":
+    if axis.form == "product":
         fix_all([axis])
         return [Axis(size, fixed=True) for size in sizes]
     waiting = deque(summands(axis))
@@ -190,25 +190,24 @@ def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
         while (missing := size - sum(part.size for part in taken)) > 0:
             part = waiting.popleft()
             if part.size > missing:
-                part, rest_of_it = split_sum(part, [missing, part.size - missing])
+                part, rest_of_it = split_concatenation(part, [missing, part.size - missing])
                 waiting.appendleft(rest_of_it)
             taken.append(part)
         result.append(concatenation(taken))
-    axis.parts = list(result)
+    axis.components = list(result)
     return result
 
 
 def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Factors]:
-    """Sees a row of factors with other sizes, as ``view`` does; returns the factors of each size.
+    """Regroups a row of factors to other sizes, as ``view`` does; returns the factors of each size.
 
-    Atoms are split where needed. Where sizes do not divide, the factors concerned are fixed, and
-    only they.
+    Atoms are split where needed. Factors whose sizes do not divide are fixed, and no others.
     """
     result: list[Factors] = []
     waiting = deque(factors(axes))
     remaining = deque(sizes)
     while remaining:
-        # The shortest stretch at whose ends old and new boundaries coincide.
+        # The shortest stretch between two boundaries that are both old and new.
         inside: Factors = []
         outside = [remaining.popleft()]
         while (have := size_of(inside)) != (want := math.prod(outside)):
@@ -229,19 +228,19 @@ def _regroup_stretch(inside: Factors, outside: Sequence[int]) -> list[Factors]:
     result = []
     for size in outside:
         taken: Factors = []
-        left = size
-        while left > 1:
+        remaining_size = size
+        while remaining_size > 1:
             axis = waiting.popleft().root
-            if axis.kind == "product":
-                waiting.extendleft(reversed(factors(axis.parts)))
-            elif left % axis.size == 0:
+            if axis.form == "product":
+                waiting.extendleft(reversed(factors(axis.components)))
+            elif remaining_size % axis.size == 0:
                 taken.append(axis)
-                left //= axis.size
-            elif axis.size % left == 0 and axis.kind == "atom":
-                major, minor = axis.split("product", (left, axis.size // left))
+                remaining_size //= axis.size
+            elif axis.size % remaining_size == 0 and axis.form == "atom":
+                major, minor = axis.split("product", (remaining_size, axis.size // remaining_size))
                 taken.append(major)
                 waiting.appendleft(minor)
-                left = 1
+                remaining_size = 1
             else:
                 raise IncompatibleError
         result.append(taken)
@@ -249,7 +248,7 @@ def _regroup_stretch(inside: Factors, outside: Sequence[int]) -> list[Factors]:
 
 
 def unify(one: Axis, other: Axis) -> None:
-    """Makes the coordinates of two axes the same: whatever permutes one permutes the other."""
+    """Makes two axes the same, so that one permutation moves both."""
     one, other = one.root, other.root
     if one is other:
         return
@@ -257,31 +256,33 @@ def unify(one: Axis, other: Axis) -> None:
         raise IncompatibleError
     both = atoms([one, other])
     if any(atom.mixed for atom in both) and all(atom.fixed for atom in both):
-        return  # both stay, and position i of one is not position i of the other
-    if other.kind != "atom" and one.kind == "atom":
+        return  # both are fixed, and their positions are unrelated
+    if other.form != "atom" and one.form == "atom":
         one, other = other, one
-    if other.kind == "atom":
+    if other.form == "atom":
         if other.fixed:
             fix_all([one], cause=other.cause)
             for atom in atoms([one]):
                 atom.mixed |= other.mixed
                 atom.cause = atom.cause or other.cause
-        elif one.kind == "atom" and one.fixed:
+        elif one.form == "atom" and one.fixed:
             one.cause = one.cause or current_cause()
-        elif one.kind == "atom" and other.order < one.order:
-            one, other = other, one  # the older one stays: names and nesting follow it
+        elif one.form == "atom" and other.order < one.order:
+            one, other = other, one  # the older one remains: names and nesting depend on it
         other._same_as = one
-    elif one.kind == other.kind == "product":
-        unify_all(one.parts, other.parts)
+    elif one.form == other.form == "product":
+        unify_all(one.components, other.components)
     else:
-        one, other = (one, other) if one.kind == "sum" else (other, one)
+        one, other = (one, other) if one.form == "sum" else (other, one)
         parts = summands(one)
-        for part, match in zip(parts, split_sum(other, [part.size for part in parts]), strict=True):
+        for part, match in zip(
+            parts, split_concatenation(other, [part.size for part in parts]), strict=True
+        ):
             unify(part, match)
 
 
 def unify_all(ones: Iterable[Axis], others: Iterable[Axis]) -> None:
-    """Makes two rows of factors of the same size the same, refining both to common factors."""
+    """Unifies two rows of factors of the same size, after splitting both into common factors."""
     left, right = factors(ones), factors(others)
     if left == right:
         return
@@ -293,16 +294,16 @@ def unify_all(ones: Iterable[Axis], others: Iterable[Axis]) -> None:
 
 
 def unify_axes(ones: Iterable[Factors], others: Iterable[Factors]) -> None:
-    """Makes the axes of two tensors of equal shape the same."""
+    """Unifies the axes of two tensors of equal shape."""
     for one, other in zip(ones, others, strict=True):
         unify_all(one, other)
 
 
 def cut_in_groups(row: Factors, step: int) -> None:
-    """Cuts an axis whose neighbours were normalised together, in groups of a size.
+    """Splits an axis that was normalized in groups of ``step`` neighbours.
 
-    The groups change places, and so do the channels of one group. Of a concatenation the parts that
-    do not consist of whole groups, and do not lie in one, stay.
+    The groups may be permuted, and the channels of a group. Parts of a concatenation that neither
+    consist of whole groups nor lie in one are fixed.
     """
     start = 0
     for part in summands(product(row)):
@@ -310,26 +311,26 @@ def cut_in_groups(row: Factors, step: int) -> None:
         if inside == 0 and part.size % step == 0:
             regroup([part], [part.size // step, step])
         elif inside + part.size > step:
-            fix_all([part], cause="normalised in groups that split what belongs together")
+            fix_all([part], cause="normalized in groups that span parts of a concatenation")
         start += part.size
 
 
 Grid = tuple[int, tuple[tuple[Axis, int], ...]]
-"""An offset and the stride of every atom: place i of one, j of the next is offset + i·s + j·t."""
+"""An offset and the stride of each atom: the entry (i, j) lies at offset + i·s + j·t."""
 
 
-def grids(axes: Sequence[Axis], kind: str = "product") -> list[Grid]:
-    """Returns where the entries of a product or a sum of axes lie.
+def grids(axes: Sequence[Axis], form: str = "product") -> list[Grid]:
+    """Returns the positions of the entries of a product or a sum of axes, as grids.
 
-    A product of atoms is one grid; a sum has those of each of its parts.
+    A product of atoms is one grid. A sum has the grids of all its parts.
     """
-    result: list[Grid] = [] if kind == "sum" else [(0, ())]
+    result: list[Grid] = [] if form == "sum" else [(0, ())]
     start, stride = 0, size_of(axes)
     for axis in (axis.root for axis in axes):
         inside: list[Grid] = (
-            [(0, ((axis, 1),))] if axis.kind == "atom" else grids(axis.parts, axis.kind)
+            [(0, ((axis, 1),))] if axis.form == "atom" else grids(axis.components, axis.form)
         )
-        if kind == "sum":
+        if form == "sum":
             result += [(start + offset, grid) for offset, grid in inside]
             start += axis.size
         else:
@@ -343,5 +344,5 @@ def grids(axes: Sequence[Axis], kind: str = "product") -> list[Grid]:
 
 
 def terms(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
-    """Returns the alternatives of an axis, each a product of atoms: a sum is one part at a time."""
+    """Returns the alternatives of an axis, each a product of atoms: one for each part of a sum."""
     return [tuple(atom for atom, _ in grid) for _, grid in grids(axes)]

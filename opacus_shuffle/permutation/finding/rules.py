@@ -1,11 +1,12 @@
-"""Rules say what each ATen operation does to axes: a small one per operation, and none on a guess.
+"""The rules of ATen operations: what each operation does to the axes of its operands and results.
 
-A rule holds if permuting the operands along their axes permutes the result along its axes. Where an
-operation sums over an axis it also notes the intermediate result without it, because a permutation
-of one axis may depend on the position along another only where that position is known. Operations
-that work entry by entry need no rule of their own. What an operation chooses by position is fixed;
-the axes that only come along are untouched. Index tensors hold positions of fixed axes, so their
-values are the same whatever is permuted.
+A rule is correct if permuting the operands along their axes permutes the results along theirs, for
+all values of the operands. If an operation sums over an axis, its rule also records the
+intermediate result without this axis, because a permutation of one axis may depend on the position
+along another only if that position is determined. Operations that PyTorch marks as pointwise need
+no rule. Axes along which an operation chooses by position are fixed. Index tensors hold positions
+of fixed axes, so their values do not depend on the permutation. An operation about which there is
+doubt has no rule, so it fixes all axes that it touches.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from opacus_shuffle.permutation.finding.axes import (
     product,
     regroup,
     size_of,
-    split_sum,
+    split_concatenation,
     unify,
     unify_all,
     unify_axes,
@@ -44,7 +45,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(names: str) -> Callable[[Rule], Rule]:
-    """Registers the rule of these operations, without their ``aten.``, and of in-place twins."""
+    """Registers a rule for operations, named without ``aten.``, and for their in-place variants."""
 
     def register(function: Rule) -> Rule:
         for name in names.split():
@@ -55,9 +56,9 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 
 def find_rule(call: Call) -> Rule | None:
-    """Returns the rule of an operation, None if there is none."""
-    own = RULES.get(call.name) or RULES.get(call.name.removesuffix("_"))
-    return elementwise if own is None and call.pointwise else own
+    """Returns the rule of an operation, or None."""
+    registered = RULES.get(call.name) or RULES.get(call.name.removesuffix("_"))
+    return elementwise if registered is None and call.pointwise else registered
 
 
 @rule(
@@ -65,10 +66,10 @@ def find_rule(call: Call) -> Rule | None:
     "exponential cauchy geometric log_normal poisson binomial _standard_gamma "
     "hardswish log_sigmoid_forward _prelu_kernel prelu"
 )
-# Of these PyTorch does not mark every variant as working entry by entry.
+# PyTorch does not mark every variant of these as pointwise.
 @rule("masked_fill rsub threshold gelu mish abs eq ne ge gt le lt")
 def elementwise(run: TracedRun, call: Call) -> None:
-    """Works entry by entry, with broadcasting; random entries are independent and alike."""
+    """Works entry by entry, with broadcasting; random entries are independent draws."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]
     if len(operands) == 1:
         axes = run.axes_or_slices(operands[0])
@@ -77,16 +78,16 @@ def elementwise(run: TracedRun, call: Call) -> None:
         axes = broadcast([run.axes(tensor) for tensor in operands], rank)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in operands))  # type: ignore[no-untyped-call]
     for tensor in call.outputs:
-        # An empty result of another shape is a buffer that this device has no use for.
+        # An empty result of another shape is a buffer that this device does not use.
         run.set(tensor, axes if tensor.shape == shape else fixed_axes(tensor.shape))
     if call.name.removesuffix("_") in ("aten.add", "aten.sub", "aten.rsub", "aten.lerp"):
         origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
-        if len(origins) > 1:  # results of different layers: a skip connection
+        if len(origins) > 1:  # results of different layers are added: a skip connection
             run.streams += [axis for row in run.axes(call.out) for axis in row]
 
 
 def broadcast(operands: Iterable[Axes], rank: int) -> Axes:
-    """Returns the axes of a result of broadcasting: all agree but those of size 1."""
+    """Returns the axes of a result of broadcasting, which unifies all axes but those of size 1."""
     waiting = list(operands)
     result: Axes = []
     for dim in range(-rank, 0):
@@ -102,12 +103,12 @@ def broadcast(operands: Iterable[Axes], rank: int) -> Axes:
     "full_like empty_like empty_strided new_empty_strided"
 )
 def uniform(run: TracedRun, call: Call) -> None:
-    """Makes entries that are all alike, or independent and alike: any permutation will do."""
-    run.equal_entries(call.out)
+    """Creates a tensor of equal entries or independent draws, which any permutation keeps."""
+    run.mark_uniform(call.out)
 
 
 def with_fixed(run: TracedRun, call: Call, dims: Iterable[int]) -> Axes:
-    """Returns the axes of an operation's first input, some fixed and of the result's size."""
+    """Returns the axes of the first input; those of ``dims`` are fixed, with the result's size."""
     axes = list(run.axes(call.inputs[0]))
     for dim in dims:
         fix_all(axes[dim])
@@ -116,12 +117,12 @@ def with_fixed(run: TracedRun, call: Call, dims: Iterable[int]) -> Axes:
 
 
 def as_list(value: Any) -> list[int]:
-    """Returns one dimension or several as a list."""
+    """Returns an argument that is one dimension, several or none as a list."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def dims_of(call: Call, argument: str) -> set[int]:
-    """Returns the dimensions of the first input that an argument names, all of them by default."""
+    """Returns the dimensions of the first input that an argument gives; all by default."""
     rank = call.inputs[0].dim()
     return {dim % rank for dim in as_list(call.arguments.get(argument))} or set(range(rank))
 
@@ -131,7 +132,7 @@ def dims_of(call: Call, argument: str) -> set[int]:
 
 
 def shape_rule(names: str) -> Callable[[Rearrangement], Rearrangement]:
-    """Registers a rule of operations with one tensor in and one out that only rearrange axes."""
+    """Registers a rule for operations that rearrange the axes of one tensor."""
 
     def register(function: Rearrangement) -> Rearrangement:
         @rule(names)
@@ -143,7 +144,7 @@ def shape_rule(names: str) -> Callable[[Rearrangement], Rearrangement]:
                 )
             else:
                 changed = function(call, axes)
-            if call.out is call.inputs[0]:  # in place: the tensor itself has another shape now
+            if call.out is call.inputs[0]:  # in place, so the tensor has another shape now
                 run.forget(call.out)
             run.set(call.out, changed)
 
@@ -160,7 +161,7 @@ def same(call: Call, axes: Axes) -> Axes:
 
 @shape_rule("t transpose permute")
 def permuted(call: Call, axes: Axes) -> Axes:
-    """Brings the axes into another order; exchanges the last two if none are named."""
+    """Reorders the axes; exchanges the last two if none are given."""
     if "dims" in call.arguments:
         return [axes[dim] for dim in call["dims"]]
     result = list(axes)
@@ -172,7 +173,7 @@ def permuted(call: Call, axes: Axes) -> Axes:
 
 @shape_rule("squeeze unsqueeze")
 def squeezed(call: Call, axes: Axes) -> Axes:
-    """Drops or adds axes of size 1."""
+    """Removes or adds axes of size 1."""
     asked = as_list(call.arguments.get("dim"))
     if call.name.startswith("aten.unsqueeze"):
         place = asked[0] % (len(axes) + 1)
@@ -183,7 +184,7 @@ def squeezed(call: Call, axes: Axes) -> Axes:
 
 @rule("view _unsafe_view reshape _reshape_alias")
 def view(run: TracedRun, call: Call) -> None:
-    """Cuts factors into other sizes; parts of a sum that become an axis stay different."""
+    """Regroups factors; parts of a sum that become an axis remain different slices."""
     axes = run.axes_or_slices(call.inputs[0])
     # An empty axis has no factors, as one of size 1.
     before, shape = ([max(size, 1) for size in t.shape] for t in (call.inputs[0], call.out))
@@ -196,12 +197,12 @@ def view(run: TracedRun, call: Call) -> None:
     row = factors([axis for row in axes for axis in row])
     passed = 1
     for place, axis in enumerate(row):
-        if axis.kind == "sum" and len({part.size for part in axis.parts}) == 1:
+        if axis.form == "sum" and len({part.size for part in axis.components}) == 1:
             for dim, size in enumerate(shape):
-                if size == len(axis.parts) and math.prod(shape[:dim]) == passed:
+                if size == len(axis.components) and math.prod(shape[:dim]) == passed:
                     slices = [
                         regroup([*row[:place], part, *row[place + 1 :]], _without(shape, dim))
-                        for part in axis.parts
+                        for part in axis.components
                     ]
                     _stack(run, call.out, dim, slices)
                     return
@@ -211,7 +212,7 @@ def view(run: TracedRun, call: Call) -> None:
 
 @rule("expand repeat")
 def repeated(run: TracedRun, call: Call) -> None:
-    """Lays copies end to end, (copy, position); any permutation of copies will do."""
+    """Repeats entries, as (copy, position); copies are alike."""
     source, out = call.inputs[0], call.out
     new = out.dim() - source.dim()
     sizes = [1] * new + list(source.shape)
@@ -222,7 +223,7 @@ def repeated(run: TracedRun, call: Call) -> None:
 
 @rule("select unbind")
 def selected(run: TracedRun, call: Call) -> None:
-    """Takes one slice or all: different things where known to be, else the axis is fixed."""
+    """Takes one slice or all; the axis is fixed unless its slices are known to differ."""
     source = call.inputs[0]
     dim = call["dim"] % source.dim()
     pieces: list[torch.Tensor | None] = list(call.outputs)
@@ -234,7 +235,7 @@ def selected(run: TracedRun, call: Call) -> None:
 
 @rule("slice")
 def sliced(run: TracedRun, call: Call) -> None:
-    """Cuts out a part of a sum, or one entry of each step that divides the axis."""
+    """Takes a part of a sum, or one entry of each step that divides the axis."""
     source, out = call.inputs[0], call.out
     dim = call["dim"] % source.dim()
     size, step = source.shape[dim], call["step"]
@@ -254,7 +255,7 @@ def sliced(run: TracedRun, call: Call) -> None:
 
 @rule("split split_with_sizes unsafe_split unsafe_split_with_sizes")
 def split(run: TracedRun, call: Call) -> None:
-    """Cuts a sum into pieces."""
+    """Splits an axis into pieces, as a sum."""
     dim = call["dim"] % call.inputs[0].dim()
     _cut(run, call.inputs[0], dim, [tensor.shape[dim] for tensor in call.outputs], call.outputs)
 
@@ -268,7 +269,7 @@ def _cut(
     *,
     kept: bool = True,
 ) -> None:
-    """Finds the axes of the pieces of one axis, which they still have if it is ``kept``."""
+    """Sets the axes of pieces of a tensor along one axis, which they have only if ``kept``."""
     axes = run.axes_or_slices(source)
     singly, count = set(sizes) <= {0, 1}, sum(size > 0 for size in sizes)
     if isinstance(axes, Slices) and axes.of_each[0][dim] == [axes.marker] and singly:
@@ -277,12 +278,12 @@ def _cut(
         axes = run.axes(source)
         row = factors(axes[dim])
         if row and set(sizes) <= {0, size_of(row[1:])}:
-            run.note_fused(row[0])  # as (3, d) cut into thirds
+            run.note_fused(row[0])  # such as (3, d) split into thirds
         if singly:
             fix_all(row)
             rows = [(axes, [])] * count
         else:
-            parts = split_sum(product(row), [size for size in sizes if size])
+            parts = split_concatenation(product(row), [size for size in sizes if size])
             rows = [(axes, factors([part])) for part in parts]
     waiting = iter(rows)
     for size, piece in zip(sizes, pieces, strict=True):
@@ -293,7 +294,7 @@ def _cut(
 
 @rule("cat")
 def concatenated(run: TracedRun, call: Call) -> None:
-    """Joins axes to a sum along one dimension; the others agree."""
+    """Joins axes to a sum along one dimension, and unifies the others."""
     dim = call["dim"] % call.out.dim()
     tensors = [tensor for tensor in call["tensors"] if tensor.dim() == call.out.dim()]
     if len(tensors) > 1 and all(tensor.shape[dim] == 1 for tensor in tensors):
@@ -314,7 +315,7 @@ def stacked(run: TracedRun, call: Call) -> None:
 
 
 def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Axes]) -> None:
-    """Lays slices side by side along a new dimension; they stay different until treated alike."""
+    """Stacks slices along a new dimension; they remain different until they are unified."""
     marker = Axis(len(slices), fixed=True)
     markers: Factors = [marker] if len(slices) > 1 else []
     rows = [[*row[:dim], markers, *row[dim:]] for row in slices]
@@ -325,7 +326,7 @@ def _without(row: Sequence[Any], place: int) -> list[Any]:
     return [*row[:place], *row[place + 1 :]]
 
 
-# What layers consist of
+# Layers
 # ------------------------------------------------------------------------------------------
 
 
@@ -341,12 +342,12 @@ PRODUCTS = {
     "dot": ("i", "i", ""),
     "vdot": ("i", "i", ""),
 }
-"""Axes of both factors and of the result; what is not in the result is summed over."""
+"""Axes of both factors and of the result. Axes that the result lacks are summed over."""
 
 
 @rule(" ".join(PRODUCTS))
 def matrix_product(run: TracedRun, call: Call) -> None:
-    """Makes the axes one that meet; a bias follows the result."""
+    """Unifies the axes that are multiplied; those of a bias are unified with the result."""
     name = call.name.removeprefix("aten.").removesuffix("_")
     operands = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
     bias = operands.pop(0) if "add" in name else None
@@ -370,13 +371,13 @@ def contract(
     letters: Iterable[Sequence[str]],
     result: Sequence[str],
 ) -> dict[str, Factors]:
-    """Multiplies tensors and sums, as ``torch.einsum`` does; returns the axes by their letters."""
+    """Multiplies and sums tensors as ``torch.einsum`` does; returns the axes by their letters."""
     by_letter: dict[str, Factors] = {}
     for tensor, names in zip(operands, letters, strict=False):
         for letter, row in zip(names, run.axes(tensor), strict=True):
             if by_letter.setdefault(letter, row) is not row:
                 unify_all(by_letter[letter], row)
-    run.occur(list(by_letter.values()))  # the products before they are summed
+    run.occur(list(by_letter.values()))  # the products before the sum
     run.set(call.out, [by_letter[letter] for letter in result])
     run.contraction(call.out)
     return by_letter
@@ -384,35 +385,37 @@ def contract(
 
 @rule("convolution _convolution cudnn_convolution mkldnn_convolution")
 def convolution(run: TracedRun, call: Call) -> None:
-    """Links channels in and out, group by group; taps and places are mostly fixed."""
+    """Unifies channels group by group; fixes most kernel taps and spatial positions."""
     source, kernel = map(run.axes, call.inputs[:2])
     channels = _link_channels(run, call, source, kernel)
-    places = [_link_places(run, call, dim, source, kernel) for dim in range(2 - len(kernel), 0)]
+    positions = [
+        _link_positions(run, call, dim, source, kernel) for dim in range(2 - len(kernel), 0)
+    ]
     for bias in call.inputs[2:3]:
         unify_all(run.axes(bias)[0], channels)
-    run.set(call.out, [*source[: 1 - len(kernel)], channels, *places])
+    run.set(call.out, [*source[: 1 - len(kernel)], channels, *positions])
     run.contraction(call.out)
 
 
-def _link_places(run: TracedRun, call: Call, dim: int, source: Axes, kernel: Axes) -> Factors:
-    """Returns what is left of the places along one dimension, after they have met the taps.
+def _link_positions(run: TracedRun, call: Call, dim: int, source: Axes, kernel: Axes) -> Factors:
+    """Returns the spatial positions of the result along one dimension.
 
-    A kernel of one tap does the same at every place, and leaves all of them where they are. One
-    that spans all places sums over them, as a matrix product does.
+    A kernel of one tap does the same at every position. One that spans all positions sums over
+    them, as a matrix product does. All others fix positions and taps.
     """
-    size, taps, left = (tensor.shape[dim] for tensor in (*call.inputs[:2], call.out))
+    size, taps, results = (tensor.shape[dim] for tensor in (*call.inputs[:2], call.out))
     if not call.arguments.get("transposed") and not any(as_list(call["padding"])):
-        if taps == 1 and left == size:
+        if taps == 1 and results == size:
             return source[dim]
-        if taps == size and left == 1:
+        if taps == size and results == 1:
             unify_all(source[dim], kernel[dim])
             return []
     fix_all(source[dim], kernel[dim])
-    return fixed_factors(left)
+    return fixed_factors(results)
 
 
 def _link_channels(run: TracedRun, call: Call, source: Axes, kernel: Axes) -> Factors:
-    """Makes the channels of a source and of a kernel agree; returns those of the result."""
+    """Unifies the channels of a source and of a kernel; returns those of the result."""
     groups, transposed = int(call["groups"]), call.arguments.get("transposed")
     records, channels = source[0], source[1 - len(kernel)]
     leaving, entering = kernel[:2]
@@ -442,17 +445,17 @@ def _link_channels(run: TracedRun, call: Call, source: Axes, kernel: Axes) -> Fa
     "replication_pad3d"
 )
 def pooling(run: TracedRun, call: Call) -> None:
-    """Works channel by channel; places are fixed."""
-    places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
+    """Works channel by channel; spatial positions are fixed."""
+    positions = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
     axes = run.axes(call.inputs[0])
-    fix_all(*axes[-places:])
+    fix_all(*axes[-positions:])
     for tensor in call.outputs:
-        run.set(tensor, [*axes[:-places], *fixed_axes(tensor.shape[-places:])])
+        run.set(tensor, [*axes[:-positions], *fixed_axes(tensor.shape[-positions:])])
 
 
 @rule("native_layer_norm rms_norm _fused_rms_norm layer_norm")
 def layer_norm(run: TracedRun, call: Call) -> None:
-    """Treats the normalised axes alike; scale and shift follow them."""
+    """Treats the entries of the normalized axes alike; unifies them with scale and shift."""
     axes = run.axes(call["input"])
     normalised = range(-len(call["normalized_shape"]), 0)
     for parameter in call.inputs[1:]:
@@ -462,7 +465,7 @@ def layer_norm(run: TracedRun, call: Call) -> None:
 
 @rule("native_group_norm")
 def group_norm(run: TracedRun, call: Call) -> None:
-    """Treats the channels of a group alike, and the groups; scale and shift follow."""
+    """Treats groups alike, and the channels of a group; unifies them with scale and shift."""
     axes = run.axes(call["input"])
     for parameter in call.inputs[1:]:
         unify_all(run.axes(parameter)[0], axes[1])
@@ -479,7 +482,7 @@ def group_norm(run: TracedRun, call: Call) -> None:
     "cudnn_batch_norm _batch_norm_with_update _batch_norm_no_update"
 )
 def batch_norm(run: TracedRun, call: Call) -> None:
-    """Works channel by channel; scale, shift and statistics follow."""
+    """Works channel by channel; unifies channels with scale, shift and statistics."""
     source = call["input"]
     axes = run.axes(source)
     for tensor in call.inputs[1:]:
@@ -501,7 +504,7 @@ def glu(run: TracedRun, call: Call) -> None:
     """Multiplies two halves of one axis."""
     axes = list(run.axes(call["self"]))
     dim = call["dim"] % len(axes)
-    one, other = split_sum(product(axes[dim]), [call.out.shape[dim]] * 2)
+    one, other = split_concatenation(product(axes[dim]), [call.out.shape[dim]] * 2)
     unify(one, other)
     axes[dim] = [one]
     run.set(call.out, axes)
@@ -533,7 +536,7 @@ def choice(run: TracedRun, call: Call) -> None:
 
 
 def _symmetric(run: TracedRun, call: Call, axes: Axes, over: Iterable[int]) -> None:
-    """Leaves the axes as they are; statistics inside lack those that they are taken over."""
+    """Keeps the axes; statistics lack the axes over which they are computed."""
     statistics = run.reduced(axes, over)
     run.set(call.out, axes)
     for tensor in call.outputs[1:]:
@@ -541,7 +544,7 @@ def _symmetric(run: TracedRun, call: Call, axes: Axes, over: Iterable[int]) -> N
         run.set(tensor, statistics if fits else fixed_axes(tensor.shape))
 
 
-# Choosing by position or by rank
+# Choosing by position
 # ------------------------------------------------------------------------------------------
 
 
@@ -566,11 +569,11 @@ def indexed(run: TracedRun, call: Call) -> None:
 
 @rule("embedding")
 def embedded(run: TracedRun, call: Call) -> None:
-    """Chooses rows by the input: fixed; columns are free."""
+    """Chooses rows by the input, so they are fixed; columns are free."""
     rows, columns = run.axes(call["weight"])
     fix_all(rows)
     run.set(call.out, [*run.axes(call["indices"]), columns])
-    run.occur([columns])  # the places of the indices are not those of the rows
+    run.occur([columns])  # positions of indices are unrelated to positions of rows
     run.contraction(call.out)
 
 
@@ -579,7 +582,7 @@ def embedded(run: TracedRun, call: Call) -> None:
     "index_select constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d"
 )
 def along(run: TracedRun, call: Call) -> None:
-    """Depends on the order along some dimensions, which are fixed; the others are untouched."""
+    """Depends on the order along some dimensions, which are fixed; the others are free."""
     run.fix(call.inputs[1:])
     rank = call.inputs[0].dim()
     dims = dims_of(call, "dims" if "dims" in call.arguments else "dim")

@@ -23,15 +23,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_shuffle.networks.running import results
-from opacus_shuffle.permutation.finding.axes import because
+from opacus_shuffle.permutation.finding.axes import fixing_cause
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import TracedRun, bind
 from opacus_shuffle.permutation.network import plain_operations, tensors_in
 
 DRIVER = "opacus_shuffle.permutation.find"
-"""The module that runs networks: its callers are not the network."""
+"""The module that runs networks. Its callers do not belong to the network."""
 
-LEAVING = (
+EXPORTING = (
     torch.Tensor.numpy,
     torch.Tensor.tolist,
     torch.Tensor.__array__,
@@ -42,10 +42,10 @@ LEAVING = (
     torch.Tensor.__reduce_ex__,
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
 )
-"""Methods by which values leave PyTorch, or show up elsewhere, without an operation that tells."""
+"""Methods that export values from PyTorch, or into other tensors, without an operation."""
 
-_PLUMBING = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
-"""Modules whose lines say nothing about what a network does."""
+_LIBRARY = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
+"""Modules whose lines do not belong to the network."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,28 +69,27 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = {id(module): name for name, module in network.named_modules() if name}
 
     def trace(self, forward: Callable[[], Any]) -> None:
-        """Runs the forward, follows it, and fixes its results and whatever else outlives it."""
+        """Runs the forward pass, and fixes its results and all activations that are kept."""
         collecting = gc.isenabled()
-        gc.disable()  # so that all that the pass makes is young at its end
+        gc.disable()  # keeps all objects of the pass in the youngest generation
         try:
             with warnings.catch_warnings():
-                # Before the flags are set: PyTorch warns of Intel GPUs when they are.
+                # PyTorch warns about Intel GPUs when the flags below are set.
                 warnings.simplefilter("ignore")
-                with plain_operations(self._network), _Leaving(self), self:
+                with plain_operations(self._network), _ExportWatcher(self), self:
                     outputs = forward()
-            with because("an output of the network"):
+            with fixing_cause("an output of the network"):
                 tensors = results(outputs)
                 self.shapes = [tensor.shape for tensor in tensors]
                 self.run.fix(tensors)
-            # What is left when nobody refers to the results is kept by something for later: for a
-            # loss, or for the next call.
+            # Activations that still exist without the results are kept for a loss or the next call.
             del outputs, tensors
             gc.collect(0)
         finally:
             if collecting:
                 gc.enable()
-        with because("an activation that is kept after the pass"):
-            self.run.fix_survivors(self._network.buffers())
+        with fixing_cause("an activation that is kept after the pass"):
+            self.run.fix_kept_activations(self._network.buffers())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,12 +98,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = _layout(args[0]) if restrided else None
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
-        # As ``adaptive_avg_pool2d`` does, it may only change how axes of size 1 lie in memory.
+        # ``adaptive_avg_pool2d`` uses it only to change the strides of axes of size 1.
         if not (restrided and _layout(result) == before):
-            with because(lambda: self._cause(func)):
+            with fixing_cause(lambda: self._cause(func)):
                 call = bind(func, args, kwargs, inputs, outputs)
                 self.run.apply(call, find_rule(call))
-                if kwargs.get("generator") is not None:  # it may be seeded alike before every pass
+                if (
+                    kwargs.get("generator") is not None
+                ):  # which may have the same seed in every pass
                     self.run.stay(outputs)
         if torch.Tag.data_dependent_output in func.tags:
             self.reads[line_of(func)] = None
@@ -117,23 +118,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{line_of(func)}" + (f" of {name}" if name else "")
 
 
-class _Leaving(TorchFunctionMode):
-    """Fixes tensors whose values leave PyTorch, where nothing can follow them."""
+class _ExportWatcher(TorchFunctionMode):
+    """Fixes tensors whose values leave PyTorch, where they cannot be traced."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LEAVING:
+        if func in EXPORTING:
             name = f"Tensor.{func.__name__}"
-            with because(line_of(name)):
+            with fixing_cause(line_of(name)):
                 self._tracer.run.fix_unknown(tensors_in(args), name)
         return func(*args, **(kwargs or {}))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns where a tensor's entries lie in its memory."""
+    """Returns the shape, offset and strides of a tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.shape, tensor.storage_offset(), [step for size, step in steps if size > 1]
 
@@ -142,23 +143,23 @@ def network_frames() -> Iterator[FrameType]:
     """Yields the frames of the network's code, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (name := str(frame.f_globals.get("__name__"))) != DRIVER:
-        if not _is_plumbing(name):
+        if not _is_library(name):
             yield frame
         frame = frame.f_back
 
 
 @functools.cache
-def _is_plumbing(name: str) -> bool:
-    return _PLUMBING.match(name) is not None
+def _is_library(name: str) -> bool:
+    return _LIBRARY.match(name) is not None
 
 
 def line_of(operation: Any) -> str:
     """Returns the innermost line of the network's code, outside of PyTorch if there is one."""
     name = operation if isinstance(operation, str) else operation.overloadpacket.__name__
     frames = list(network_frames())
-    own = (
+    user_frames = (
         frame for frame in frames if not str(frame.f_globals.get("__name__")).startswith("torch.")
     )
-    if (frame := next(own, frames[0] if frames else None)) is None:
+    if (frame := next(user_frames, frames[0] if frames else None)) is None:
         return f"? ({name})"
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({name})"

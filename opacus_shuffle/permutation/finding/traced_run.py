@@ -1,8 +1,8 @@
-"""What is known of the tensors of a network while it runs: which axes of which are the same.
+"""Records the axes of all tensors of a network while it runs, and which of them are the same.
 
-:mod:`~opacus_shuffle.permutation.finding.trace` tells it every operation, and the rules of the
-operations say here what they do to axes. An operation without a rule *fixes* every axis that it
-touches: nothing is permuted on a guess.
+:mod:`~opacus_shuffle.permutation.finding.trace` reports every operation, and the rules of the
+operations record here what they do to axes. An operation without a rule *fixes* every axis that it
+touches. Nothing is permuted on a guess.
 """
 
 from __future__ import annotations
@@ -62,22 +62,29 @@ VIEWS = frozenset(
         "unsafe_split",
     ]
 )
-"""Operations whose results show entries of their input, so have equal ones if it has."""
+"""Operations whose results consist of entries of their input, so are uniform if it is."""
 
 SHAPES_ONLY = frozenset(
     [f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")]
     + [f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")]
 )
-"""Operations that ask a tensor for its shape alone."""
+"""Operations that read only the shape of their input."""
 
 REPLACING = frozenset(["aten.set_", "aten.resize_", "aten.resize_as_"])
-"""Operations that give a tensor another memory and shape, so what was known of it is void."""
+"""Operations that give a tensor other memory and another shape, so its record is void."""
 
-UNFIT = (IncompatibleError, LookupError, ArithmeticError, ValueError, AttributeError, TypeError)
-"""What a rule raises that does not fit the operation."""
+RULE_ERRORS = (
+    IncompatibleError,
+    LookupError,
+    ArithmeticError,
+    ValueError,
+    AttributeError,
+    TypeError,
+)
+"""Errors that a rule raises if it does not fit the operation."""
 
-MOST_FUSED = 16
-"""The most parts that an axis may have: an LSTM has four gates, attention three projections."""
+MAX_FUSED = 16
+"""Largest number of parts of an axis. An LSTM has four gates, attention three projections."""
 
 
 FusedParts = tuple[int, int, int, int]
@@ -90,11 +97,11 @@ width 64 are (0, 12, 3, 64).
 
 @dataclasses.dataclass
 class Slices:
-    """Axes of a tensor whose slices are different things, as queries, keys and values are.
+    """Axes of a tensor with slices of different meaning, such as queries, keys and values.
 
     Attributes:
-        marker: That axis, fixed.
-        of_each: Axes of the tensor as they are at each slice, the marker among them.
+        marker: The axis along which the slices lie; it is fixed.
+        of_each: The axes of the tensor at each slice, including the marker.
     """
 
     marker: Axis
@@ -102,13 +109,13 @@ class Slices:
 
 
 def first_factors(size: int, fused: Collection[FusedParts]) -> Factors:
-    """Returns what an axis of a parameter is before a run: an atom, or parts known from before."""
+    """Returns an axis of a parameter before a run: an atom, or the parts found by earlier runs."""
     if size < 2:
         return []
     pieces: list[Axis] = []
     place = 0
     for offset, repetitions, count, part in sorted(fused):
-        if offset < place:  # two runs saw it differently: what came first holds
+        if offset < place:  # runs found different parts that overlap: the first ones are used
             continue
         parts = concatenation([Axis(part) for _ in range(count)])
         pieces += [Axis(offset - place)] if offset > place else []
@@ -119,14 +126,14 @@ def first_factors(size: int, fused: Collection[FusedParts]) -> Factors:
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One operation.
+    """One call of an operation.
 
     Attributes:
         name: Such as ``"aten.add_"``.
         arguments: By their names in the operator's schema, defaults filled in.
         inputs, outputs: The tensors among its arguments and results.
-        written: Those of its inputs that it writes to.
-        pointwise: Whether PyTorch says that it works entry by entry.
+        written: The inputs that it writes to.
+        pointwise: Whether PyTorch marks it as working entry by entry.
     """
 
     name: str
@@ -141,7 +148,7 @@ class Call:
 
     @property
     def out(self) -> torch.Tensor:
-        """The first tensor that came out."""
+        """The first result."""
         return self.outputs[0]
 
 
@@ -176,12 +183,12 @@ def _schema_of(func: Any) -> tuple[str, dict[str, Any], list[str], bool]:
 
 
 @dataclasses.dataclass
-class Learned:
-    """What earlier runs have found out that a run has to know from its start.
+class Findings:
+    """Facts found by earlier runs that a run needs from its start.
 
     Attributes:
-        fused: Axes that hold different things side by side, by tensor and axis.
-        written: What made constants of equal entries, and where, that are written to later.
+        fused: Axes that consist of several parts, by tensor and axis.
+        written: Operations and lines that created uniform constants which are written to later.
     """
 
     fused: dict[tuple[str, int], set[FusedParts]] = dataclasses.field(default_factory=dict)
@@ -189,47 +196,47 @@ class Learned:
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
-    """What is known of one tensor.
+class _TensorRecord:
+    """The record of one tensor.
 
     Attributes:
-        tensor: A weak reference, so that what dies with the pass can be told from what is kept.
-        axes: Its axes; None if nobody has asked yet.
-        made: By what, and where, if it is a constant of equal entries that nothing writes to: it
-            has no axes to speak of, but new free ones whenever it is used.
-        origins: The contractions that it was computed from, entry by entry.
-        shows: The parameters and buffers of which it is a view or a copy.
+        tensor: A weak reference, which shows whether the tensor is kept after the pass.
+        axes: Its axes; None before their first use.
+        uniform_cause: The operation and line that created it, if it is a constant of equal entries
+            that nothing writes to. Each use gives it new free axes. Empty for other tensors.
+        origins: The contractions from which it was computed, entry by entry.
+        sources: The parameters and buffers of which it is a view or a copy.
     """
 
     tensor: weakref.ref[torch.Tensor]
     axes: Axes | Slices | None = None
-    made: str = ""
+    uniform_cause: str = ""
     origins: frozenset[int] = frozenset()
-    shows: frozenset[str] = frozenset()
+    sources: frozenset[str] = frozenset()
 
 
 class TracedRun:
-    """What is known of all parameters, buffers and activations of a network, in one run or several.
+    """The record of all parameters, buffers and activations of a network, in one or several runs.
 
     Args:
-        network: Its parameters' and moving buffers' axes begin as free atoms.
-        learned: What earlier runs have found out; what this one does is added.
+        network: The network. Axes of its parameters and movable buffers begin as free atoms.
+        findings: Facts found by earlier runs. This run adds its own.
 
     Attributes:
         tensors: Parameters, and persistent buffers that are not integers, by name (tied ones once).
-        parameter_names: The names of those that are parameters.
+        parameter_names: The names of the parameters among them.
         aliases: Other names of tied parameters, by the first one.
-        occurrences: The axes of every activation, and of every reduced tensor inside an operation.
-        groups: Axes that were normalised in groups, each with a group's size.
+        occurrences: The axes of every activation, and of reduced tensors inside of operations.
+        groups: Axes that were normalized in groups, each with the size of a group.
         streams: Axes along which results of different layers were added (skip connections).
         heads: Batch axes of products of two activations.
         contracted: Axes contracted in such products: query and key dimensions.
         unknown: Operations without a rule, with their numbers of calls.
-        used: Parameters and buffers that went, as a whole or in part, into something not empty.
-        outdated: Whether the run has learnt what it had to know from its start.
+        used: Parameters and buffers from which a result that is not empty was computed.
+        outdated: Whether the run has found a fact that it needed from its start.
     """
 
-    def __init__(self, network: nn.Module, learned: Learned | None = None) -> None:
+    def __init__(self, network: nn.Module, findings: Findings | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.parameter_names = {name for name, _ in network.named_parameters()}
         self.aliases: dict[str, list[str]] = {}
@@ -241,9 +248,9 @@ class TracedRun:
         self.unknown = Counter[str]()
         self.used: set[str] = set()
         self.outdated = False
-        self._learned = Learned() if learned is None else learned
-        self._by_id: dict[int, _Known] = {}
-        self._equal: list[_Known] = []  # constants of equal entries
+        self._findings = Findings() if findings is None else findings
+        self._by_id: dict[int, _TensorRecord] = {}
+        self._uniform: list[_TensorRecord] = []  # constants of equal entries
         self._contractions = 0
         first_names: dict[int, str] = {}
         for name, tensor in movable_tensors(network):
@@ -252,10 +259,10 @@ class TracedRun:
                 self.aliases.setdefault(first, []).append(name)
                 continue
             self.tensors[name] = tensor
-            known = self._known(tensor)
-            known.shows = frozenset([name])
-            known.axes = [
-                first_factors(size, self._learned.fused.get((name, axis), ()))
+            record = self._record(tensor)
+            record.sources = frozenset([name])
+            record.axes = [
+                first_factors(size, self._findings.fused.get((name, axis), ()))
                 for axis, size in enumerate(tensor.shape)
             ]
 
@@ -264,146 +271,150 @@ class TracedRun:
         return {name: self.axes(tensor) for name, tensor in self.tensors.items()}
 
     def atoms(self) -> list[Axis]:
-        """Returns what all parameters and moving buffers are made of now."""
+        """Returns the atoms of which all parameters and movable buffers consist now."""
         return atoms(axis for _, row in self._rows() for axis in row)
 
     def apply(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
-        """Finds the axes of results by the operation's rule; without one, fixes all it touches."""
+        """Applies the operation's rule; without one, fixes all axes that it touches."""
         if call.written:
             self._note_written(call.written)
         touched = [*call.inputs, *call.outputs]
         if call.name in REPLACING:
             self.forget(call.out)
-        if not call.outputs:  # it reads a number, compares two tensors, or writes to lists of them
+        if not call.outputs:  # it reads a number, compares tensors, or writes to a list of them
             if len(call.inputs) > 1 or call.written:
                 self.fix_unknown(touched, call.name)
             return
         source = call.inputs[0] if call.inputs and call.name in VIEWS else None
-        if source is not None and (made := self._known(source).made):
+        if source is not None and (uniform_cause := self._record(source).uniform_cause):
             for tensor in call.outputs:
-                self._make_equal(tensor, made)
+                self._mark_uniform(tensor, uniform_cause)
             return
         self._note_used(call, source)
         contractions = self._contractions
         if rule is not None:
             try:
                 rule(self, call)
-            except UNFIT as error:
+            except RULE_ERRORS as error:
                 self.fix_unknown(touched, f"{call.name} ({type(error).__name__})")
         elif all(self.is_constant(tensor) for tensor in call.inputs):
             for tensor in call.outputs:
                 self.set(tensor, constant_axes(tensor.shape))
         else:
             self.fix_unknown(touched, call.name)
-        results = [self._known(tensor) for tensor in call.outputs]
-        if any(known.axes is None and not known.made for known in results):
+        results = [self._record(tensor) for tensor in call.outputs]
+        if any(record.axes is None and not record.uniform_cause for record in results):
             self.fix_unknown(touched, call.name)
         if self._contractions == contractions:
             origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
-            for known in results:
-                known.origins = origins
+            for record in results:
+                record.origins = origins
 
     def axes(self, tensor: torch.Tensor) -> Axes:
-        """Returns a tensor's axes; slices that were different things become the same thing."""
+        """Returns a tensor's axes; slices of different meaning are unified."""
         axes = self.axes_or_slices(tensor)
         if isinstance(axes, Slices):
             first, *rest = axes.of_each
             for other in rest:
                 unify_axes(first, other)
-            self._known(tensor).axes = axes = first
+            self._record(tensor).axes = axes = first
         return axes
 
     def axes_or_slices(self, tensor: torch.Tensor) -> Axes | Slices:
-        """Returns a tensor's axes; one that was never met before is a constant, so fixed."""
-        known = self._known(tensor)
-        if known.made:
+        """Returns a tensor's axes; those of a tensor without a record are fixed constants."""
+        record = self._record(tensor)
+        if record.uniform_cause:
             return [free_factors(size) for size in tensor.shape]
-        if known.axes is None:
-            known.axes = self._adopt(tensor)
-        return known.axes
+        if record.axes is None:
+            record.axes = self._adopt(tensor)
+        return record.axes
 
     def set(self, tensor: torch.Tensor, axes: Axes | Slices) -> None:
-        """Says what a result's axes are; if it has some already (in place), both are the same."""
+        """Sets a result's axes; unifies them with earlier ones if it was written in place."""
         rows = axes.of_each if isinstance(axes, Slices) else [axes]
         for row in rows:
             if [size_of(factors_) for factors_ in row] != [max(size, 1) for size in tensor.shape]:
                 raise IncompatibleError
             self.occur(row)
-        known = self._known(tensor)
-        if known.axes is None:
-            known.axes = axes
+        record = self._record(tensor)
+        if record.axes is None:
+            record.axes = axes
         else:
             for row in rows:
                 unify_axes(self.axes(tensor), row)
 
     def occur(self, axes: Axes) -> None:
-        """Notes that these axes, and no others, are there side by side."""
+        """Records that a tensor has these axes and no others."""
         self.occurrences[tuple(map(tuple, axes))] = None
 
     def reduced(self, axes: Axes, gone: Iterable[int]) -> Axes:
-        """Notes that an operation has an intermediate result without these axes, and returns it."""
+        """Records an intermediate result of an operation that lacks some axes, and returns it."""
         dropped = {dim % len(axes) for dim in gone}
         left: Axes = [[] if dim in dropped else row for dim, row in enumerate(axes)]
         self.occur(left)
         return left
 
-    def equal_entries(self, tensor: torch.Tensor) -> None:
-        """Notes a new constant whose entries are all equal, or independent and alike."""
-        made = current_cause()
-        if made in self._learned.written:
+    def mark_uniform(self, tensor: torch.Tensor) -> None:
+        """Records a constant of equal entries, or of independent draws from one distribution."""
+        uniform_cause = current_cause()
+        if uniform_cause in self._findings.written:
             self.set(tensor, [free_factors(size) for size in tensor.shape])
         else:
-            self._make_equal(tensor, made)
+            self._mark_uniform(tensor, uniform_cause)
 
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Lets nothing permute these tensors."""
+        """Fixes all axes of these tensors."""
         for tensor in tensors:
             fix_all(*self.axes(tensor))
             self.use([tensor])
 
     def fix_unknown(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        """Lets nothing permute what an operation without a rule touches, and counts it."""
+        """Fixes the tensors of an operation without a rule, and counts the operation."""
         self.unknown[name] += 1
         self.stay(tensors)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes that parameters or buffers, or views of them, were used."""
+        """Records that parameters or buffers, or views of them, were used."""
         for tensor in tensors:
-            self.used |= self._known(tensor).shows
+            self.used |= self._record(tensor).sources
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fixes tensors that are there in every run, of equal entries or not."""
+        """Fixes tensors that exist in every run, including uniform constants."""
         for tensor in tensors:
-            known = self._known(tensor)
-            if known.made:
-                known.made, known.axes = "", fixed_axes(tensor.shape)
+            record = self._record(tensor)
+            if record.uniform_cause:
+                record.uniform_cause, record.axes = "", fixed_axes(tensor.shape)
             self.fix([tensor])
             self.occur(self.axes(tensor))
 
-    def fix_survivors(self, spared: Iterable[torch.Tensor]) -> None:
-        """Fixes every tensor that is still there, but for parameters and those to be ``spared``."""
+    def fix_kept_activations(self, spared: Iterable[torch.Tensor]) -> None:
+        """Fixes every tensor that still exists, except parameters and the ``spared`` ones."""
         others = {id(tensor) for tensor in (*self.tensors.values(), *spared)}
-        met = [known for known in self._by_id.values() if known.axes is not None or known.made]
-        alive = [known.tensor() for known in met]
+        met = [
+            record
+            for record in self._by_id.values()
+            if record.axes is not None or record.uniform_cause
+        ]
+        alive = [record.tensor() for record in met]
         self.stay(tensor for tensor in alive if tensor is not None and id(tensor) not in others)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Forgets a tensor's axes: it has other ones now."""
-        self._known(tensor).axes = None
+        """Deletes a tensor's axes, because it has other ones now."""
+        self._record(tensor).axes = None
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Returns whether no axis of the tensor is free."""
         return all(atom.fixed for row in self.axes(tensor) for atom in atoms(row))
 
     def origins(self, tensor: torch.Tensor) -> frozenset[int]:
-        """Returns the contractions that a tensor was computed from; none of weights alone."""
-        return self._known(tensor).origins
+        """Returns the contractions from which a tensor was computed; none for weights alone."""
+        return self._record(tensor).origins
 
     def contraction(self, *results: torch.Tensor) -> None:
-        """Notes that these results were summed over an axis: a new origin."""
+        """Records a sum over an axis, which is a new origin of its results."""
         self._contractions += 1
         for tensor in results:
-            self._known(tensor).origins = frozenset([self._contractions])
+            self._record(tensor).origins = frozenset([self._contractions])
 
     def unreached(self) -> list[str]:
         """Returns the parameters, and buffers of numbers, that no run has reached."""
@@ -414,77 +425,82 @@ class TracedRun:
         ]
 
     def note_fused(self, axis: Axis) -> None:
-        """Notes that an axis of parameters is cut along this factor: its parts are different."""
+        """Records that an axis of a parameter is split along this factor into different parts."""
         axis = axis.root
-        if axis.kind != "atom" or axis.fixed or axis.size > MOST_FUSED:
+        if axis.form != "atom" or axis.fixed or axis.size > MAX_FUSED:
             return
         for place, row in self._rows():
             offset = 0
             for piece in summands(product(row)):
                 parts = factors([piece])
-                if axis in parts and len(parts) > 1 and all(part.kind == "atom" for part in parts):
+                if axis in parts and len(parts) > 1 and all(part.form == "atom" for part in parts):
                     at = parts.index(axis)
                     before, behind = size_of(parts[:at]), size_of(parts[at + 1 :])
-                    fused = self._learned.fused.setdefault(place, set())
+                    fused = self._findings.fused.setdefault(place, set())
                     seen = (offset, before, axis.size, behind)
                     self.outdated |= behind > 1 and seen not in fused
                     fused |= {seen} if behind > 1 else set()
                 offset += piece.size
 
     def _rows(self) -> Iterator[tuple[tuple[str, int], Factors]]:
-        """Yields every axis of every parameter, with the tensor's name and the axis' number."""
+        """Yields every axis of every parameter, with the name of the tensor and its dimension."""
         for name, tensor in self.tensors.items():
-            axes = self._known(tensor).axes
+            axes = self._record(tensor).axes
             for row in axes.of_each if isinstance(axes, Slices) else [axes or []]:
                 for number, factors_ in enumerate(row):
                     yield (name, number), factors_
 
     def _note_used(self, call: Call, source: torch.Tensor | None) -> None:
-        """Notes which parameters an operation uses, or shows."""
+        """Records which parameters an operation uses, or returns a view of."""
         if source is not None:
             for tensor in call.outputs:
-                self._known(tensor).shows |= self._known(source).shows
+                self._record(tensor).sources |= self._record(source).sources
         elif any(tensor.numel() for tensor in call.outputs):
             self.use(call.inputs)
 
     def _note_written(self, written: Sequence[torch.Tensor]) -> None:
-        """Learns which constants of equal entries are written to that have views."""
+        """Finds uniform constants that are written to and have views."""
         for tensor in written:
             memory = storage(tensor)
             alike = {
-                id(other): known
-                for known in (self._equal if memory else ())
-                if known.made and (other := known.tensor()) is not None and storage(other) == memory
+                id(other): record
+                for record in (self._uniform if memory else ())
+                if record.uniform_cause
+                and (other := record.tensor()) is not None
+                and storage(other) == memory
             }
             if alike.keys() == {id(tensor)}:
-                known = self._known(tensor)
-                known.made, known.axes = "", [free_factors(size) for size in tensor.shape]
+                record = self._record(tensor)
+                record.uniform_cause, record.axes = (
+                    "",
+                    [free_factors(size) for size in tensor.shape],
+                )
                 continue
-            made = {known.made for known in alike.values()}
-            self.outdated |= not made <= self._learned.written
-            self._learned.written |= made
+            uniform_cause = {record.uniform_cause for record in alike.values()}
+            self.outdated |= not uniform_cause <= self._findings.written
+            self._findings.written |= uniform_cause
 
-    def _make_equal(self, tensor: torch.Tensor, made: str) -> None:
-        known = self._known(tensor)
-        known.made = made
-        self._equal.append(known)
+    def _mark_uniform(self, tensor: torch.Tensor, uniform_cause: str) -> None:
+        record = self._record(tensor)
+        record.uniform_cause = uniform_cause
+        self._uniform.append(record)
 
-    def _known(self, tensor: torch.Tensor) -> _Known:
-        known = self._by_id.get(id(tensor))
-        if known is None or known.tensor() is not tensor:
-            known = self._by_id[id(tensor)] = _Known(weakref.ref(tensor))
-        return known
+    def _record(self, tensor: torch.Tensor) -> _TensorRecord:
+        record = self._by_id.get(id(tensor))
+        if record is None or record.tensor() is not tensor:
+            record = self._by_id[id(tensor)] = _TensorRecord(weakref.ref(tensor))
+        return record
 
     def _adopt(self, tensor: torch.Tensor) -> Axes:
-        """Returns the axes of a tensor made out of sight: a constant, or those of its memory."""
+        """Returns the axes of a tensor without a record: those of its memory, or of a constant."""
         pointer = storage(tensor)
         shape = (tensor.shape, tensor.stride(), tensor.storage_offset()) if pointer else None
-        for known in list(self._by_id.values()) if pointer else ():
-            other = known.tensor()
-            if other is None or other is tensor or known.axes is None or storage(other) != pointer:
+        for record in list(self._by_id.values()) if pointer else ():
+            other = record.tensor()
+            if other is None or other is tensor or record.axes is None or storage(other) != pointer:
                 continue
             if (other.shape, other.stride(), other.storage_offset()) == shape:  # as ``.data`` is
-                self.used |= known.shows
+                self.used |= record.sources
                 return self.axes(other)
             self.fix([other])
         return constant_axes(tensor.shape)

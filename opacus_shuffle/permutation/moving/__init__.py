@@ -1,1 +1,1 @@
-"""Moving the entries of tensors by permutations, with PyTorch or with Triton."""
+"""Moves the entries of tensors by permutations, with PyTorch or with Triton."""

@@ -1,13 +1,13 @@
-"""Moves the entries of many tensors by row and column permutations, with little scratch.
+"""Moves the entries of many tensors by permutations of rows and columns, in place.
 
 A shuffle of a network moves every weight, gradient and optimizer state: new[i, j] =
-old[row_index[i], column_index[j]]. Advanced indexing (``w[rows][:, columns]``) writes each of them
-twice into fresh memory, whose first touch costs more than the copy; here they go through a scratch
-that the cache holds, and land where they were. Every tensor is seen as whole words of 1, 2, 4 or 8
-bytes, so any dtype moves bit for bit.
+old[row_index[i], column_index[j]]. Advanced indexing (``w[rows][:, columns]``) writes each tensor
+twice into fresh memory, whose first access costs more than the copy. Here the entries go through a
+buffer that fits the cache, and back into the same tensor. Every tensor is viewed as words of 1, 2,
+4 or 8 bytes, so all dtypes move bit for bit.
 
-How words move is :mod:`~opacus_shuffle.permutation.moving.torch_moves`, and on a GPU
-:mod:`~opacus_shuffle.permutation.moving.triton_moves`, where Triton is installed.
+:mod:`~opacus_shuffle.permutation.moving.torch_moves` moves words with PyTorch, and
+:mod:`~opacus_shuffle.permutation.moving.triton_moves` on a GPU where Triton is installed.
 
 >>> weight = torch.arange(6.0).reshape(2, 3)
 >>> rows, columns = torch.tensor([1, 0]), torch.tensor([2, 0, 1])
@@ -38,19 +38,19 @@ _find_package = functools.cache(importlib.util.find_spec)
 def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     """Permutes rows and columns of every tensor, bit for bit the same with every executor.
 
-    Sizes and indices are trusted: checking would read indices back from a GPU at every step. An
-    index that is no permutation gives wrong entries or an error of PyTorch's; one that leads out of
-    the tensor reads other memory with Triton.
+    Sizes and indices are not checked, because that would read indices back from a GPU at every
+    step. An index that is no permutation gives wrong entries or an error from PyTorch. With Triton,
+    an index out of range reads other memory.
 
     Args:
-        moves: The tensors, each once; they may differ in dtype and device, and share index tensors.
+        moves: The tensors, each once. They may differ in dtype and device, and share index tensors.
         executor: ``"torch"``, ``"triton"`` (GPU; a CPU only under Triton's interpreter), or
-            ``"auto"``: triton on a GPU where it is installed, else torch.
+            ``"auto"``: Triton on a GPU where it is installed, otherwise PyTorch.
 
     Raises:
-        ValueError: For an unknown executor, a tensor that comes twice, shares a part of another
-            one's memory or is expanded, triton on a CPU without its interpreter, or while a CUDA
-            graph is captured.
+        ValueError: If the executor is unknown, a tensor occurs twice, shares memory with another
+            one or is expanded, Triton runs on a CPU without its interpreter, or a CUDA graph is
+            being captured.
     """
     one_of("executor", executor, EXECUTORS)
     by_device: defaultdict[torch.device, list[Move]] = defaultdict(list)
@@ -61,26 +61,25 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     for device, group in by_device.items():
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                f"moves lie on {device}, whose work a CUDA graph is capturing: every replay would "
-                "move by the same permutation; shuffle outside of the graph"
+                f"moves cannot run on {device} while a CUDA graph is being captured, because every "
+                "replay would use the same permutation: shuffle outside of the graph"
             )
-        # Where a tensor begins inside of another, they share entries.
-        places = sorted(
+        # A tensor that begins inside of another one shares entries with it.
+        spans = sorted(
             (move.tensor.data_ptr(), move.tensor.nbytes if move.tensor.is_contiguous() else 1)
             for move in group
         )
-        for (start, size), (following, _) in itertools.pairwise(places):
+        for (start, size), (following, _) in itertools.pairwise(spans):
             if start + size > following:
                 raise ValueError(
-                    "moves: a tensor (or a part of its memory) comes twice; a second move of it "
-                    "would undo the first"
+                    "moves: a tensor (or a part of its memory) occurs twice, and would be moved "
+                    "twice: pass each tensor once"
                 )
         for tensor, *_ in group:
             if not tensor.is_contiguous() and _is_expanded(tensor):
                 raise ValueError(
                     f"moves: a tensor of shape {tuple(tensor.shape)} and strides "
-                    f"{tensor.stride()} is expanded, so that entries share memory and cannot move "
-                    "apart: pass its clone()"
+                    f"{tensor.stride()} is expanded, so its entries share memory: pass its clone()"
                 )
     for device, group in by_device.items():
         execute = _executor(executor, device)
@@ -97,12 +96,12 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
 
 
 def _lies_in_order(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory holds its entries one after the other, as they are."""
+    """Returns whether memory holds the entries in order, without a lazy conjugation or sign."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Returns whether entries along an axis are one and the same in memory."""
+    """Returns whether entries along an axis share memory."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
@@ -112,7 +111,7 @@ def _executor(name: str, device: torch.device) -> Callable[[Sequence[Move]], Non
     if name == "auto":
         name = "triton" if device.type == "cuda" and _find_package("triton") else "torch"
     if name == "triton":
-        # needs an optional package
+        # Triton is an optional package.
         import opacus_shuffle.permutation.moving.triton_moves as triton_moves
 
         return triton_moves.execute

@@ -1,22 +1,23 @@
 """Moves words with a Triton kernel: the rows and columns of many tensors in a few launches.
 
-A list of tiles on the device says what each program moves: a whole number of rows of one tensor, or
-a run of its words.
+A list of tiles on the device determines what each program moves: a whole number of rows of one
+tensor, or consecutive words of it.
 
 How it works
-    * **Whole** (rows that fit on the chip): a program loads as many whole rows as its block holds,
-      one run of memory, permutes their columns there (``tl.gather``) and stores them. Where only
-      columns move it owns its rows, so that happens in place; a vector, or a small tensor that
-      moves by rows only, is one row of columns.
-    * **Words** (longer rows): every word is read from where it comes from, though a GPU reads 32
+    * **Whole** (rows that fit on the chip): a program loads as many whole rows as fit its block,
+      which are contiguous, permutes their columns on the chip (``tl.gather``) and stores them. If
+      only columns move, this happens in place. A vector, or a small tensor of which only rows move,
+      is treated as one row of columns.
+    * **Words** (longer rows): every word is read from its old position, although a GPU reads 32
       bytes at once.
-    * **Rows** (no column moves): so are words of whole rows, which lie one after the other.
-    * Whatever changes rows is read from a copy, of at most ``WAVE_BYTES`` (or of one tensor) at a
-      time. One launch copies all tensors of such a wave, for which PyTorch would take one each.
+    * **Rows** (no column moves): whole rows are read, so consecutive words are contiguous.
+    * If rows move, they are read from a copy. Copies of at most ``WAVE_BYTES`` (or of one tensor)
+      exist at one time. One launch copies all tensors of such a wave; PyTorch would take one launch
+      for each.
 
-The tiles hold numbers of the tensors and offsets into one vector of all indices. So they stay on
-the device until the structure changes; what is sent for each shuffle are the indices and the
-tensors' addresses, of which gradients get others all the time.
+The tiles hold numbers of the tensors and offsets into one vector of all indices, so they stay on
+the device until the structure changes. For each shuffle only the indices and the addresses of the
+tensors are sent, because gradients often have new addresses.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ from opacus_shuffle.permutation.moving.torch_moves import (
 )
 
 STAGED_BYTES = 2**16
-"""On-chip memory that a program takes at most; less on cards that have less."""
+"""Largest on-chip memory of a program; less on cards that have less."""
 
 STAGED_WORDS = 2**14
-"""Words that a program permutes on chip at most."""
+"""Largest number of words that a program permutes on the chip."""
 
 BLOCK_WORDS = 4096
 """Words of a program's block, unless a row is longer: 16 for each of 256 threads."""
 
 _BLOCKS = 4
-"""Blocks of whole rows that a program moves, one after the other, by indices that it reads once."""
+"""Blocks of whole rows that a program moves with indices that it reads once."""
 
 _CACHED_PLANS = 32
 
 _ALIGNMENT = 16
-"""Bytes that a thread loads and stores at a time; words of a row must be a multiple of it too."""
+"""Bytes that a thread loads and stores at once; the words of a row must be a multiple too."""
 
 _TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -185,14 +186,14 @@ def _execute_words(moves: Sequence[Move], size: int) -> None:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor on a device, out of pinned memory, so that the host does not wait."""
+    """Sends a tensor to a device from pinned memory, so the host does not wait."""
     if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def staged_words(word: int, device: torch.device) -> int:
-    """Returns how many words a program permutes on the chip of this device, a power of two."""
+    """Returns how many words a program permutes on the chip of this device: a power of two."""
     memory = STAGED_BYTES
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
@@ -201,7 +202,7 @@ def staged_words(word: int, device: torch.device) -> int:
 
 
 def constants_of(mode: str, width: int, word: int, *, aligned: bool) -> dict[str, Any]:
-    """Returns what the kernel is compiled for: up to 16 words a thread, or 64 bytes of a copy."""
+    """Returns the compile-time constants: up to 16 words a thread, or 64 bytes for a copy."""
     block = max(BLOCK_WORDS, 2 ** (width - 1).bit_length()) if mode == "whole" else BLOCK_WORDS
     if mode == "copy":
         block = 4 * BLOCK_WORDS // word
@@ -216,17 +217,17 @@ def constants_of(mode: str, width: int, word: int, *, aligned: bool) -> dict[str
 
 
 _Line = tuple[int, int, int, int, int, int]
-"""A tensor but for where it lies: offsets of indices (−1: none), rows, columns, inner, and the
-remainder of its address."""
+"""A tensor without its address: offsets of indices (−1: none), rows, columns, inner, and the
+remainder of the address."""
 
 
 class _Plan(NamedTuple):
     """How to move tensors of some shapes.
 
     Attributes:
-        scratch: Bytes of the copies that lie there at one time.
-        offsets: Where among them each tensor's copy lies; −1 for those that move in place.
-        launches: Tiles, how many, and what the kernel is compiled for.
+        scratch: Bytes of the copies that exist at one time.
+        offsets: The offset of each tensor's copy; −1 for tensors that move in place.
+        launches: Tiles, their number, and the kernel's compile-time constants.
     """
 
     scratch: int
@@ -236,7 +237,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=_CACHED_PLANS)
 def _plan(lines: tuple[_Line, ...], word: int, limit: int, device: torch.device) -> _Plan:
-    """Returns how to move tensors of these shapes; a program permutes ``limit`` words on chip."""
+    """Plans how to move tensors of these shapes; a program permutes ``limit`` words on chip."""
     modes, shapes, copied = [], [], []
     for row_offset, column_offset, rows, columns, inner, _ in lines:
         if column_offset < 0 and (columns * inner == 1 or rows * columns * inner <= limit):
@@ -276,7 +277,7 @@ def _plan(lines: tuple[_Line, ...], word: int, limit: int, device: torch.device)
 def _tiles(
     lines: npt.NDArray[np.int64], BLOCK: int, BLOCKS: int, MODE: str, **_: Any
 ) -> npt.NDArray[np.int32]:
-    """Returns the tiles: a tensor's line, and their first row, or the number of their block."""
+    """Returns the tiles: the line of a tensor, and the first row or the number of the block."""
     rows, width = lines[:, 3], lines[:, 4]
     steps, ends = np.ones_like(rows), -(-rows * width // BLOCK)
     if MODE == "whole":

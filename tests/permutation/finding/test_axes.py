@@ -13,7 +13,7 @@ from opacus_shuffle.permutation.finding.axes import (
     grids,
     product,
     regroup,
-    split_sum,
+    split_concatenation,
     terms,
     unify,
     unify_all,
@@ -53,8 +53,8 @@ def test_rows_of_factors_that_meet_are_refined_until_they_agree():
 
 def test_sums_that_meet_are_cut_at_the_boundaries_of_both():
     one, other = Axis(10), Axis(10)
-    split_sum(one, [4, 6])
-    split_sum(other, [7, 3])
+    split_concatenation(one, [4, 6])
+    split_concatenation(other, [7, 3])
     unify(one, other)
     assert atoms([one]) == atoms([other])
     assert [atom.size for atom in atoms([one])] == [4, 3, 3]

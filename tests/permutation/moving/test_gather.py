@@ -120,9 +120,9 @@ def test_arguments_that_do_not_fit_are_refused():
         ValueError, match="executor must be one of 'auto', 'torch', 'triton', got 'cuda'"
     ):
         gather_([good], executor="cuda")
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         gather_([good, copy.copy(good)])
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         gather_([good, Move(tensor.view(-1), 12, 1, 1, torch.arange(12), None)])
 
 
