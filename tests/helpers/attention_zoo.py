@@ -194,7 +194,7 @@ class SplitAttention(Attention):
 
 
 class LayerScaled(Block):
-    """A block whose branches end in a findings factor per channel."""
+    """A block whose branches end in a learned factor per channel."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__(attention)
