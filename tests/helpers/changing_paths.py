@@ -1,4 +1,4 @@
-"""Networks whose way depends on their input, with a sample and inputs that lead elsewhere."""
+"""Networks whose path depends on their input, with a sample and inputs with other paths."""
 
 from __future__ import annotations
 

@@ -74,11 +74,9 @@ DENSE = {
     "maxout": everywhere(wreath(3, 5)),
     "autoencoder_with_one_matrix": units(9),
     "low_rank_adapter": only_residual(symmetric(4) + symmetric(9)),
-    "unused_parameter": units(9),
     "siamese": units(9, 6),
     "ensemble": everywhere(wreath(6, 4)),
     "mixture_of_experts": everywhere(wreath(6, 4)),
-    "sorted_units": units(9),
 }
 
 IMAGES = {

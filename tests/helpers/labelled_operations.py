@@ -1,4 +1,4 @@
-"""Single operations on parameters: what moves of operands and results, and if rightly."""
+"""Single operations on parameters, their permutations, and a check of these."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operation(nn.Module):
 
 
 def labelled(operation: Operation) -> PermutationSpec:
-    """What moves, results among it, where nothing keeps results in place."""
+    """Returns the permutations of operands and results, which are not fixed as outputs."""
     findings = Findings()
     for _ in range(3):
         run = TracedRun(operation, findings)
@@ -48,7 +48,7 @@ def labelled(operation: Operation) -> PermutationSpec:
 def entries(
     shape: tuple[int, ...], generator: torch.Generator, special: float | None
 ) -> torch.Tensor:
-    """Numbers; or whole ones, of which many are equal, and some special."""
+    """Returns normal numbers, or integers with many ties and some special values."""
     if special is None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
     numbers = torch.randint(-2, 3, shape, generator=generator).double()
@@ -61,7 +61,7 @@ SPECIAL = (None, 0.0, float("nan"), float("inf"))
 def breaks(
     operation: Operation, spec: PermutationSpec, specials: Sequence[float | None] = SPECIAL
 ) -> bool:
-    """Whether a permutation of the operands does not come out as that of the results."""
+    """Returns whether permuted operands do not give the permuted results."""
     generator = torch.Generator().manual_seed(0)
     for special in specials:
         for _ in range(3):

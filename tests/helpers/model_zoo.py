@@ -1,7 +1,7 @@
-"""Small networks of many kinds, each with an input: what permutation discovery has to see through.
+"""Small networks of many architectures, each with an input, for finding permutations.
 
-Weights are random everywhere (a LayerNorm of ones and zeros would hide that it was forgotten),
-dropout is off, sizes differ where they may. :func:`build` gives an entry ready for use.
+All weights are random (a LayerNorm with scale 1 and shift 0 would hide an error), dropout is off,
+and sizes differ where they may. :func:`build` returns an entry that is ready for use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BATCH = 3
 
 
 def collect(zoo: dict[str, Builder]) -> Callable[[Builder], Builder]:
-    """A decorator that puts a builder into a zoo under its own name."""
+    """Returns a decorator that adds a builder to a zoo under its name."""
 
     def add(builder: Builder) -> Builder:
         zoo[builder.__name__] = builder
@@ -38,7 +38,7 @@ network = collect(NETWORKS)
 def build(
     builder: Builder, *, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[nn.Module, Any]:
-    """The network in evaluation mode with random weights, and its input; no global draw."""
+    """Returns the network in evaluation mode with random weights, and its input."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module, sample = builder()
@@ -47,7 +47,7 @@ def build(
 
 
 def randomise(module: nn.Module, seed: int) -> None:
-    """Weights that keep activations of size 1 and make nothing 0 or 1."""
+    """Sets random weights that keep activations of size 1, and none of which is 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -62,7 +62,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def cast(sample: Any, dtype: torch.dtype) -> Any:
-    """The same input with floating-point numbers of another type."""
+    """Returns the same input with floating-point numbers of another dtype."""
     return tree_map(
         lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf,
         sample,
@@ -70,7 +70,7 @@ def cast(sample: Any, dtype: torch.dtype) -> Any:
 
 
 def another(sample: Any, seed: int = 1) -> Any:
-    """An input of the same shapes: normal numbers, shuffled tokens, the same masks."""
+    """Returns an input of the same shapes: normal numbers, shuffled tokens, the same masks."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(leaf: Any) -> Any:
@@ -86,7 +86,7 @@ def another(sample: Any, seed: int = 1) -> Any:
 
 
 def run(module: nn.Module, sample: Any) -> list[torch.Tensor]:
-    """All floating-point tensors that the network returns."""
+    """Returns all floating-point tensors in the output of the network."""
     positional = (
         () if isinstance(sample, dict) else sample if isinstance(sample, tuple) else (sample,)
     )
@@ -98,7 +98,7 @@ def run(module: nn.Module, sample: Any) -> list[torch.Tensor]:
 
 
 def gradients(module: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
-    """Gradients of a fixed nonlinear function of the outputs, left in ``.grad`` too."""
+    """Returns the gradients of a fixed nonlinear function of the outputs, also in ``.grad``."""
     module.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(0)
     outputs = run(module, sample)
@@ -109,7 +109,7 @@ def gradients(module: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
 
 
 def entry_moves(spec: Any, module: nn.Module, plan: Any) -> dict[str, torch.Tensor]:
-    """Where each entry of each parameter comes from under a plan, read off a numbered copy."""
+    """Returns the old position of each entry of each parameter under a plan."""
     numbered = copy.deepcopy(module).double()
     with torch.no_grad():
         for parameter in numbered.parameters():
@@ -192,16 +192,6 @@ def low_rank_adapter():
 
 
 @network
-def unused_parameter():
-    def wiring(m, x):
-        return m.out(torch.relu(m.into(x)))
-
-    return Wired(
-        wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4), idle=nn.Linear(11, 5)
-    ), torch.randn(BATCH, 7)
-
-
-@network
 def siamese():
     def wiring(m, x, y):
         a, b = m.encoder(x), m.encoder(y)
@@ -238,19 +228,3 @@ def mixture_of_experts():
     return Wired(
         wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)
     ), torch.randn(BATCH, 7)
-
-
-# What no rule should guess
-# ------------------------------------------------------------------------------------------
-
-
-@network
-def sorted_units():
-    layers = [
-        nn.Linear(7, 9),
-        nn.ReLU(),
-        nn.Linear(9, 6),
-        Apply(lambda x: x.sort(-1).values),
-        nn.Linear(6, 4),
-    ]
-    return nn.Sequential(*layers), torch.randn(BATCH, 7)

@@ -1,4 +1,4 @@
-"""Tensors of every type to be moved, and the check that they were, bit for bit."""
+"""Tensors of every dtype to be moved, and a check of the result, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DTYPES = [
 ]
 
 ONE_OF_EACH_SIZE = (torch.bfloat16, torch.float32, torch.bool, torch.complex128)
-"""The default tests of slow executors take these: what is moved are integers of their size."""
+"""Default tests of slow executors use these, because entries move as integers."""
 
 
 def random_bits(shape, dtype):
-    """Every pattern of bits, NaN payloads among them; a bool only knows two."""
+    """Returns random bits, including NaN payloads; random values for booleans."""
     if dtype is torch.bool:
         return torch.randint(0, 2, shape).bool()
     wide = [*shape, dtype.itemsize]

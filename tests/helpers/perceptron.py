@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from helpers.model_zoo import Wired
 from opacus_shuffle.permutation import PermutationSpec
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -19,24 +23,12 @@ def moving(spec: PermutationSpec) -> set[str]:
     return set(spec.blocks)
 
 
-class Heads(nn.Module):
-    """Two results; ``give`` says how they are returned."""
+def two_heads(give: Callable[[torch.Tensor, torch.Tensor], Any]) -> nn.Module:
+    """A network with two results, which ``give`` packs."""
 
-    def __init__(self, give):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.one, self.two, self.give = (
-            nn.Linear(4, 6),
-            nn.Linear(6, 5),
-            nn.Linear(6, 2),
-            give,
-        )
+    def way(net: Wired, x: torch.Tensor) -> Any:
+        h = torch.tanh(net.body(x))
+        return give(net.one(h), net.two(h))
 
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        return self.give(self.one(h), self.two(h))
-
-
-class Result:
-    def __init__(self, logits, value):
-        self.logits, self.value = logits, value
+    torch.manual_seed(0)
+    return Wired(way, body=nn.Linear(4, 6), one=nn.Linear(6, 5), two=nn.Linear(6, 2))

@@ -78,12 +78,6 @@ def square_with_skip(draft, x):
 
 
 @step
-def there_and_back(draft, x):
-    i = draft.weight(x.shape[-1], x.shape[-1])
-    return lambda w, x: torch.tanh(x @ w[i]) @ w[i].T
-
-
-@step
 def factor_per_entry(draft, x):
     i = draft.weight(*x.shape[1:] if draft.choose.random() < 0.5 else x.shape[-1:])
     return lambda w, x: x * w[i]

@@ -1,4 +1,4 @@
-"""All networks of the zoo with their permutations, and which the default tests take."""
+"""All networks of the zoo with their permutations, and those that default tests use."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ VARIED = [
     "llama_by_hand",
     "einsum_attention",
 ]
-"""Of every kind of nesting and packing one."""
+"""One network for each form of nesting and packing."""
 
 AT_EVERY_LEVEL = {"mlp", "conv_net", "timm_vit", "llama_by_hand"}
-"""The default tests take these at all levels."""
+"""Default tests use these at all levels."""
 
 SLOW = {
     "lstm",
     "torch_encoder_decoder",
 }
 AT_ONE_LEVEL = {*VARIED, *NETWORKS, *CONVOLUTIONS, *TRANSFORMERS} - SLOW
-"""The default tests take these at level "residual"; Hugging Face's are the zoo's."""
+"""Default tests use these at level "residual". Hugging Face models are only in the zoo."""
 
 # Roundings: sums of up to 400 terms, 20 one after the other, lose at most 8000 units of 1.1e-16 in
 # double precision. In single precision, as roundings have either sign, expect sqrt(8000) units of
@@ -57,18 +57,18 @@ ROUNDS_TO_SINGLE = {
         "BloomForCausalLM",
     ),
 }
-"""Networks that convert to single precision inside, whatever their parameters are."""
+"""Networks that convert to single precision inside."""
 
 
 def marked(name: str, *values: object, level: str = "all") -> object:
-    """A cell about a network at a level, in the zoo's tests unless the default ones take it."""
+    """Returns a test case for a network at a level, marked ``zoo`` unless it is a default one."""
     by_default = name in AT_EVERY_LEVEL or (level == "residual" and name in AT_ONE_LEVEL)
     marks = () if by_default else (pytest.mark.zoo,)
     return pytest.param(name, *values, id="-".join(map(str, (name, *values))), marks=marks)
 
 
 def tiered(names: Iterable[str]) -> list[object]:
-    """Cells about networks, of which the default tests take a few."""
+    """Returns test cases for networks, most of them marked ``zoo``."""
     return [marked(name) for name in names]
 
 
@@ -80,7 +80,7 @@ every_network_and_level = pytest.mark.parametrize(
 
 @functools.cache
 def entry(name: str) -> tuple[nn.Module, object]:
-    """A network of the zoo in double precision and its input; shared, so not to be changed."""
+    """Returns a network of the zoo in double precision and its input. Do not change them."""
     if name in HUGGING_FACE:
         pytest.importorskip("transformers")
     return build(ZOO[name])
@@ -88,13 +88,13 @@ def entry(name: str) -> tuple[nn.Module, object]:
 
 @functools.cache
 def spec_of(name: str, level: str = "residual") -> PermutationSpec:
-    """What is found in it."""
+    """Returns the permutations that are found in a network of the zoo."""
     module, sample = entry(name)
     return find_permutations(module, sample, groups=level)
 
 
 def spec_if_any(module: nn.Module, sample: object) -> PermutationSpec | None:
-    """What is found in a network, None where no axis may be permuted."""
+    """Returns the permutations of a network, or None if no axis may be permuted."""
     try:
         return find_permutations(module, sample)
     except ValueError as error:
@@ -104,7 +104,7 @@ def spec_if_any(module: nn.Module, sample: object) -> PermutationSpec | None:
 
 
 def outputs_stay(case: Callable[[], tuple[nn.Module, Any, list[Any]]]) -> bool:
-    """Whether what is found on a sample keeps the outputs on it and on others."""
+    """Returns whether permutations found on a sample keep the outputs on it and on others."""
     others: list[Any] = []
 
     def builder() -> tuple[nn.Module, Any]:
@@ -132,12 +132,12 @@ def outputs_stay(case: Callable[[], tuple[nn.Module, Any, list[Any]]]) -> bool:
 
 
 def draw(spec: PermutationSpec, seed: int) -> PermutationPlan:
-    """A permutation that is the same every time."""
+    """Draws a permutation from a seed."""
     return spec.sample(torch.Generator().manual_seed(seed))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether all parameters and buffers are equal, bit by bit."""
+    """Returns whether all parameters and buffers are equal, bit by bit."""
     return all(
         torch.equal(a, b)
         for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
@@ -145,7 +145,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 def distance(ones, others):
-    """Largest difference relative to the largest entry, over all tensors."""
+    """Returns the largest difference relative to the largest entry, over all tensors."""
     scale = max(float(one.detach().abs().max()) for one in ones)
     return (
         max(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import types
 from collections import deque
 
 import pytest
 import torch
 from helpers.model_zoo import Wired
-from helpers.perceptron import Heads, Result, X, mlp, moving
+from helpers.perceptron import X, mlp, moving, two_heads
 from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
@@ -19,14 +20,14 @@ from opacus_shuffle.permutation import find_permutations
     [
         lambda one, two: (torch.distributions.Categorical(logits=one), two),
         lambda one, two: (torch.distributions.Normal(one, 1.0, validate_args=False), two),
-        Result,
-        lambda one, two: {"out": Result(one, None), "more": [two]},
+        lambda one, two: types.SimpleNamespace(logits=one, value=two),
+        lambda one, two: {"out": types.SimpleNamespace(logits=one), "more": [two]},
         lambda one, two: {"y": two, "cached_features": one},
     ],
     ids=["categorical", "normal", "object", "nested", "cached features"],
 )
 def test_whatever_a_network_returns_stays_in_place(give):
-    spec = find_permutations(Heads(give), X)
+    spec = find_permutations(two_heads(give), X)
     assert moving(spec) == {"body.weight", "body.bias", "one.weight", "two.weight"}
     assert not any(
         name == "one.weight" and axis == 0
@@ -45,7 +46,7 @@ def test_whatever_a_network_returns_stays_in_place(give):
     ids=["zero up to rounding", "always class 0", "other things"],
 )
 def test_harmless_results_are_no_reason_to_refuse(give):
-    assert find_permutations(Heads(give), X).log2_size() >= math.log2(
+    assert find_permutations(two_heads(give), X).log2_size() >= math.log2(
         720
     )  # nobody reads the other head, which may move
 
