@@ -191,9 +191,6 @@ WEIGHTS = [
     ({"batch_clip": -math.inf}, "batch_clip"),
     ({"batch_clip": math.nan}, "batch_clip"),
     ({"batch_clip": "1"}, "batch_clip"),
-    ({"dimension": 0}, "dimension"),
-    ({"dimension": 2.5}, "dimension"),
-    ({"dimension": "entries"}, "dimension must be one of 'model', 'layers'"),
     (
         {"unshuffled_noise_multiplier": 0.5},
         "unshuffled_noise_multiplier must be at least noise_multiplier=1.0",
@@ -202,9 +199,8 @@ WEIGHTS = [
     ({"unshuffled_noise_multiplier": 2.0, **BUDGET}, "unshuffled_noise_multiplier is what"),
     (
         {"shuffle_weights": False, "batch_clip": 1.0},
-        r"batch_clip=1\.0 is about shuffled parameters",
+        r"batch_clip=1\.0 applies to shuffled parameters",
     ),
-    ({"shuffle_weights": False, "dimension": 5}, "dimension=5 is about shuffled parameters"),
     (
         {"batch_clips": 1.0},
         r"batch_clips.*did you mean shuffle_weights=WeightShuffling\(batch_clip=",
@@ -223,10 +219,9 @@ SHUFFLING = [
     ({"shuffle_generator": 5}, "generator .of WeightShuffling. must be a Generator"),
     (
         {"shuffle_weights": False, "shuffle_generator": torch.Generator()},
-        "generator=.* is about shuffled parameters",
+        "generator=.* applies to shuffled parameters",
     ),
     ({"batch_clip": 0.0}, "batch_clip"),
-    ({"dimension": 5}, "dimension=5 does not go with accountant 'rdp'"),
     (
         {"unshuffled_noise_multiplier": 2.0},
         "does not go with accountant 'rdp'.*accountant='shuffled_fw'",

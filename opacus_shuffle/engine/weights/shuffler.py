@@ -41,9 +41,6 @@ _ATTACHED: weakref.WeakKeyDictionary[Any, weakref.ref[WeightShuffler]] = weakref
 _WAITING: weakref.WeakSet[WeightShuffler] = weakref.WeakSet()
 """Shufflers without an optimizer. They attach themselves to the first one that steps."""
 
-_UNSUPPORTED = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
-"""Optimizers whose state is flat, factored or sparse."""
-
 
 class WeightShuffler:
     """Moves weights, gradients and optimizer state by a fresh permutation after every update.
@@ -314,7 +311,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Others are refused at their first step if their state has another shape than the weights.
     """
-    if isinstance(optimizer, _UNSUPPORTED):
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.SparseAdam):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} keeps factored, flat or sparse state, which "
             "cannot follow a permutation of the weights: use SGD, Adam, AdamW or RMSprop"
@@ -431,8 +428,7 @@ def make_plain(wrapped: Any) -> WeightShuffler | None:
     """Turns a shuffling wrapper back into Opacus's, and returns its shuffler."""
     if not isinstance(wrapped, ShuffleGradSampleModule):
         return None
-    shuffler = wrapped.shuffler
-    del wrapped.shuffler
+    shuffler: WeightShuffler = vars(wrapped).pop("shuffler")
     wrapped.__class__ = type(wrapped).__bases__[0]
     return shuffler
 

@@ -203,8 +203,8 @@ def find_spec(
     # Imported here because it takes time, and only runs with shuffled weights need it.
     from opacus_shuffle.permutation.find import find_on_calls
 
-    network = unwrap(module)
-    check_optimizer(innermost(optimizer))
+    network, inner = unwrap(module), innermost(optimizer)
+    check_optimizer(inner)
     check_attention(network)
     if grad_sample_mode == "ghost":
         check_ghost_ties(network)
@@ -229,6 +229,7 @@ def find_spec(
     if (ranks := Ranks.of(module)).distributed:
         spec = ranks.of_the_first(spec)  # another rank's first records may have another length
         check_calls(spec, network, [call])
+    spec.followers(spec.tensors(network), inner)  # raises for state that cannot follow
     return spec
 
 
