@@ -428,7 +428,7 @@ def make_plain(wrapped: Any) -> WeightShuffler | None:
     """Turns a shuffling wrapper back into Opacus's, and returns its shuffler."""
     if not isinstance(wrapped, ShuffleGradSampleModule):
         return None
-    shuffler: WeightShuffler = vars(wrapped).pop("shuffler")
+    shuffler: WeightShuffler = wrapped.__dict__.pop("shuffler")
     wrapped.__class__ = type(wrapped).__bases__[0]
     return shuffler
 
