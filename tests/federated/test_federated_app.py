@@ -72,12 +72,6 @@ def test_a_client_runs_no_app_but_the_one_that_it_has_read(monkeypatch):
             ask(*given)
 
 
-def test_a_python_without_the_extras_says_so_in_a_line():
-    script = [sys.executable, "-I", "-S", APP / "deploy.py"]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert re.fullmatch(r".* lacks opacus_shuffle, flwr, .*\n", done.stderr)
-
-
 def test_shufflers_are_started_by_options_that_there_are_and_files_that_they_are_given(capsys):
     compose = yaml.safe_load((APP / "machines" / "compose.yaml").read_text())
     service = compose["services"]["shuffler"]

@@ -28,7 +28,7 @@ def sent_to(shufflers: list[Shuffler], number: int) -> list[bytes]:
     return sent
 
 
-def test_reports_of_all_parts_leave_in_an_order_of_their_own():
+def test_reports_of_all_shards_leave_in_an_order_of_their_own():
     joined = []
     for _ in range(12):  # the first of twenty is one of three in one of 6.7 rounds: 1e-10 in all
         lead, shards = split(SECRET, 3)
@@ -54,7 +54,9 @@ def test_few_reports_leave_no_shuffler_for_the_server():
     assert (released.num_reports, released.mixed, len(ledger.accountant)) == (0, b"", 1)
 
 
-def test_a_part_that_was_started_anew_is_missing_and_a_round_of_too_many_reports_is_dropped(caplog):
+def test_a_shard_that_was_started_anew_is_missing_and_a_round_of_too_many_reports_is_dropped(
+    caplog,
+):
     lead, shards = split(SUMS, 2)
     lead.open_round(1)
     sent_to(shards, 1)
@@ -73,7 +75,7 @@ def test_a_part_that_was_started_anew_is_missing_and_a_round_of_too_many_reports
 
 
 @pytest.mark.parametrize("reports", [SUMS, GAUSSIAN, SECRET], ids=lambda reports: reports.kind)
-def test_what_no_part_has_mixed_is_refused_and_nothing_is_counted_twice(reports, monkeypatch):
+def test_what_no_shard_has_mixed_is_refused_and_nothing_is_counted_twice(reports, monkeypatch):
     lead, shards = split(reports, 2)
     lead.open_round(1)
     sent_to(shards, 1)
@@ -95,28 +97,10 @@ def test_what_no_part_has_mixed_is_refused_and_nothing_is_counted_twice(reports,
     assert torch.allclose(reports.estimate(released.mixed, 2 * half), sum(apart))
 
 
-def test_a_ledger_goes_on_with_nothing_that_a_part_has_released_by_itself():
-    ledger = ledger_of(SUMS, Shuffler(SUMS, is_shard=True))
-    with pytest.raises(ValueError, match=r"released with 9 reports, but min_reports=10"):
-        ledger.run(lambda number: all_report(ledger.shuffler, number, 9), lambda total: total)
-    assert len(ledger.accountant) == 1
-
-
-class SlowPart(Shuffler):
-    """A shard that answers when it is let."""
-
-    def __init__(self, *of_all, **options):
-        super().__init__(*of_all, **options)
-        self.asked, self.let = threading.Event(), threading.Event()
-
-    def open_round(self, *asked):
-        self.asked.set()
-        self.let.wait(60)
-        super().open_round(*asked)
-
-
-def test_while_a_part_is_waited_for_others_are_heard_and_no_client_piles_up_reports():
-    shard = SlowPart(SUMS, is_shard=True)
+def test_while_a_shard_is_waited_for_others_are_heard_and_no_client_piles_up_reports():
+    shard = Shuffler(SUMS, is_shard=True)
+    asked, answering = threading.Event(), threading.Event()
+    shard.open_round = lambda *_: asked.set() or answering.wait(60)
     with ShufflerService(
         Shuffler(SUMS, shards=[shard]), clients=CLIENTS, server=SERVER
     ).start() as service:
@@ -124,19 +108,13 @@ def test_while_a_part_is_waited_for_others_are_heard_and_no_client_piles_up_repo
             target=RemoteShuffler(service.url, SERVER).open_round, args=(1, SUMS.fingerprint)
         )
         server.start()
-        shard.asked.wait(60)
+        asked.wait(60)
         restless = RemoteShuffler(service.url, CLIENTS[0], timeout=0.5, attempts=1)
         for _ in range(2):  # the service keeps what it was sent, until the shard has answered
             with pytest.raises(ConnectionError, match="timed out"):
                 restless.submit(SUMS.encode(1, None))
         with pytest.raises(ValueError, match="429"):
             restless.submit(SUMS.encode(1, None))
-        shard.let.set()
+        answering.set()
         server.join()
         RemoteShuffler(service.url, CLIENTS[1]).submit(SUMS.encode(1, None))
-
-
-def test_one_shuffler_is_no_two_parts():
-    for shard in (Shuffler(SUMS, is_shard=True), RemoteShuffler("http://localhost:9", SERVER)):
-        with pytest.raises(ValueError, match="each once"):
-            Shuffler(SUMS, shards=[shard, shard])

@@ -98,15 +98,6 @@ def test_coordinates_and_rounds_are_independent_of_each_other():
         assert abs(products.mean()) <= 5 / math.sqrt(products.numel())
 
 
-def test_a_seed_repeats_a_simulation_and_no_seed_does_not():
-    def simulate(generator):
-        torch.manual_seed(0)
-        return small_protocol(20).simulate(ROWS[:, :20], generator)
-
-    assert torch.equal(*(simulate(torch.Generator().manual_seed(1)) for _ in range(2)))
-    assert not torch.equal(simulate(None), simulate(None))
-
-
 @given(
     fraction=st.one_of(
         st.floats(0, 1, exclude_max=True),
