@@ -1,7 +1,7 @@
-"""``GridSum``: what both protocols share: numbers on a grid, noise bits, and the analyzer.
+"""``GridSum``: the base of the sum protocols: rounding to a grid, noise bits, and the estimate.
 
-``simulate`` draws the analyzer's answer at once, without any messages: the sum of the rounded
-values plus one binomial per coordinate has the same distribution as what the bits add up to.
+``simulate`` draws the estimate for all users at once. The sum of the rounded values plus one
+binomial number per coordinate has the same distribution as the sum of all users' bits.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, round_at_random, sum_of_roundings
 
 _CHUNK = 2**17
-"""Numbers that are rounded at a time: what a processor's cache holds."""
+"""The number of values that are rounded at a time, so that they fit into the processor's cache."""
 TOLERANCE = 1e-5
-"""How far beyond its bound a value may lie, relatively, by the rounding of single precision."""
+"""By which fraction a value may exceed its bound, because of single precision."""
 
 
 class GridSum(ABC):
-    """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``.
+    """Sums points in ``[low, low + span]^dimension``, one per user.
 
-    Subclasses say which of these points are allowed.
+    Subclasses define which of these points are allowed.
 
     Attributes:
-        granularity: g, grid steps from end to end of a coordinate's range.
+        granularity: g, the number of grid steps across a coordinate's range.
         noise_bits: b, noise bits per user and coordinate.
-        bit_probability: p, that a noise bit is 1.
+        bit_probability: p, the probability that a noise bit is 1.
     """
 
     def __init__(
@@ -63,71 +63,71 @@ class GridSum(ABC):
 
     @property
     def bits_per_user(self) -> int:
-        """How many bits one user sends in one round: d·(g + b)."""
+        """The number of bits that a user sends in a round: d·(g + b)."""
         return self.dimension * (self.granularity + self.noise_bits)
 
     @property
     def fewest_reports(self) -> int:
-        """How many users must report at least for the guarantee to hold."""
+        """The smallest number of reports for which the guarantee holds."""
         return self._plan.honest_users
 
     @property
     def grid_step(self) -> float:
-        """The length of one grid step, in the points' own unit."""
+        """The length of a grid step, in the unit of the points."""
         return self._span / self.granularity
 
     @property
     def variance(self) -> float:
-        """The variance of each coordinate of the answer when all users take part.
+        """The variance of each coordinate of the estimate if all users report.
 
-        It is that of the noise, and of rounding at its worst (¼ grid step² a user).
+        It is the variance of the noise plus the largest possible variance of the rounding, ¼ grid
+        step² per user.
         """
         return self.grid_step**2 * self._plan.variance(self.num_users)
 
     @property
     def mean_squared_error(self) -> float:
-        """An upper bound on E‖answer − sum‖₂²: d times :attr:`variance` (SCO Theorem 3.2)."""
+        """An upper bound on E‖estimate − sum‖₂²: d times :attr:`variance` (SCO Theorem 3.2)."""
         return self.dimension * self.variance
 
     @property
     def sum_round(self) -> BinomialSum:
-        """One round as it is accounted for, with the noise of honest users alone."""
+        """One round for the accountant, with the noise of the honest users alone."""
         return BinomialSum(noise=self._plan.noise, shift=self.granularity, dimension=self.dimension)
 
     @property
     def mu(self) -> float:
-        """The μ of a round's Gaussian privacy under replacement, but for a chance :attr:`lost`."""
+        """μ of a round's Gaussian privacy under replacement, except for :attr:`lost`."""
         return gaussian_equivalent(self.sum_round, lost=self.tail)[0]
 
     @property
     def noise_multiplier(self) -> float:
-        """The noise multiplier 2/μ, the noise of the sum over the clipping norm.
-
-        It is rounded down, so that 2 over it is no less than μ.
-        """
+        """The noise multiplier 2/μ, the noise of the sum over the clipping norm; rounded down."""
         return math.nextafter(2 / self.mu, 0.0)
 
     @property
     def lost(self) -> float:
-        """The probability that :attr:`mu` does not cover, one round."""
+        """The probability of the outcomes of a round that :attr:`mu` does not cover."""
         return gaussian_equivalent(self.sum_round, lost=self.tail)[1]
 
     @property
     def tail(self) -> float:
-        """The share of δ that one round's binomial tails may take."""
+        """The share of δ that the binomial tails of one round may use."""
         return self._budget.lost
 
     def exact_epsilon(self, delta: float | None = None) -> tuple[float, float]:
-        """Computes a lower value of ε, and a proved upper one, from the noise itself.
+        """Computes a lower and an upper bound on ε from the noise itself.
 
-        The lower one is that of one pair of data sets, the upper one holds for all of them.
+        The lower bound is ε of one pair of data sets; the upper bound is proved for all of them.
 
         Args:
-            delta: δ of all the rounds that the protocol is made for; by default the protocol's.
+            delta: δ of all rounds together; by default the protocol's.
 
         Returns:
-            ``(lower, upper)``, rounded apart; ``upper`` never exceeds ε where ``delta`` is the
-            protocol's.
+            ``(lower, upper)``. At the protocol's δ, ``upper`` does not exceed its ε.
+
+        Raises:
+            ValueError: If ``delta`` is smaller than the binomial tails of the rounds.
         """
         delta = self.delta if delta is None else delta
         repeated = [(self.sum_round, self.rounds)]
@@ -139,14 +139,14 @@ class GridSum(ABC):
             upper = min(upper, self.epsilon)
         if not math.isfinite(upper):
             raise ValueError(
-                f"delta={delta!r} is less than the binomial's tails can be held to over "
-                f"{self.rounds} rounds: ask for a larger delta"
+                f"delta={delta!r} is smaller than the bound on the binomial tails of "
+                f"{self.rounds} rounds: choose a larger delta"
             )
         lower = binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate)
         if lower > upper:
             raise InconsistentBound(
-                f"{self!r} has lower = {lower!r} above upper = {upper!r}: report this error, use "
-                "neither"
+                f"{self!r} has lower = {lower!r} above upper = {upper!r}: use neither, and report "
+                "this error"
             )
         return lower, upper
 
@@ -190,15 +190,15 @@ class GridSum(ABC):
         return round_at_random(position, stream) + self.draw_noise(1, stream, part=True)
 
     def check_reports(self, num_reports: Any) -> int:
-        """Refuses more or fewer reports than the guarantee covers."""
+        """Refuses a number of reports that the guarantee does not cover."""
         reports = integer("num_reports", num_reports)
         fewest = self.fewest_reports
         if not fewest <= reports <= self.num_users:
             between = f"{fewest} to {self.num_users}" if fewest < self.num_users else str(fewest)
             raise ValueError(
                 f"this protocol is for {between} users (num_users={self.num_users}, "
-                f"honest_fraction={self.honest_fraction:.3g}), got {reports}: fewer have too "
-                "little noise, more were not planned for"
+                f"honest_fraction={self.honest_fraction:.3g}), got {reports}: build a protocol for "
+                "this number of users"
             )
         return reports
 
@@ -208,8 +208,8 @@ class GridSum(ABC):
         """Returns the sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
 
         Args:
-            points: X of shape (n, d), or an iterable of such blocks of rows, where memory does not
-                hold it.
+            points: X of shape (n, d), or an iterable of blocks of rows if X does not fit into
+                memory.
             generator: On the CPU; by default secret.
         """
         return self._encode(points, stream_of(generator))[0]
@@ -217,12 +217,12 @@ class GridSum(ABC):
     def _encode(
         self, points: Any, draws: SecretGenerator, width: int | None = None
     ) -> tuple[torch.Tensor, int]:
-        """Returns the sum of the rounded points, and how many there are.
+        """Returns the sum of the rounded points, and their number.
 
         Args:
             points: As :meth:`encode`.
-            draws: Of the random rounding.
-            width: How many columns the points have, if they are only some of the coordinates.
+            draws: The random stream of the rounding.
+            width: The number of columns, if the points have only some of the coordinates.
         """
         width = self.dimension if width is None else width
         blocks = [points] if isinstance(points, torch.Tensor | np.ndarray) else points
@@ -235,19 +235,19 @@ class GridSum(ABC):
         for block in blocks:
             if not isinstance(block, torch.Tensor | np.ndarray):
                 raise ValueError(
-                    f"X must be a tensor or hold tensors of shape (rows, {self.dimension}), got a "
-                    f"{type(block).__name__} in it"
+                    f"X must be a tensor or contain tensors of shape (rows, {self.dimension}), got "
+                    f"a {type(block).__name__} in it"
                 )
             numbers = real_numbers("X", block)
             if numbers.ndim != 2 or numbers.shape[1] != width:
                 raise ValueError(f"X must have shape (n, {width}), got {tuple(numbers.shape)}")
             rows += len(numbers)
-            for part in torch.split(numbers, max(1, _CHUNK // max(1, width))):
-                total += self._sum_rounded(self._checked(part), draws)
+            for chunk in torch.split(numbers, max(1, _CHUNK // max(1, width))):
+                total += self._sum_rounded(self._checked(chunk), draws)
         return total, rows
 
     def _sum_rounded(self, points: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
-        """Returns the sum of points rounded to the grid, in steps."""
+        """Returns the sum of the points rounded to the grid, in grid steps."""
         if self.granularity > FINEST:
             return round_at_random(self._grid_position(points), draws).sum(0)
         middle = self._low + self._span / 2
@@ -264,15 +264,15 @@ class GridSum(ABC):
     def draw_noise(
         self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False
     ) -> torch.Tensor:
-        """Draws the noise bits of so many users, added up: int64, shape (d,).
+        """Draws the sum of the noise bits of some users: int64, shape (d,).
 
         Args:
-            num_reports: How many users.
-            generator: By default secret. The noise is drawn where it lives, on the CPU or on a GPU.
-            part: They are some of a round's, whose number is looked at when all are added up.
+            num_reports: The number of users.
+            generator: By default secret. The noise is drawn on its device, the CPU or a GPU.
+            part: Whether these are only some users of a round, so that their number is not checked.
 
         Raises:
-            ValueError: If so many reports are not covered, unless they are a part.
+            ValueError: If the number of reports is not covered, unless ``part``.
         """
         reports = (
             integer("num_reports", num_reports, minimum=0)
@@ -283,10 +283,10 @@ class GridSum(ABC):
         return draw_binomials(trials, self.bit_probability, self.dimension, generator)
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
-        """Returns the analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).
+        """Returns the unbiased estimate of the sum from the number of ones: float64, shape (d,).
 
         Raises:
-            ValueError: If so many reports are not covered.
+            ValueError: If the number of reports is not covered.
         """
         reports = self.check_reports(num_reports)
         instance_of("counts", counts, (torch.Tensor,))
@@ -321,28 +321,28 @@ class GridSum(ABC):
         return self.decode(counts + self.draw_noise(reports, draws), reports)
 
     def _grid_position(self, points: torch.Tensor) -> torch.Tensor:
-        """Returns where points lie on the grid, in steps."""
+        """Returns the positions of points on the grid, in grid steps."""
         return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
 
     def _checked(self, points: torch.Tensor) -> torch.Tensor:
-        """Returns points as float64 on the CPU, or refuses points out of bounds."""
+        """Converts points to float64 on the CPU, and refuses points out of bounds."""
         points = points.to("cpu", torch.float64)
         return self._within(points, torch.linalg.vector_norm(points, dim=1, keepdim=True))
 
     @abstractmethod
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-        """Returns values with their norms, moved back where rounding took them out of bounds.
+        """Returns values with the given norms, moved back into bounds where rounding exceeded them.
 
         Raises:
-            ValueError: If they are farther off than rounding explains.
+            ValueError: If a value is farther out of bounds than rounding can explain.
         """
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:
-    """Returns a dense tensor of real numbers, detached.
+    """Converts a value to a dense, detached tensor of real numbers.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If this is not possible.
     """
     try:
         if isinstance(value, np.ndarray) and not value.flags.writeable:

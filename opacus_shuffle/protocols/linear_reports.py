@@ -1,9 +1,9 @@
-r"""Draws linear reports and step reports: one user's own, or the sum of many at once.
+r"""Draws linear reports and step reports: of one user, or the sum of many users' at once.
 
-Such a report of a vector along u is normal across u, and along it is drawn with the density
-X(z)φ(z). X(z) = a·(z − t)₊ in a linear report, and has two values in a step report
-(:mod:`opacus_shuffle.analysis.report_shapes`). All here is in units of a report's noise. Proofs:
-docs/proofs/13_linear_reports.md.
+A report of a vector with direction u is normal noise, except for its component along u, which has
+the density X(z)φ(z). X(z) = a·(z − t)₊ in a linear report; in a step report X has two values
+(:mod:`opacus_shuffle.analysis.report_shapes`). The unit is the standard deviation of a report's
+noise. Proofs: docs/proofs/13_linear_reports.md.
 
 >>> along = tilted(torch.linspace(-1.0, 1.0, 10_001, dtype=torch.float64), 0.5)
 >>> round(float(along.mean()), 2)  # 1 / 0.5
@@ -23,23 +23,23 @@ from scipy.special import ndtr, ndtri
 from opacus_shuffle.analysis.report_shapes import LinearTilt, StepTilt
 
 _FARTHEST = 13.0
-"""No normal number of 107 random bits is farther out, and no noise in secure mode."""
+"""A bound on normal numbers made of 107 random bits, and on noise in secure mode."""
 _STEPS = 24
-"""Steps of a search, always as many: the time they take must not tell what is drawn."""
+"""The number of steps of a search. It is fixed, so that the time does not reveal the result."""
 Vector = npt.NDArray[np.float64]
 
 
 def tilted(
     signed_uniforms: torch.Tensor, noise_multiplier: float, report: str = "linear"
 ) -> torch.Tensor:
-    """Returns the parts of reports along their vectors, of uniform numbers in [−1, 1].
+    """Returns the components of reports along their vectors, from uniform numbers in [−1, 1].
 
     Args:
-        signed_uniforms: On the CPU, float64, shape (count,). Half of a positive number is
-            the chance that a part is larger, half of a negative one less its sign the chance that a
-            part is smaller: either tail is told by a small number, which has all of its digits.
+        signed_uniforms: On the CPU, float64, shape (count,). For a number x > 0, x/2 is the
+            probability of a larger component; for x < 0, |x|/2 is the probability of a smaller one.
+            So small numbers, which have all their digits, determine both tails.
         noise_multiplier: σ of the reports.
-        report: Their shape, ``"linear"`` or ``"step"``.
+        report: The shape of the reports, ``"linear"`` or ``"step"``.
 
     Returns:
         float64, shape (count,).
@@ -55,14 +55,14 @@ def tilted(
 
 
 def _tilted_linearly(larger: Vector, smaller: Vector, shape: LinearTilt) -> Vector:
-    """Returns the parts of linear reports, from the chances of a larger and of a smaller one.
+    """Inverts the distribution of linear reports at the probabilities of both tails.
 
-    Newton's method on the logarithm of the smaller of both chances, in a bracket that is halved
-    where it would leave it. Tails keep twelve digits, and where they end at t, chances are met to
-    1e-12.
+    Newton's method runs on the logarithm of the smaller tail, within a bracket that is halved where
+    a step would leave it. Tails are accurate to twelve digits; if the distribution ends at t,
+    probabilities are accurate to 1e-12.
     """
     threshold, slope = shape.threshold, shape.slope
-    # From t ≥ 0 on there is no lower tail, but an end, near which the upper chance says all.
+    # If t ≥ 0 there is no lower tail: the upper probability determines the component.
     upper = (larger < smaller) | (threshold >= 0)
     sign, chance = np.where(upper, 1.0, -1.0), np.where(upper, larger, smaller)
     whole = np.where(upper, 0.0, shape.unit_point)
@@ -78,33 +78,32 @@ def _tilted_linearly(larger: Vector, smaller: Vector, shape: LinearTilt) -> Vect
             np.copyto(low, parts, where=to_the_right)
             np.copyto(high, parts, where=~to_the_right)
             parts = parts + sign * np.log(ratio) * beyond / ((parts - threshold) * density)
-            # Nor is NaN inside, which rounding errors near t, and chances of 0, give.
+            # Negated, so that NaN (by rounding near t, or a probability of 0) counts as outside.
             outside = ~((low <= parts) & (parts <= high))
             np.copyto(parts, (low + high) / 2, where=outside)
     return parts
 
 
 def _stepped(larger: Vector, smaller: Vector, shape: StepTilt) -> Vector:
-    """Returns the parts of step reports, from the chances of a larger and of a smaller one.
+    """Inverts the distribution of step reports at the probabilities of both tails (13.8).
 
-    By what of a normal number lies beyond them (13.8). Both of its tails are computed as small
-    numbers, so neither loses a digit.
+    Both tails are computed as small numbers, so neither loses digits.
     """
     threshold, below, above = shape.levels
     high = -ndtri(larger / (1 + above))
-    if below == -1:  # no part is below t
+    if below == -1:  # The distribution begins at t.
         return np.clip(high, threshold, threshold + _FARTHEST)
     low = ndtri(smaller / (1 + below))
-    # Here t = 0: a chance that no part above 0 has says how far below it the part is.
+    # Here t = 0, and the lower tail determines components below 0.
     return np.clip(np.where(high >= 0, high, low), -_FARTHEST, _FARTHEST)
 
 
 def report_along(unit: torch.Tensor, part: torch.Tensor, normals: torch.Tensor) -> torch.Tensor:
-    """Returns one report, of shape (d,).
+    """Returns one report, shape (d,).
 
     Args:
-        unit: u, of norm 1.
-        part: Along u, of :func:`tilted`.
+        unit: u, a vector of norm 1.
+        part: The component along u, from :func:`tilted`.
         normals: d standard normal numbers.
     """
     return normals + (part - unit @ normals) * unit
@@ -113,17 +112,18 @@ def report_along(unit: torch.Tensor, part: torch.Tensor, normals: torch.Tensor) 
 def summed_reports(
     units: Sequence[torch.Tensor], parts: torch.Tensor, normals: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Returns how often the sum of k reports holds each user's u, besides √k times the normals.
+    """Returns the coefficients of the users' u in the sum of k reports.
 
-    That is as if each had its own d normal numbers (13.5).
+    The sum is √k times the normals plus these multiples of the vectors u. It has the distribution
+    of k reports with d normal numbers each (13.5).
 
     Args:
         units: The users' u in pieces, each of shape (k, entries).
-        parts: Along them, of shape (k,), of :func:`tilted`.
-        normals: Standard normal numbers, in the same pieces, each of shape (entries,).
+        parts: The components along u, from :func:`tilted`, shape (k,).
+        normals: Standard normal numbers in the same pieces, each of shape (entries,).
 
     Returns:
-        Coefficients of shape (k,), in double precision.
+        float64, shape (k,).
     """
     count = len(parts)
     gram = torch.zeros(count, count, dtype=torch.float64, device=parts.device)

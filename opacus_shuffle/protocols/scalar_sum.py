@@ -1,4 +1,4 @@
-r"""``ShuffleScalarSum``: the sum of users' numbers in [0, Δ], with multi-message shuffle privacy.
+r"""``ShuffleScalarSum``: sums users' numbers in [0, Δ] by shuffled messages.
 
 This is Algorithm 1 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
 """

@@ -1,4 +1,4 @@
-"""``PrivacyStatement``: the ε of a sum or an optimisation, with who took part and what was sent."""
+"""``PrivacyStatement``: ε of a sum or an optimisation, with its users, rounds and messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ADVERSARIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyStatement(PrivacyBound):
-    """An ε proved for every data set, and the run that it is about.
+    """An ε that is proved for every data set, and the run to which it applies.
 
     Attributes:
         interaction: ``"one round"``, ``"sequential"`` (every user in one round: SCO Definition
             2.7) or ``"full"`` (users in many: Definition 2.8); it says what the adversary sees.
-        rounds: Rounds in all.
-        rounds_per_user: In how many of them one user takes part.
-        num_users: Users whose data were used.
-        bits_per_user: What one user sends over the whole run.
-        honest_fraction: The share of every round's users that must follow the protocol; the others
-            may drop out or send what they like.
+        rounds: The number of rounds.
+        rounds_per_user: The number of rounds in which one user participates.
+        num_users: The number of users whose data were used.
+        bits_per_user: The number of bits that a user sends over the whole run.
+        honest_fraction: The share of every round's users that must follow the protocol. The others
+            may drop out or send anything.
         sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that
             share of all.
     """
@@ -61,7 +61,7 @@ class PrivacyStatement(PrivacyBound):
                 f"  holds if:   at least {self.honest_fraction:.3g} of every round's users follow "
                 "the protocol"
             )
-        often = f"of which a user takes part in {self.rounds_per_user:,}"
+        often = f"a user participates in {self.rounds_per_user:,}"
         if self.sample_rate < 1:
             often = f"each of a fresh, secret sample of {self.sample_rate:.3g} of all users"
         lines.append(f"  rounds:     {self.rounds:,}, {often}")

@@ -1,14 +1,15 @@
-"""Adds up rows whose entries are rounded at random to a grid: users' clipped gradients.
+"""Rounds rows (users' clipped gradients) to a grid at random, and adds them up, on a CPU.
 
-An entry is in the count of ⌊g/2 + x + U⌋, x measured in grid steps and U uniform, fresh for every
-entry. Single precision and ten bits of U decide all but two entries in a thousand: x in units of
-2⁻¹⁰ steps is known to less than one unit, so unless the sum of both is within a unit of a whole
-number, double precision and all bits of U would say the same. The others are worked out so, from
-the ten bits that they have and 53 more. The distribution is that of rounding in double precision.
+An entry x, in grid steps, contributes ⌊g/2 + x + U⌋ to its column's count, with a fresh uniform U
+for every entry. Single precision and ten bits of U decide all but two entries in a thousand. In
+units of 2⁻¹⁰ steps, x is accurate to less than one unit, so double precision and all bits of U give
+the same result unless the sum of both is within a unit of a whole number. Those entries are
+computed in double precision, from their ten bits and 53 more. The distribution is that of rounding
+in double precision.
 
-A large sum is taken by a compiled pass where Numba (the extra ``fast``) is installed, by eight bits
-of U, which decide all but one entry in 256. The distribution is the same. A seed repeats a run
-either way, but not with the other way's counts.
+If Numba (the extra ``fast``) is installed, large sums run in a compiled loop, with eight bits of U,
+which decide all but one entry in 256. The distribution is the same. A seed reproduces a run with
+either implementation, but the two give different counts.
 
 >>> from opacus_shuffle.core.randomness import seeded_generator
 >>> source = seeded_generator("cpu", 1, "rounding")
@@ -30,28 +31,26 @@ from opacus_shuffle.core.compiled import jitted
 from opacus_shuffle.core.randomness import SecretGenerator, room_for
 
 FINEST = 2**12
-"""Grids with more steps than this do not fit into single precision."""
+"""The largest number of grid steps for which single precision is accurate enough."""
 _BITS, _LANES = 10, 3
-"""Three times ten bits are in a random number of 32."""
+"""A random word of 32 bits contains three times ten bits."""
 _UNITS = 2**_BITS
 _MAGIC = 3 * 2**22
-"""Single precision has no fractions here: adding it rounds, and the last 22 bits are the number."""
+"""Adding this number rounds to whole numbers in single precision, stored in the last 22 bits."""
 _STEPS_OF_MAGIC = int(np.float32(_MAGIC).view(np.int32)) >> _BITS
 _ENTRIES = 2**18
-"""Entries that are worked on at a time: what a processor's cache holds."""
+"""The number of entries per block, so that a block fits into the processor's cache."""
 _COLUMNS = 2**11
 _EIGHT_BITS, _SIXTEEN_BITS = 2**8, 2**16
 _TWOS, _TOP_BITS = np.uint64(0x0202020202020202), np.uint64(0x8080808080808080)
-"""Of eight bytes."""
+"""Masks for eight bytes at a time."""
 
 
 def round_at_random(place: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
-    """Returns ⌊place + U⌋, int64, with U uniform in [0, 1) for every entry.
+    """Returns ⌊place + U⌋ (int64) with U uniform in [0, 1), fresh for every entry.
 
-    ``place`` (float64, at least 0) is overwritten.
-
-    The first 16 bits of U decide all but one in 65,536, and cost a quarter of what 64 do; the rest
-    is drawn where it matters.
+    ``place`` (float64, at least 0) is overwritten. The first 16 bits of U decide all but one entry
+    in 65,536, and cost a quarter of 64 bits; the other bits are drawn only where they matter.
     """
     place = place.mul_(_SIXTEEN_BITS)
     coarse = place.floor()
@@ -72,15 +71,16 @@ def sum_of_roundings(
     source: SecretGenerator,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Returns the counts: int64, shape (d,).
+    """Returns the column counts of the randomly rounded rows: int64, shape (d,).
 
     Args:
         rows: Shape (n, d), on the CPU, finite, single or double precision.
-        steps: Shape (n,), float64, at least 0: how many grid steps a row's unit is. ``|row·steps|``
-            must not exceed g/2; rounding errors beyond it are taken back.
+        steps: Shape (n,), float64, at least 0: the number of grid steps per unit of each row.
+            ``|row·steps|`` must not exceed g/2; larger values are clipped, as they come from
+            rounding errors.
         granularity: g, at most :data:`FINEST`.
-        source: Of the random bits.
-        compiled: By the compiled pass, if Numba is installed.
+        source: The stream of random bits.
+        compiled: Whether to use the compiled loop, if Numba is installed.
     """
     values, scale = rows.numpy(), steps.to(torch.float64).numpy()
     kernel = jitted(_round_and_add) if compiled else None
@@ -90,9 +90,9 @@ def sum_of_roundings(
     if values.dtype == np.float32 and not _are_single(scale):
         values = values.astype(np.float64)
     total = np.zeros(values.shape[1], dtype=np.int64)
-    # Memory for block after block, as asking for it each time costs more than the work.
-    kinds = (np.float32, np.int32, np.int32, np.bool_)
-    room = [np.empty(_ENTRIES + _LANES, dtype=kind) for kind in kinds]
+    # Buffers for all blocks, because allocating them anew costs more than the computation.
+    types = (np.float32, np.int32, np.int32, np.bool_)
+    room = [np.empty(_ENTRIES + _LANES, dtype=each) for each in types]
     words = room_for(_ENTRIES // 2)
     for some, columns in _blocks(*values.shape):
         block = values[some, columns]
@@ -101,7 +101,7 @@ def sum_of_roundings(
 
 
 def _are_single(scale: npt.NDArray[np.float64]) -> bool:
-    """Tells whether single precision holds these scales with all of its bits."""
+    """Whether single precision represents these scales with full accuracy."""
     return bool(np.all((scale == 0) | ((scale > 1e-30) & (scale < 1e30))))
 
 
@@ -169,7 +169,7 @@ def _sum_compiled(
     granularity: int,
     source: SecretGenerator,
 ) -> npt.NDArray[np.int64]:
-    """Returns the counts by the compiled pass, and adds what eight bits do not decide."""
+    """Returns the counts of the compiled loop, and completes the undecided entries."""
     scale, half = steps * _EIGHT_BITS, granularity * (_EIGHT_BITS // 2)
     quick = scale.astype(values.dtype if _are_single(scale) else np.float64)
     total = np.zeros(values.shape[1], dtype=np.int64)

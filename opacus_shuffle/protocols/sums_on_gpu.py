@@ -1,11 +1,11 @@
-"""Adds up rows whose entries are rounded at random, on the GPU that they lie on.
+"""Rounds rows to a grid at random and adds them up, on a GPU.
 
-It is what :mod:`~opacus_shuffle.protocols.sums_of_roundings` does on a CPU, without a copy of the
-rows to the host and without waiting for the GPU. The random bits are those of PyTorch's generator
-there, Philox, or of Triton's by a key that is drawn for every sum.
+It computes what :mod:`~opacus_shuffle.protocols.sums_of_roundings` computes on a CPU, without
+copying rows to the host and without synchronising. The random bits come from Philox: PyTorch's
+generator, or Triton's with a key that is drawn for every sum.
 
-In the kernel an entry is cut off, towards zero, to a multiple of 2⁻³² grid steps and then rounded
-exactly: a row's norm does not grow, and a sum of n rows is off by less than n·2⁻³² steps.
+The kernel truncates an entry towards zero to a multiple of 2⁻³² grid steps, and then rounds it
+exactly. So the norm of a row does not grow, and a sum of n rows has an error below n·2⁻³² steps.
 
 >>> rows, steps = torch.full((1000, 3), 0.25), torch.ones(1000, dtype=torch.float64)
 >>> generator = torch.Generator().manual_seed(1)
@@ -24,7 +24,7 @@ import torch
 from opacus_shuffle.core.randomness import SecretGenerator, for_pytorch
 
 _ENTRIES = 2**26
-"""Numbers in double precision that PyTorch's operations hold at a time."""
+"""The number of values that PyTorch's operations convert to double precision at a time."""
 
 
 def sum_on_gpu(
@@ -35,20 +35,20 @@ def sum_on_gpu(
     generator: torch.Generator,
     executor: str = "auto",
 ) -> torch.Tensor:
-    """Returns the counts of the pieces' columns, one piece after the other: int64, shape (d,).
+    """Returns the column counts of the randomly rounded pieces: int64, shape (d,).
 
     Args:
         pieces: Shapes (n, columns), finite, on the generator's device.
-        steps: Shape (n,), float64, there too: how many grid steps a row's unit is. ``|row·steps|``
-            must not exceed g/2; rounding errors beyond it are taken back.
+        steps: Shape (n,), float64, on the same device: the number of grid steps per unit of each
+            row. ``|row·steps|`` must not exceed g/2; larger values are clipped.
         granularity: g; less than 2³¹ for Triton.
-        generator: Of the random bits.
-        executor: ``"torch"``, ``"triton"``, or ``"auto"``, Triton where it is installed.
+        generator: The generator of the random bits.
+        executor: ``"torch"``, ``"triton"``, or ``"auto"``: Triton if it is installed.
     """
     widths = [piece.shape[1] for piece in pieces]
     counts = torch.zeros(sum(widths), dtype=torch.int64, device=generator.device)
     if executor == "auto":
-        fits = granularity < 2**31  # into the kernel's whole numbers
+        fits = granularity < 2**31  # into the kernel's integers
         executor = "triton" if fits and importlib.util.find_spec("triton") else "torch"
     parts = torch.split(counts, widths)
     if executor == "triton":
@@ -65,8 +65,8 @@ def sum_on_gpu(
 
 
 def draw_key(generator: torch.Generator) -> int:
-    """Draws a secret key, 63 random bits, with which one counter-based generator is used once."""
-    if isinstance(generator, SecretGenerator):  # out of the cipher, without waiting for a GPU
+    """Draws a secret key of 63 random bits, for one use of a counter-based generator."""
+    if isinstance(generator, SecretGenerator):  # from the cipher on the CPU, without synchronising
         return int(generator.words(1)[0] >> 1)
     return int(torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device))
 
@@ -78,7 +78,7 @@ def _add_roundings(
     granularity: int,
     generator: torch.Generator,
 ) -> None:
-    """Adds the counts of one tensor's rows by PyTorch's operations, in double precision."""
+    """Adds the counts of one tensor's rows with PyTorch's operations, in double precision."""
     together = max(1, _ENTRIES // rows.shape[1])
     for some, scale in zip(torch.split(rows, together), torch.split(steps, together), strict=True):
         places = (some.double() * scale[:, None] + granularity / 2).clamp_(0, granularity)

@@ -1,10 +1,10 @@
-r"""``ShuffleVectorSum``: the sum of users' vectors of bounded ℓ₂ norm, by shuffled messages.
+r"""``ShuffleVectorSum``: sums users' vectors of bounded ℓ₂ norm by shuffled messages.
 
-This is Algorithm 2 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Every
+This is Algorithm 2 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Each
 coordinate of a user's vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g
-steps and sent as that many ones among g bits, with b noise bits besides; all bits carry their
-coordinate's label. Shuffled, a coordinate's bits tell their number of ones and nothing else: the
-sum of the rounded values plus Bin(b·n, p).
+steps. The user sends the result as the number of ones among g bits, together with b noise bits, all
+labelled with the coordinate. After shuffling, the bits of a coordinate reveal only their number of
+ones: the sum of the rounded values plus Bin(b·n, p). So a user may send its number of ones.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
 from opacus_shuffle.protocols.sums_on_gpu import sum_on_gpu
 
 _ENTRIES = 2**24
-"""Numbers in double precision that are held at a time."""
+"""The number of values that are converted to double precision at a time."""
 _SHORT = 2**12
-"""Entries of a parameter that is joined with its neighbours: a call for each costs more."""
+"""Tensors with at most this many columns are concatenated, to save calls."""
 
 
 class ShuffleVectorSum(GridSum):
@@ -169,17 +169,19 @@ class ShuffleVectorSum(GridSum):
         factors: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Returns what :meth:`encode` does, of vectors in pieces that are to be scaled.
-
-        No copy of them is made.
+        """Encodes scaled vectors that are given in pieces, without copying them.
 
         Args:
-            pieces: Shapes (n, ...), finite, of ``dimension`` entries a user together, or fewer:
-                entries are rounded independently, so pieces may be encoded one after the other.
-            factors: What every user's pieces are multiplied by, shape (n,); then their norm is at
-                most ``max_norm``.
-            generator: By default secret. Where it lives, the rows are rounded and counted: on the
-                CPU, or on a GPU.
+            pieces: Tensors of shapes (n, ...), finite, with at most ``dimension`` entries per user
+                together. Entries are rounded independently, so several calls may encode the pieces
+                one after the other.
+            factors: The factor of each user's pieces, shape (n,). The scaled norm must not exceed
+                ``max_norm``.
+            generator: By default secret. The rows are rounded and counted on its device, the CPU or
+                a GPU.
+
+        Returns:
+            The same as :meth:`encode`.
         """
         device = torch.device("cpu") if generator is None else generator.device
         rows = [
@@ -194,7 +196,7 @@ class ShuffleVectorSum(GridSum):
             )
         draws = stream_of(generator)
         if self.granularity > FINEST:
-            parts = zip(
+            blocks = zip(
                 *(
                     torch.split(piece, max(1, _ENTRIES // self.dimension))
                     for piece in (*rows, factors)
@@ -202,8 +204,8 @@ class ShuffleVectorSum(GridSum):
                 strict=True,
             )
             scaled = (
-                torch.cat([piece.double() for piece in part[:-1]], dim=1) * part[-1][:, None]
-                for part in parts
+                torch.cat([piece.double() for piece in block[:-1]], dim=1) * block[-1][:, None]
+                for block in blocks
             )
             return self._encode(scaled, draws, sum(piece.shape[1] for piece in rows))[0]
         wide = [piece if piece.dtype == torch.float64 else piece.float() for piece in rows]
@@ -217,10 +219,7 @@ class ShuffleVectorSum(GridSum):
         return torch.cat(counts) if len(counts) > 1 else counts[0]
 
     def encode_zeros(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Returns what :meth:`encode` does, of so many vectors of zero.
-
-        It is a single number where zero is on the grid.
-        """
+        """Encodes ``count`` vectors of zero; returns a single number if zero is on the grid."""
         if self.granularity % 2 == 0:
             return torch.tensor(count * (self.granularity // 2), device="cpu")
         coins = draw_binomials(count, 0.5, self.dimension, generator)
@@ -250,12 +249,12 @@ class ShuffleVectorSum(GridSum):
 
 
 def _joined(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the same columns in fewer pieces: short neighbours of one type become one."""
+    """Concatenates neighbouring short pieces of the same type."""
     groups: list[list[torch.Tensor]] = []
     for piece in rows:
         last = groups[-1] if groups else [piece]
-        alike = groups and piece.dtype == last[0].dtype
-        if alike and max(piece.shape[1], last[-1].shape[1]) <= _SHORT:
+        same_type = groups and piece.dtype == last[0].dtype
+        if same_type and max(piece.shape[1], last[-1].shape[1]) <= _SHORT:
             last.append(piece)
         else:
             groups.append([piece])

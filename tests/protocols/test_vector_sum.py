@@ -141,7 +141,7 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: HELD.exact_epsilon(1e-300), "delta=1e-300 is less than"),
+        (lambda: HELD.exact_epsilon(1e-300), "delta=1e-300 is smaller than"),
         (lambda: ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-250), "delta must be at least 1e-200"),
         (
             lambda: ShuffleVectorSum(50, 3, 1e200, 1.0, 1e-2),
