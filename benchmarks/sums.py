@@ -27,7 +27,7 @@ from opacus.optimizers import DPOptimizer
 from opacus_shuffle.core import compiled
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.shuffled_sum import ShuffledSum
+from opacus_shuffle.engine.shuffled_sum import ShuffledSumsStrategy
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -45,7 +45,7 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
             users, parameters, 1.0, 1.1, delta=1e-5, zero_on_grid=True, rate=records / users
         )
         sigma = protocol.noise_multiplier
-        sums = ShuffledSum(protocol, noise_multiplier=sigma, everyone_reports=True)
+        sums = ShuffledSumsStrategy(protocol, noise_multiplier=sigma, everyone_reports=True)
         optimizer = PrivateOptimizer(
             sgd,
             clipping=sums,

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_shuffle
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.shuffled_sum import ShuffledSum
+from opacus_shuffle.engine.shuffled_sum import ShuffledSumsStrategy
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 NOISE = 1.1
@@ -59,7 +59,7 @@ def stepper(
         protocol = ShuffleVectorSum.with_noise_multiplier(
             users, entries, 1.0, NOISE, delta=1e-5, zero_on_grid=True, rate=records / users
         )
-        sums = ShuffledSum(
+        sums = ShuffledSumsStrategy(
             protocol, noise_multiplier=protocol.noise_multiplier, everyone_reports=True
         )
         where = "cpu" if kind == "host" else device

@@ -1,12 +1,13 @@
-"""Clips the gradients of a batch's records and adds them up, so that no record moves far.
+"""Clips the per-record gradients of a batch and adds them up.
 
-A strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`, which asks it once
-for each physical batch. Where all gradients are finite, sums are Opacus's, bit for bit. Opacus lets
-one record whose gradient is NaN or infinite make the whole sum NaN, and with it every weight; here
-such a record's report is zero, and is noised like the others: whether it happened is not released.
+A clipping is a strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`,
+which calls it once for each physical batch. If all gradients are finite, sums are equal to
+Opacus's, bit for bit. In Opacus one record whose gradient is NaN or infinite makes the whole sum
+NaN, and with it every weight. Here such a record contributes zero to the noised sum, and whether
+this happened is not released.
 
-Half precision rounds norms and sums by up to half a percent, so that a clipped report may exceed
-its norm. There everything is computed in single precision, with a margin for its own rounding.
+Half precision rounds norms and sums by up to half a percent, so a clipped report could exceed its
+norm. In this case everything is computed in single precision, with a margin for its rounding.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
@@ -34,20 +35,20 @@ from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used, record
 
 HALF = (torch.bfloat16, torch.float16)
 MARGIN = 1 - 2**-18
-"""Norms in single precision are right to this factor."""
+"""Norms in single precision are correct up to this factor."""
 
 
 class Clipping:
-    """A way of clipping: it makes the clipped sum, ``summed_grad``, of each parameter.
+    """A way of clipping, which computes ``summed_grad``, the clipped sum, of each parameter.
 
     Attributes:
-        in_backward: Whether the backward pass clips, so that there are no gradients of records.
+        in_backward: Whether the backward pass clips, and no gradients of records are stored.
     """
 
     in_backward: ClassVar[bool] = False
 
     def record_counts(self, optimizer: Any) -> set[int]:
-        """Returns how many records each parameter has gradients of."""
+        """Returns the numbers of records of which the parameters have gradients."""
         return record_counts(optimizer)
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
@@ -59,20 +60,20 @@ class Clipping:
         raise NotImplementedError
 
     def check_release(self, optimizer: Any) -> None:
-        """Refuses a sum that the noise is not made for; raises a ValueError."""
+        """Raises a ValueError if the noise does not cover the sum."""
 
     def forget_pass(self) -> None:
-        """Forgets gradients that a backward pass has clipped and no step has taken."""
+        """Drops gradients that a backward pass has clipped and no step has used."""
 
     def forget_sum(self) -> None:
-        """Forgets the sum of a logical batch, where it is not ``summed_grad``."""
+        """Drops the sum of a logical batch that is stored outside of ``summed_grad``."""
 
 
 class FlatClipping(Clipping):
     """Clips each record's whole gradient, over all parameters, to one norm."""
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
-        """Clips gradients of records, and leaves out those that are not finite."""
+        """Clips gradients of records; those that are not finite count as zero."""
         parameters = optimizer.params
         for parameter in parameters:
             check_unused(parameter.grad_sample)
@@ -82,16 +83,16 @@ class FlatClipping(Clipping):
         rows = [sample.reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
         norms = _on_one_device([(row.float() if half else row).norm(2, dim=-1) for row in rows])
         finite = torch.isfinite(norms).all(dim=1)
-        spoilt = not bool(finite.all())
+        all_finite = bool(finite.all())
         factors = self.factors(optimizer, norms, MARGIN if half else 1.0)
         totals = []
         for parameter, row, factor in zip(parameters, rows, factors, strict=True):
             row = row.to(sum_dtype(parameter))
-            if spoilt:  # no factor of zero would do, for zero times infinity is NaN
+            if not all_finite:  # a factor of zero is not enough: zero times infinity is NaN
                 unusable = ~finite.to(row.device)
                 factor = factor.masked_fill(unusable.to(factor.device), 0.0)
                 row = row.masked_fill(unusable[:, None], 0.0)
-            # What Opacus's einsum("i,i...") calls in the end, without the work before it.
+            # The product to which Opacus's einsum("i,i...") comes down, without the overhead.
             total = torch.bmm(factor.to(row.device, row.dtype).view(1, 1, -1), row[None])
             totals.append(total.view(parameter.shape))
         for parameter, total in zip(parameters, totals, strict=True):
@@ -110,7 +111,7 @@ class FlatClipping(Clipping):
         Args:
             optimizer: Its norms are clipped to.
             norms: Each record's norm for each parameter, of shape [records, parameters].
-            margin: By how much less to clip, for norms that are rounded.
+            margin: A factor of the norm below 1 if norms are rounded.
         """
         factors = _factors(margin * optimizer.max_grad_norm, norms.norm(2, dim=1))
         return [factors] * norms.shape[1]
@@ -143,48 +144,48 @@ class AdaptiveClipping(FlatClipping):
 
 
 class GhostClipping(Clipping):
-    """Takes over sums that the criterion's backward pass has clipped (ghost clipping)."""
+    """Uses sums that the criterion's backward pass has clipped (ghost clipping)."""
 
     in_backward: ClassVar[bool] = True
     clipped: tuple[int, float] | None = None
-    """Of how many records, and to which norm, the criterion has clipped what waits for a step."""
-    known: frozenset[int] = frozenset()
+    """How many records the criterion has clipped for the next step, and to which norm."""
+    clipped_parameters: frozenset[int] = frozenset()
     gradients: Sequence[tuple[torch.Tensor | None, int]] = ()
     sums: Mapping[torch.Tensor, torch.Tensor] = types.MappingProxyType({})
 
     def forget_pass(self) -> None:
-        """Forgets what the criterion has clipped, so that no step takes it."""
-        self.clipped, self.known, self.gradients, self.sums = None, frozenset(), (), {}
+        """Drops the clipped gradients, so that no step uses them."""
+        self.clipped, self.clipped_parameters, self.gradients, self.sums = None, frozenset(), (), {}
 
     def encoder(
         self, optimizer: Any, module: Any
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """Returns what makes more of a parameter's gradients of records than their clipped sum.
+        """Returns a function that replaces the clipped sum of a parameter's gradients of records.
 
         Args:
             optimizer: Whose step is to release it.
             module: Opacus's wrapper or hooks, after the first pass, which has found the norms.
 
         Returns:
-            A function of a parameter and its gradients of records, unclipped, which the second pass
-            calls with one parameter after another, and which returns what takes the place of their
-            sum; None if the sum is all that is wanted, which takes no gradients of records.
+            A function of a parameter and its unclipped gradients of records. The second pass calls
+            it for each parameter, and its result replaces the sum. None for the plain sum, which
+            needs no gradients of records.
         """
         return None
 
     def note_pass(
         self, optimizer: Any, module: Any, records: int, sums: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Takes note of what a backward pass has clipped, which is in ``.grad``.
+        """Stores what a backward pass has clipped, which is in ``.grad``.
 
         Args:
             optimizer: Whose step is to release it.
-            module: Opacus's wrapper or hooks, which knows the norm and the parameters.
+            module: Opacus's wrapper or hooks, with the norm and the parameters.
             records: How many records the batch had.
-            sums: What takes the place of ``.grad``, for it is more precise, or in other units.
+            sums: Sums that replace ``.grad``, because they are more precise or in other units.
         """
         self.clipped = records, float(module.max_grad_norm)
-        self.known = frozenset(map(id, module.trainable_parameters))
+        self.clipped_parameters = frozenset(map(id, module.trainable_parameters))
         self.gradients = [version_of(parameter.grad) for parameter in optimizer.params]
         self.sums = sums
 
@@ -204,7 +205,7 @@ class GhostClipping(Clipping):
         return clipped
 
     def take(self, optimizer: Any) -> tuple[tuple[int, float], list[Any]]:
-        """Takes what the criterion has clipped; nothing is left of it.
+        """Returns and removes what the criterion has clipped.
 
         Returns:
             How many records there were, the norm, and the sums in the order of the parameters.
@@ -221,13 +222,13 @@ class GhostClipping(Clipping):
             )
         for parameter in parameters:
             check_unused(parameter.summed_grad)
-        if not self.known.issuperset(map(id, parameters)):
+        if not self.clipped_parameters.issuperset(map(id, parameters)):
             raise ValueError(
                 "a parameter was made trainable after make_private and is not clipped: call "
                 "make_private after"
             )
         seen, gradients = self.gradients, [parameter.grad for parameter in parameters]
-        # .grad is the sum itself now, which nobody may change before there is noise on it.
+        # .grad is the sum itself now. It must not change before noise is added to it.
         optimizer.forget_clipped()
         for gradient, (noted, version) in zip(gradients, seen, strict=True):
             if gradient is not noted or version_of(gradient)[1] != version:
@@ -249,8 +250,8 @@ def clipping_for(clipping: str, grad_sample_mode: str, *, distributed: bool) -> 
     get_optimizer_class(clipping, distributed, grad_sample_mode)  # which refuses them by name
     if grad_sample_mode == "ghost":
         return GhostClipping()
-    kinds = {"flat": FlatClipping, "per_layer": LayerClipping, "adaptive": AdaptiveClipping}
-    return kinds[clipping]()
+    strategies = {"flat": FlatClipping, "per_layer": LayerClipping, "adaptive": AdaptiveClipping}
+    return strategies[clipping]()
 
 
 def version_of(gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

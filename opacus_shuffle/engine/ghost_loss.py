@@ -1,13 +1,16 @@
-"""The loss of ghost clipping, whose two backward passes clip every record.
+"""The loss of ghost clipping, which clips every record in two backward passes.
 
-Opacus multiplies one clipping factor per record by one loss per record. That clips nothing where
-the losses have the shape ``[B, 1]`` (they broadcast) or none at all; where an exception leaves the
-hooks off, so that later batches are weighed with old norms; and where one record's loss is not
-finite, for zero times infinity is NaN. Here losses have the shape ``[B]`` or are refused, hooks
-come back on, norms are those of this pass, and a batch with a record that cannot be clipped is
-summed from the gradients of each record, layer by layer, without that one. So is a batch in half
-precision, whose second pass would round by more than the noise is made for, and one that is summed
-as bits, for which every record's gradient is rounded.
+The first pass finds the norm of each record's gradient without storing the gradient. The second
+pass computes the sum of the losses, each multiplied by its record's clipping factor. Opacus's loss
+clips nothing if the losses have the shape ``[B, 1]``, which broadcasts, or are already reduced. An
+exception leaves its hooks disabled, and later batches get old norms. One loss that is not finite
+makes the sum NaN, because zero times infinity is NaN.
+
+Here losses must have the shape ``[B]``, hooks are enabled again, and norms belong to the current
+pass. Three kinds of batches are summed from each record's gradients instead, layer by layer: a
+batch with a record that cannot be clipped, which is left out; a batch in half precision, whose
+second pass would round by more than the noise covers; and a batch that is summed as bits, for
+which every record's gradient is rounded.
 """
 
 from __future__ import annotations
@@ -41,51 +44,50 @@ from opacus_shuffle.engine.raw_gradients import names_of
 from opacus_shuffle.networks.loader_check import check_criterion
 
 HALF_MARGIN = 1 - 2**-7
-"""A norm in half precision is right to this factor."""
+"""Norms in half precision are correct up to this factor."""
 
 
 class GhostPasses:
-    """What the layers show in a first backward pass, and the clipped sums of a second one.
+    """The layers' calls in the first backward pass, and the clipped sums of the second one.
 
     Args:
         module: Opacus's wrapper or hooks of ghost clipping.
     """
 
-    compared: bool = False
-    """Whether a batch was summed in both ways, see :meth:`compare`."""
+    rows_checked: bool = False
+    """Whether :meth:`check_rows` has passed for a batch."""
     raises_norms: bool = False
-    """Whether norms are raised by what rounding may take from them; Opacus's own are not."""
+    """Whether norms are raised by a bound on their rounding errors; Opacus's own are not."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.end()
+        self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what the layers have shown: that is data."""
-        return {**vars(GhostPasses(self.module)), "compared": self.compared}
+        """Leaves out the layers' calls, which contain data."""
+        return {**vars(GhostPasses(self.module)), "rows_checked": self.rows_checked}
 
-    def end(self) -> None:
-        """Forgets the passes."""
+    def reset(self) -> None:
+        """Drops the calls and sums of the passes."""
         self.calls: list[tuple[nn.Module, list[torch.Tensor], int | None]] = []
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self.factors: torch.Tensor | None = None
         self.encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        self.half = False
+        self.half_precision = False
 
-    def norms(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
-        """Notes a layer's call in the first pass, and lets Opacus compute the norms.
+    def note_norms(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
+        """Stores a layer's call in the first pass, and has Opacus compute the norms.
 
         Raises:
-            ValueError: If no call waits for this backward pass; Opacus says why where it looks for
-                one.
+            ValueError: If no forward pass belongs to this backward pass.
         """
         if not vars(layer).get("activations"):
             self.module.rearrange_grad_samples(module=layer, backprops=output[0], **keywords)
         if norms_of_no_records(self.module, layer):
             return
         self.calls.append((layer, layer.activations[-1], getattr(layer, "max_batch_len", None)))  # type: ignore[index, arg-type]
-        self.half = self.half or output[0].dtype in HALF
-        seen, output = layer.activations[-1][0], self._precisely(layer, output)  # type: ignore[index]
+        self.half_precision = self.half_precision or output[0].dtype in HALF
+        seen, output = layer.activations[-1][0], self._in_single_precision(layer, output)  # type: ignore[index]
         hook = GradSampleHooksFastGradientClipping.capture_backprops_hook
         hook(self.module, layer, inputs, output, **keywords)
         summed = type(layer) is nn.Linear and output[0].dim() == 3
@@ -96,7 +98,7 @@ class GhostPasses:
             raise_norms(layer, seen, scale * output[0], axis=rows)
 
     def replay(self, factors: torch.Tensor) -> None:
-        """Puts back what the first pass has taken from the layers."""
+        """Restores the activations that the first pass has removed from the layers."""
         self.factors = factors
         for layer, activations, length in reversed(self.calls):
             layer.activations = [*getattr(layer, "activations", []), activations]  # type: ignore[assignment, misc]
@@ -104,15 +106,15 @@ class GhostPasses:
                 layer.max_batch_len = length  # type: ignore[assignment]
             expect_backward(layer)
 
-    def sum(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
+    def add_sums(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
         """Sums a layer's gradients in the second pass, without records whose factor is zero.
 
-        Of a parameter that is used several times these are the gradients of all uses, added up, for
-        Opacus hands them over at the last one; then they are freed.
+        For a parameter that is used several times Opacus adds up the gradients of all uses, and
+        provides them at the last one. They are freed afterwards.
         """
         assert self.factors is not None
         hook = GradSampleHooks.capture_backprops_hook
-        hook(self.module, layer, inputs, self._precisely(layer, output), **keywords)
+        hook(self.module, layer, inputs, self._in_single_precision(layer, output), **keywords)
         for _, parameter in trainable_parameters(layer):
             sample = parameter.grad_sample
             if sample is not None:
@@ -128,15 +130,15 @@ class GhostPasses:
                 )
                 parameter.grad_sample = None
 
-    def compare(self, losses: torch.Tensor, reduced: Any) -> None:
-        """Refuses losses whose gradients are not those of the layers' rows, one after the other.
+    def check_rows(self, losses: torch.Tensor, reduced: Any) -> None:
+        """Refuses losses whose gradients are not those of the layers' rows, in the same order.
 
-        The sum of the losses by some factors must be that of the layers' gradients of records by
-        the same factors. Losses in another order than the network's rows, penalties, and weights
-        that are used outside of their layers are seen by it.
+        The gradient of the losses' sum with random factors must be the sum of the layers'
+        gradients of records with the same factors. This detects losses in another order than the
+        network's rows, penalties, and weights that are used outside of their layers.
 
         Raises:
-            ValueError: The two sums differ.
+            ValueError: If the two sums differ.
         """
         parameters = self.module.trainable_parameters
         drawn = torch.rand(len(losses), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -151,12 +153,12 @@ class GhostPasses:
         odd = []
         for parameter, gradient in zip(parameters, plain, strict=True):
             gap = gradient - self.sums.get(parameter, torch.zeros_like(gradient))
-            # Relative to the records' norms, as gradients may cancel to rounding in their sum, and
-            # to those of whole gradients, as all of one parameter's may be rounding.
+            # The tolerance is relative to the norms of whole gradients. The sum may cancel down to
+            # rounding errors, and so may all gradients of one parameter.
             if float(gap.norm()) > 1e-3 * float(self.module.per_sample_gradient_norms.sum()):
                 odd.append(parameter)
             parameter.grad = None
-        self.sums, self.compared = {}, not odd
+        self.sums, self.rows_checked = {}, not odd
         if odd:
             raise ValueError(
                 f"the gradients of the losses for {names_of(odd)} are not those of the network's "
@@ -166,13 +168,13 @@ class GhostPasses:
                 "grad_sample_mode='hooks'"
             )
 
-    def _precisely(self, layer: nn.Module, output: Any) -> Any:
-        """Returns what comes back to a layer, in single precision if Opacus has a rule for it."""
+    def _in_single_precision(self, layer: nn.Module, output: Any) -> Any:
+        """Returns the gradients of a layer's output, in single precision if Opacus has a rule."""
         ruled = type(layer) in self.module.GRAD_SAMPLERS and not self.module.force_functorch
         return (output[0].float(), *output[1:]) if output[0].dtype in HALF and ruled else output
 
-    def check(self, losses: torch.Tensor) -> None:
-        """Refuses, before any backward pass, losses that factors per record would not clip.
+    def check_losses(self, losses: torch.Tensor) -> None:
+        """Refuses losses that factors per record would not clip, before any backward pass.
 
         Raises:
             ValueError: If there is not one loss per record, the network ran in evaluation mode, or
@@ -195,11 +197,13 @@ class GhostPasses:
         records = records_of_calls(self.module)
         if records is None:
             layers = network.named_modules()
-            asleep = [name or "the module itself" for name, layer in layers if not layer.training]
+            evaluating = [
+                name or "the module itself" for name, layer in layers if not layer.training
+            ]
             raise ValueError(
-                f"no gradient per record can be had: {', '.join(asleep[:3])} ran in evaluation "
+                f"no gradient per record can be had: {', '.join(evaluating[:3])} ran in evaluation "
                 "mode; call model.train() before the forward pass"
-                if asleep
+                if evaluating
                 else "no gradient per record can be had: the network did not run since the last "
                 "backward pass, or ran without gradients, or under torch.utils.checkpoint; call "
                 "loss.backward() once for each forward pass"
@@ -216,19 +220,19 @@ class GhostPasses:
 def _capture_backprops(
     self: Any, module: nn.Module, forward_input: Any, forward_output: Any, **keywords: Any
 ) -> None:
-    """Opacus's hook, through the passes that it belongs to."""
+    """Calls Opacus's hook by way of the module's passes."""
     if self.hooks_enabled:
         passes: GhostPasses = self.ghost_passes
-        take = passes.norms if passes.factors is None else passes.sum
-        take(module, forward_input, forward_output, **keywords)
+        hook = passes.note_norms if passes.factors is None else passes.add_sums
+        hook(module, forward_input, forward_output, **keywords)
 
 
-# Under this name a copy that is pickled finds Opacus's own.
+# A pickled copy finds Opacus's own method under this name.
 _capture_backprops.__name__ = "capture_backprops_hook"
 
 
-def watch_passes(module: Any) -> GhostPasses:
-    """Has the hooks of ghost clipping tell their passes what they see; once is enough."""
+def attach_passes(module: Any) -> GhostPasses:
+    """Attaches the passes to the hooks of ghost clipping, if that was not done before."""
     if "ghost_passes" not in vars(module):
         module.ghost_passes = GhostPasses(module)
         module.remove_hooks()
@@ -243,13 +247,13 @@ def watch_passes(module: Any) -> GhostPasses:
 
 
 class GhostLoss(DPTensorFastGradientClipping):
-    """One loss per record; sums, differences and multiples of such are such."""
+    """One loss per record; sums, differences and multiples of these losses have the same type."""
 
     def backward(self, **keywords: Any) -> None:
         """Clips every record's gradient in two backward passes.
 
-        With Opacus's own accountants they are Opacus's, bit for bit, where all is finite. With
-        those of this package no norm is below the gradient's because of rounding.
+        With Opacus's own accountants the results are Opacus's, bit for bit, if all values are
+        finite. With accountants of this package no norm is too small because of rounding.
 
         Raises:
             ValueError: If the losses are not one per record, or a parameter has no gradient per
@@ -261,9 +265,9 @@ class GhostLoss(DPTensorFastGradientClipping):
                 "two passes of its own; call it once for each forward pass"
             )
         module, optimizer, losses = self.module, self.optimizer, self.loss_per_sample
-        passes = watch_passes(module)
-        passes.check(losses)
-        passes.end()
+        passes = attach_passes(module)
+        passes.check_losses(losses)
+        passes.reset()
         passes.raises_norms = isinstance(optimizer.accountant, ShuffleAccountant)
         forget_pass(module, norms_only=True)
         done = False
@@ -271,7 +275,7 @@ class GhostLoss(DPTensorFastGradientClipping):
             reduce = torch.mean if self.loss_reduction == "mean" else torch.sum
             reduced: Any = reduce(losses, dim=0)
             reduced.backward(retain_graph=True)
-            # Nothing is left to add to, which would take a pass over all weights.
+            # None, because adding to zeros would take a pass over all weights.
             optimizer.zero_grad(set_to_none=True)
             parameters = module.trainable_parameters
             if missing := [p for p in parameters if norms_of_records(p) is None]:
@@ -281,24 +285,24 @@ class GhostLoss(DPTensorFastGradientClipping):
                     "before make_private, and replace none of them after it"
                 )
             factors = module.get_clipping_coef()
-            usable = _finite(module.per_sample_gradient_norms, losses.detach())
+            usable = _usable_records(module.per_sample_gradient_norms, losses.detach())
             encode = optimizer.clipping.encoder(optimizer, module)
-            exact = usable is None and not passes.half
-            if exact and len(losses) and not passes.compared:
-                passes.compare(losses, reduced)
+            exact = usable is None and not passes.half_precision
+            if exact and len(losses) and not passes.rows_checked:
+                passes.check_rows(losses, reduced)
             if exact and encode is None:
-                passes.end()  # lest it keep memory that the second pass could use
+                passes.reset()  # frees memory for the second pass
                 clipped = torch.sum(factors.to(losses.device) * losses)
                 module.disable_hooks()
                 clipped.backward()  # type: ignore[no-untyped-call]
-                for parameter in parameters:  # one may be read by a comparison alone
+                for parameter in parameters:  # a comparison may read it without a gradient
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
             else:
-                factors = HALF_MARGIN * factors.float() if passes.half else factors
+                factors = HALF_MARGIN * factors.float() if passes.half_precision else factors
                 passes.replay(factors if usable is None else factors.masked_fill(~usable, 0.0))
                 passes.encode = encode
-                if len(losses):  # without records the layers have nothing to show
+                if len(losses):  # without records there are no calls
                     reduced.backward()
                 for parameter in parameters:  # PyTorch has put the raw sum there
                     total = None if encode is not None else passes.sums.get(parameter)
@@ -306,14 +310,14 @@ class GhostLoss(DPTensorFastGradientClipping):
             optimizer.clipping.note_pass(optimizer, module, len(factors), passes.sums)
             done = True
         finally:
-            passes.end()
+            passes.reset()
             module.enable_hooks()
             if not done:
                 forget_pass(module)
                 optimizer.forget_clipped()
 
 
-def _finite(norms: torch.Tensor, losses: torch.Tensor) -> torch.Tensor | None:
+def _usable_records(norms: torch.Tensor, losses: torch.Tensor) -> torch.Tensor | None:
     """Returns which records' norms and losses are finite; None if all are."""
     losses = losses.to(norms.device)
     if math.isfinite(float(norms.sum() + losses.sum())):
@@ -322,16 +326,16 @@ def _finite(norms: torch.Tensor, losses: torch.Tensor) -> torch.Tensor | None:
     return None if bool(usable.all()) else usable
 
 
-def _keeping(name: str) -> Any:
+def _with_type_kept(name: str) -> Any:
     """Returns an operation of Opacus's loss whose result is a :class:`GhostLoss`."""
 
     def operation(self: GhostLoss, *others: Any) -> GhostLoss:
         for other in others:
             of_criterion = isinstance(other, DPTensorFastGradientClipping)
             other = other.loss_per_sample if of_criterion else other
-            known = of_criterion and other.shape == self.loss_per_sample.shape
-            # Of another tensor of as many numbers nobody knows whether each is of one record alone.
-            if isinstance(other, torch.Tensor) and other.requires_grad and not known:
+            same_records = of_criterion and other.shape == self.loss_per_sample.shape
+            # A number of another tensor may depend on several records.
+            if isinstance(other, torch.Tensor) and other.requires_grad and not same_records:
                 raise ValueError(
                     "a loss of ghost clipping goes with numbers and losses of the same records, "
                     f"got a tensor of shape {tuple(other.shape)} that requires a gradient, which "
@@ -339,15 +343,16 @@ def _keeping(name: str) -> Any:
                     "grad_sample_mode='hooks'"
                 )
         result = getattr(DPTensorFastGradientClipping, name)(self, *others)
-        kept = (result.module, result.optimizer, result.loss_per_sample, result.loss_reduction)
-        return GhostLoss(*kept)
+        return GhostLoss(
+            result.module, result.optimizer, result.loss_per_sample, result.loss_reduction
+        )
 
     operation.__name__ = name
     return operation
 
 
 for _name in ["truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"]:
-    setattr(GhostLoss, f"__{_name}__", _keeping(f"__{_name}__"))
+    setattr(GhostLoss, f"__{_name}__", _with_type_kept(f"__{_name}__"))
 
 
 class GhostCriterion(DPLossFastGradientClipping):
@@ -357,7 +362,7 @@ class GhostCriterion(DPLossFastGradientClipping):
 
     def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str) -> None:
         super().__init__(module, optimizer, criterion, loss_reduction)
-        watch_passes(module)
+        attach_passes(module)
 
     def __call__(self, *args: Any, shape: Any = None, **keywords: Any) -> GhostLoss:
         """Returns the losses of a batch.

@@ -1,9 +1,9 @@
 """Sums linear or step reports of records' gradients, as if each record's user had drawn its own.
 
-All users report in every round. Those whose records are in the batch draw the part of their report
-along their gradient with a density that is tilted, in proportion to its norm; all others send noise
-alone (docs/proofs, pages 12 and 13). Physical batches add up, so splitting a batch
-changes nothing but memory.
+All users report in every round. Users whose records are in the batch draw the component of their
+report along their gradient from a tilted density, with the probability of the gradient's norm over
+the clipping norm. All other users send noise alone (docs/proofs, pages 12 and 13). Physical batches
+add up, so splitting a batch changes only the memory.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
@@ -32,8 +32,8 @@ from opacus_shuffle.engine.clipping import FlatClipping, add_to_sum, sum_dtype
 from opacus_shuffle.engine.noise import GaussianNoise, draw_gaussian
 from opacus_shuffle.protocols.linear_reports import summed_reports, tilted
 
-_TOGETHER = 32
-"""Reports that share their normal numbers: more would take longer to be made orthogonal."""
+_GROUP = 32
+"""How many reports share their normal numbers: larger groups take longer to orthogonalise."""
 
 
 class TiltedReports(FlatClipping, GaussianNoise):
@@ -51,13 +51,13 @@ class TiltedReports(FlatClipping, GaussianNoise):
         self.forget_sum()
 
     def forget_sum(self) -> None:
-        """Forgets who took part in a batch."""
-        self.taking_part = 0
+        """Forgets the participants of a batch."""
+        self.num_participants = 0
         self.noises: list[torch.Tensor] = []
         self.drawn_with: set[tuple[float, float]] = set()
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
-        """Adds the reports of a physical batch's users who take part to the sum."""
+        """Adds the reports of a physical batch's participants to the sum."""
         optimizer.next_key()  # the last one has drawn the noise of the batch before
         clipped = super().clip(optimizer)
         for parameter, noise in zip(optimizer.params, self.noises, strict=True):
@@ -65,47 +65,49 @@ class TiltedReports(FlatClipping, GaussianNoise):
         return clipped
 
     def factors(self, optimizer: Any, norms: torch.Tensor, margin: float) -> list[torch.Tensor]:
-        """Returns by what each record's gradient is multiplied in the sum of reports.
+        """Returns the factor of each record's gradient in the sum of reports.
 
-        The noise that belongs to it is kept for :meth:`clip`.
+        The noise of these reports is kept for :meth:`clip`.
         """
         whole = norms.norm(2, dim=1)
         rate = (margin * whole / optimizer.max_grad_norm).nan_to_num(0.0, 0.0).clamp(max=1.0)
         drawn_with = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         unit = math.prod(drawn_with)
-        (taking,) = (_uniforms(len(rate), optimizer.generator) < rate.cpu()).nonzero(as_tuple=True)
-        signed = _signed_uniforms(len(taking), optimizer.generator)
+        coins = _signed_uniforms(len(rate), optimizer.generator).abs()
+        (participants,) = (coins < rate.cpu()).nonzero(as_tuple=True)
+        signed = _signed_uniforms(len(participants), optimizer.generator)
         parts = tilted(signed, optimizer.noise_multiplier, self.report)
         factors = torch.zeros_like(whole)
-        kinds = [sum_dtype(parameter) for parameter in optimizer.params]
+        dtypes = [sum_dtype(parameter) for parameter in optimizer.params]
         self.noises = [
-            torch.zeros_like(parameter, dtype=kind).flatten()
-            for parameter, kind in zip(optimizer.params, kinds, strict=True)
+            torch.zeros_like(parameter, dtype=dtype).flatten()
+            for parameter, dtype in zip(optimizer.params, dtypes, strict=True)
         ]
-        # Also of parameters that are one number; in half precision no vector would have norm 1.
+        # Reshaping also works for parameters with one number. In half precision no vector would
+        # have norm 1.
         samples = optimizer.grad_samples
         rows = [sample.reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
-        for start in range(0, len(taking), _TOGETHER):
-            places = taking[start : start + _TOGETHER].to(whole.device)
-            drawn = parts[start : start + _TOGETHER].to(whole.device)
-            here = whole[places]
+        for start in range(0, len(participants), _GROUP):
+            indices = participants[start : start + _GROUP].to(whole.device)
+            drawn = parts[start : start + _GROUP].to(whole.device)
+            chosen = whole[indices]
             units = [
-                row[places.to(row.device)].to(kind) / here.to(row.device, kind)[:, None]
-                for row, kind in zip(rows, kinds, strict=True)
+                row[indices.to(row.device)].to(dtype) / chosen.to(row.device, dtype)[:, None]
+                for row, dtype in zip(rows, dtypes, strict=True)
             ]
             nothing = [torch.zeros_like(noise) for noise in self.noises]
             normals = [zeros + draw_gaussian(optimizer, 1.0, zeros) for zeros in nothing]
-            factors[places] = (unit * summed_reports(units, drawn, normals) / here).to(factors)
+            factors[indices] = (unit * summed_reports(units, drawn, normals) / chosen).to(factors)
             for noise, normal in zip(self.noises, normals, strict=True):
-                noise += unit * math.sqrt(len(places)) * normal
-        self.taking_part += len(taking)
+                noise += unit * math.sqrt(len(indices)) * normal
+        self.num_participants += len(participants)
         self.drawn_with.add(drawn_with)
-        return [factors] * len(kinds)
+        return [factors] * norms.shape[1]
 
     def check_release(self, optimizer: Any) -> None:
-        """Refuses noise or a norm that has changed since any of the batch's reports was drawn.
+        """Refuses noise or a norm that has changed since a report of the batch was drawn.
 
-        Reports of less noise than the others' would tell who takes part.
+        Reports with less noise than the others' would reveal the participants.
         """
         now = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         if changed := self.drawn_with - {now}:
@@ -116,14 +118,14 @@ class TiltedReports(FlatClipping, GaussianNoise):
             )
 
     def multiplier(self, optimizer: Any) -> float:
-        """Returns the noise of all who do not take part: √(n − k)·σ."""
-        return math.sqrt(self.users - self.taking_part) * float(optimizer.noise_multiplier)
+        """Returns the noise of all other users: √(n − k)·σ."""
+        return math.sqrt(self.users - self.num_participants) * float(optimizer.noise_multiplier)
 
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
-        """Draws the noise of all who do not take part.
+        """Draws the noise of all users who are no participants.
 
-        In secure mode the sum is rounded to the grid of all users' noise: that of those who do not
-        take part would tell how many they are, and there is none if there is nobody.
+        In secure mode the sum is rounded to the grid of all users' noise. The grid of the others'
+        noise would reveal how many they are, and there would be none without others.
         """
         generator = optimizer.generator
         secure = isinstance(generator, SecretGenerator) and generator.secure
@@ -135,16 +137,10 @@ class TiltedReports(FlatClipping, GaussianNoise):
         return noise
 
 
-def _uniforms(count: int, generator: torch.Generator | None) -> torch.Tensor:
-    """Draws uniform numbers in [0, 1), in double precision."""
-    if isinstance(generator, SecretGenerator):
-        return generator.uniforms(count)
-    device = "cpu" if generator is None else generator.device
-    return torch.rand(count, generator=generator, device=device, dtype=torch.float64).cpu()
-
-
 def _signed_uniforms(count: int, generator: torch.Generator | None) -> torch.Tensor:
-    """Draws uniform numbers in [−1, 1), in double precision; those of our stream near 0, too."""
+    """Draws uniform numbers in (−1, 1), in double precision; secret ones are precise near 0."""
     if isinstance(generator, SecretGenerator):
         return generator.signed_uniforms(count)
-    return 2 * _uniforms(count, generator) - 1
+    device = "cpu" if generator is None else generator.device
+    drawn = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+    return 2 * drawn.cpu() - 1

@@ -1,8 +1,8 @@
 """Adds noise to a clipped sum before it is released.
 
-A strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`. A mechanism of
-your own derives one from :class:`Noise` and returns it from its scheme; the optimizer has accounted
-for the step before it asks for the noise, so no strategy can go past that.
+A noise is a strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`. A new
+mechanism derives one from :class:`Noise` and returns it from its scheme. The optimizer accounts for
+the step before it calls the strategy, so no strategy can bypass the accounting.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
@@ -31,7 +31,7 @@ class Noise:
     """A way of adding noise to a sum; derived classes :meth:`draw` it for each parameter."""
 
     on_every_rank: ClassVar[bool] = False
-    """Whether all ranks add noise, that of their own reports; by default the first one alone."""
+    """Whether every rank adds the noise of its own reports; by default only rank 0 adds noise."""
 
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
         """Draws the noise for one parameter.
@@ -69,11 +69,11 @@ class GaussianNoise(Noise):
 class LocalGaussianNoise(GaussianNoise):
     """Adds the noise of k reports with N(0, σ²C²I) each: √k·σ·C on their sum.
 
-    The sum of k independent noises is drawn at once, which has the same distribution. k is the
-    number of records really in the logical batch: an empty one sends nothing, no noise either.
+    The sum of k independent noises is drawn at once, with the same distribution. k is the actual
+    number of records in the logical batch. An empty batch sends nothing, and no noise.
 
     Args:
-        users: k, where all users report, whose records are in the batch or not.
+        users: k if all users report, whether their records are in the batch or not.
     """
 
     on_every_rank: ClassVar[bool] = True

@@ -1,13 +1,13 @@
-"""Leaves gradients and inputs of single records out of copies and pickles of a private model.
+"""Excludes per-record gradients and inputs from copies and pickles of a private model.
 
-Opacus keeps gradients of records on parameters and inputs of layers on layers, from the forward
-pass to the step. ``torch.save`` of a whole model would write them down, and ``copy.deepcopy`` in
-the middle of a batch would take them along. So every parameter and every module of a private model
-says itself what leaves with it.
+Opacus stores gradients of records on parameters and inputs on layers, from the forward pass to the
+step. ``torch.save`` of a whole model would write them to the file, and ``copy.deepcopy`` in the
+middle of a batch would copy them. Therefore every parameter and every module of a private model
+gets a ``__getstate__`` that leaves them out.
 
 >>> import pickle, torch
 >>> layer = nn.Linear(1, 1)
->>> leave_out_records(layer)
+>>> exclude_records(layer)
 >>> layer.weight.grad_sample = torch.ones(3, 1, 1)
 >>> copied = pickle.loads(pickle.dumps(layer))
 >>> copied.weight.grad_sample is None
@@ -26,7 +26,7 @@ from opacus_shuffle.engine.raw_gradients import END, NETWORK, OWNER
 
 _STATE = "__getstate__"
 _OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER, END, NETWORK)
-"""Attributes that are about this very object, and no copy of it."""
+"""Attributes that concern this object and none of its copies."""
 
 
 class _State:
@@ -40,18 +40,18 @@ class _State:
         kind = type(owner)
         state = kind.__getstate__(owner) if hasattr(kind, _STATE) else vars(owner)
         if isinstance(state, tuple) and isinstance(state[0], dict):  # a class with slots
-            return leaving(state[0]), *state[1:]
-        return leaving(state) if isinstance(state, dict) else state
+            return copied_attributes(state[0]), *state[1:]
+        return copied_attributes(state) if isinstance(state, dict) else state
 
 
-def leaving(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes that a copy may take along."""
-    kept = without_records(state)
-    return {name: value for name, value in kept.items() if name not in _OF_THIS_OBJECT}
+def copied_attributes(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes that a copy may have."""
+    state = without_records(state)
+    return {name: value for name, value in state.items() if name not in _OF_THIS_OBJECT}
 
 
-def leave_out_records(model: Any) -> None:
-    """Leaves single records out of copies and pickles of a model, its layers and parameters.
+def exclude_records(model: Any) -> None:
+    """Excludes single records from copies and pickles of a model, its layers and parameters.
 
     Args:
         model: A network, or Opacus's wrapper or hooks of one.

@@ -1,4 +1,4 @@
-"""Opacus's engine with the shuffle model behind a flag; everything not named here is inherited.
+"""Opacus's ``PrivacyEngine`` with the shuffle model; everything not named here is inherited.
 
 >>> import torch, opacus_shuffle
 >>> from torch.utils.data import DataLoader, TensorDataset
@@ -61,14 +61,14 @@ from opacus_shuffle.engine.checkpoints import (
     CheckpointMixin,
     warn_on_unaccounted_weights,
 )
-from opacus_shuffle.engine.ghost_loss import GhostCriterion, watch_passes
+from opacus_shuffle.engine.ghost_loss import GhostCriterion, attach_passes
 from opacus_shuffle.engine.network_checks import (
     check_network,
     check_supported,
     explain_missing_calls,
     watch_packs,
 )
-from opacus_shuffle.engine.pickling import leave_out_records
+from opacus_shuffle.engine.pickling import exclude_records
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
 from opacus_shuffle.engine.sampling.samplers import INDEPENDENT
@@ -90,7 +90,7 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
 class PrivacyEngine(CheckpointMixin):
-    """Opacus's engine, which trains in the shuffle model where its accountant asks for it.
+    """Opacus's engine, which trains in the shuffle model with a shuffle accountant.
 
     Args:
         accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``,
@@ -327,7 +327,7 @@ class PrivacyEngine(CheckpointMixin):
                 wrap_model=wrap_model,
             )
             if grad_sample_mode == "ghost":
-                watch_passes(model)  # its hooks come before those that functorch must not copy
+                attach_passes(model)  # its hooks come before those that functorch must not copy
             correct_layers(model, () if training_check is None else training_check.functional)
             let_layers_be_empty(model, unwrap(module))
             explain_missing_calls(model)
@@ -354,7 +354,7 @@ class PrivacyEngine(CheckpointMixin):
             # Opacus's hooks set PyTorch's flags
             training_check.checked = training_check.checked and modes_of(unwrap(module))
         for part in (module, model):
-            leave_out_records(part)
+            exclude_records(part)
         watch_packs(unwrap(module))
         warn_on_unaccounted_weights(unwrap(module), self)
         self.runs += 1

@@ -1,8 +1,8 @@
-"""Several processes that train one network together: who they are, and what they must agree on.
+"""The processes that train one network together, and the settings on which they must agree.
 
-Every rank holds the whole data set and draws its own part of each batch, clips and sums it, and
-adds the noise of its own reports; then the ranks add up what they have. The code is the same on one
-process, which is the first of one.
+Every rank holds the whole data set. It draws its own share of each batch, clips and sums it, and
+adds the noise of its own reports. Then the sums of all ranks are added up. A single process runs
+the same code, as rank 0 of 1.
 
 >>> Ranks(rank=1, size=3).share(8)
 [1, 4, 7]
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 REPLICAS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
-"""Wrappers of a network of which every rank has a whole copy."""
+"""Wrappers with which every rank has a whole copy of the network."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ranks:
     Attributes:
         rank: This process, from 0.
         size: How many there are.
-        distributed: Whether they are a process group of PyTorch, be it of a single process.
+        distributed: Whether they are a process group of PyTorch, which may have a single process.
     """
 
     rank: int = 0
@@ -44,7 +44,7 @@ class Ranks:
 
     @classmethod
     def of(cls, module: nn.Module) -> Ranks:
-        """Returns the processes that train a network, as its wrapper tells.
+        """Returns the processes that train a network, according to its wrapper.
 
         Raises:
             ValueError: If the network is sharded, or there is no process group.
@@ -76,24 +76,24 @@ class Ranks:
         return f"{use}, rank {self.rank} of {self.size}" if self.distributed else use
 
     def of_the_first(self, value: Any) -> Any:
-        """Returns rank 0's value, on all ranks."""
+        """Returns the value of rank 0, on all ranks."""
         values = [value]
         if self.distributed:
             torch.distributed.broadcast_object_list(values, 0)
         return values[0]
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Refuses, on all ranks, arguments that differ among them.
+        """Refuses arguments that differ among the ranks, on all of them.
 
         Raises:
             ValueError: If a fact differs.
         """
         if not self.distributed:
             return
-        told: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(told, dict(facts))
+        gathered: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(gathered, dict(facts))
         for name in facts:
-            values = [facts_of_rank.get(name) for facts_of_rank in told]
+            values = [facts_of_rank.get(name) for facts_of_rank in gathered]
             if any(value != values[0] for value in values):
                 listed = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
                 raise ValueError(

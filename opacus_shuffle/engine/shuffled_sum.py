@@ -1,16 +1,17 @@
 """Sums records' clipped gradients as bits on a grid, with noise bits in place of Gaussian noise.
 
-Each record plays a user of a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: its
-whole gradient, all trainable parameters in the optimizer's order, is clipped, rounded at random to
-the protocol's grid and added to whole-number counts. One draw of binomials per step, and the counts
-become ``.grad``. The counts of several physical batches add up, so splitting a batch changes
-nothing but memory. With ghost clipping (:class:`StreamedSum`) they are made layer by layer.
+Each record represents a user of a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`.
+Its whole gradient, all trainable parameters in the optimizer's order, is clipped, rounded at random
+to the protocol's grid and added to whole-number counts. Each step draws binomial noise once, and
+the counts become ``.grad``. The counts of several physical batches add up, so splitting a batch
+changes only the memory. With ghost clipping (:class:`GhostShuffledSumsStrategy`) the counts are
+made layer by layer.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
 >>> protocol = ShuffleVectorSum(25, 10_000, 1.0, epsilon=1.0, delta=1e-5)
->>> sums = ShuffledSum(protocol, noise_multiplier=2 / protocol.mu)
+>>> sums = ShuffledSumsStrategy(protocol, noise_multiplier=2 / protocol.mu)
 >>> optimizer = PrivateOptimizer(
 ...     torch.optim.SGD(model.parameters(), lr=1.0), clipping=sums, noise=sums,
 ...     noise_multiplier=2 / protocol.mu, max_grad_norm=1.0, expected_batch_size=None,
@@ -27,11 +28,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from opacus_shuffle.core.compiled import jitted, worth_compiling
 from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used, norms_of_records
 from opacus_shuffle.engine.clipping import Clipping, GhostClipping
 from opacus_shuffle.engine.noise import Noise
@@ -45,7 +43,7 @@ _ENTRIES = 2**17
 """Numbers that are turned into double precision at a time: what a processor's cache holds."""
 
 
-class ShuffledSum(Clipping, Noise):
+class ShuffledSumsStrategy(Clipping, Noise):
     """The clipping and the noise of sums of bits, both strategies at once.
 
     On several processes each counts its share of the records and draws their noise bits, and all
@@ -87,10 +85,9 @@ class ShuffledSum(Clipping, Noise):
             sample.detach().reshape(len(sample), math.prod(sample.shape[1:]))
             for sample in optimizer.grad_samples
         ]
-        compiled = worth_compiling(len(rows[0]) * protocol.dimension)
-        norms = _without_overflow(torch.stack([_norms(row, compiled) for row in rows]))
-        # An error would be an event that everyone sees and no ε speaks of: what is not finite is
-        # reported as zero.
+        norms = _without_overflow(torch.stack([_norms(row) for row in rows]))
+        # A gradient that is not finite is reported as zero. An error would be visible to everyone,
+        # and no ε covers it.
         if not (usable := torch.isfinite(norms)).all():
             rows = [row.masked_fill(~usable[:, None], 0.0) for row in rows]
         # In double precision, no clipped norm exceeds the bound.
@@ -171,7 +168,7 @@ class ShuffledSum(Clipping, Noise):
         noised = protocol.draw_noise(reports, generator, **part).add_(counts)
         if absent := reports - optimizer.num_records:
             noised += protocol.encode_zeros(absent, generator)
-        # Beside the estimate, the counts would tell the noise.
+        # Together with the estimate, the counts would reveal the noise.
         self.counts, self.released = None, True
         del counts  # for its memory
         estimate = protocol.decode(self.total(optimizer, noised), self.total_reports(optimizer))
@@ -182,7 +179,7 @@ class ShuffledSum(Clipping, Noise):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
 
 
-class StreamedSum(ShuffledSum, GhostClipping):
+class GhostShuffledSumsStrategy(ShuffledSumsStrategy, GhostClipping):
     """Sums of bits with ghost clipping: one layer's gradients of records are held at a time.
 
     The criterion's first backward pass finds the norms, and in its second each parameter's
@@ -214,10 +211,9 @@ class StreamedSum(ShuffledSum, GhostClipping):
 
         def encode(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
             rows = sample.reshape(len(sample), parameter.numel())
-            compiled = worth_compiling(len(rows) * self.protocol.dimension)
-            norms = torch.maximum(_norms(rows, compiled), allowed[parameter])
-            # Zero where there is no gradient, and where a norm of either pass is not finite: an
-            # error would be an event that everyone sees and no ε speaks of.
+            norms = torch.maximum(_norms(rows), allowed[parameter])
+            # Zero where there is no gradient, and where a norm of either pass is not finite. An
+            # error would be visible to everyone, and no ε covers it.
             scales = (factors * (allowed[parameter] / norms)).nan_to_num(nan=0.0)
             if (left_out := scales == 0).any():
                 rows = rows.masked_fill(left_out[:, None], 0.0)
@@ -239,13 +235,8 @@ class StreamedSum(ShuffledSum, GhostClipping):
         return records, norm
 
 
-def _norms(rows: torch.Tensor, compiled: bool) -> torch.Tensor:
+def _norms(rows: torch.Tensor) -> torch.Tensor:
     """Returns every row's norm in double precision; not finite if the row is not."""
-    kernel = jitted(_add_squares, reorders=True) if compiled else None
-    if kernel is not None and rows.dtype == torch.float32 and rows.device.type == "cpu":
-        sums = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-        kernel(rows.numpy(), sums.numpy())
-        return sums.sqrt_()
     if rows.dtype == torch.float64 and rows.numel():
         return _without_overflow(rows.T)
     if rows.is_cuda:
@@ -254,20 +245,6 @@ def _norms(rows: torch.Tensor, compiled: bool) -> torch.Tensor:
     for columns in torch.split(rows, max(1, _ENTRIES // max(len(rows), 1)), dim=1):
         squares += columns.double().square_().sum(1)
     return squares.sqrt()
-
-
-def _add_squares(rows: npt.NDArray[np.float32], sums: npt.NDArray[np.float64]) -> None:
-    """Adds every row's squares, in double precision: compiled, a single pass without a copy."""
-    for record in range(len(rows)):
-        row, total, quarter = rows[record], 0.0, rows.shape[1] // 4
-        # At four places at a time: memory answers to them sooner than to one after another.
-        for entry in range(quarter):
-            for part in range(4):
-                number = np.float64(row[part * quarter + entry])
-                total += number * number
-        for entry in range(4 * quarter, len(row)):
-            total += np.float64(row[entry]) * row[entry]
-        sums[record] = total
 
 
 def _norms_of_segments(rows: torch.Tensor) -> torch.Tensor:

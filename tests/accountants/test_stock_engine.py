@@ -108,6 +108,7 @@ def test_what_no_update_may_be_made_with_is_refused_before_it():
     ("name", "named"),
     [
         ("shuffled_sums", r"train with opacus_shuffle\.PrivacyEngine"),
+        ("random_allocation", r"train with opacus_shuffle\.PrivacyEngine"),
         *(
             (name, f"{name} accounts for .* random samples")
             for name in ("shuffled_fw", "shuffled_checkin", "subsampled_shuffle")

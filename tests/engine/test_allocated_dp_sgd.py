@@ -9,11 +9,9 @@ import functools
 import itertools
 import warnings
 
-import opacus
 import pytest
 import torch
 from helpers.private_runs import MODES, Run
-from helpers.toy import make_toy
 from scipy.stats import chi2
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -156,37 +154,23 @@ def test_noise_may_rise_within_an_epoch_and_fall_between_epochs():
 
 
 @kinds
-def test_a_checkpoint_in_the_middle_of_an_epoch_holds_all_of_it(kind, tmp_path):
-    run = KINDS[kind]()
+def test_a_checkpoint_in_the_middle_of_an_epoch_holds_all_of_it(kind):
+    run, again = KINDS[kind](), KINDS[kind]()
     run.step(next(iter(run.loader)))
-    run.engine.save_checkpoint(path=tmp_path / "run.pt", module=run.private)
-    again = KINDS[kind]()
-    again.engine.load_checkpoint(path=tmp_path / "run.pt", module=again.private)
-    assert again.accounted == 4
-    again.train()  # another epoch, with draws of its own
+    assert again.load(run.saved()).accounted == 4
+    again.train()  # another epoch, with its own draws
     assert has_spent(again, 2)
 
 
-def test_a_load_in_the_middle_of_an_epoch_accounts_for_the_rest_of_the_epoch(tmp_path):
+def test_a_load_in_the_middle_of_an_epoch_accounts_for_the_rest_of_the_epoch():
     run = Run("random_allocation")
-    files = [tmp_path / name for name in ("none.pt", "one.pt")]
-    back = functools.partial(run.engine.load_checkpoint, module=run.private, allow_rewind=True)
-    run.engine.save_checkpoint(path=files[0], module=run.private)
-    batches = iter(run.loader)
+    before, batches = run.saved(), iter(run.loader)
     run.step(next(batches))
-    run.engine.save_checkpoint(path=files[1], module=run.private)
-    back(path=files[0])
-    assert run.accounted == 0
-    run.train(batches)
-    assert (run.accounted, run.engine.accountant.rewound) == (4, 4)
-    batches = iter(run.loader)
-    run.step(next(batches))
-    back(path=files[0])
-    run.step(next(batches))
-    assert (run.accounted, run.engine.accountant.rewound) == (4, 12)
-    back(path=files[1])  # another epoch than this one
-    run.train(batches)
-    assert (run.accounted, run.engine.accountant.rewound) == (8, 16)
+    other_epoch = run.saved()
+    for file, accounted, rewound in ((before, 4, 4), (other_epoch, 8, 8)):
+        run.load(file, allow_rewind=True)
+        run.step(next(batches))
+        assert (run.accounted, run.engine.accountant.rewound) == (accounted, rewound)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "shuffled_sums", "shuffled_checkin", "prv"])
@@ -308,16 +292,6 @@ def test_a_changed_sampler_is_refused():
     run.loader.batch_sampler.steps = 2
     with pytest.raises(ValueError, match="steps from 4 to 2"):
         next(iter(run.loader))
-
-
-@pytest.mark.parametrize("planned", [False, True])
-def test_opacus_s_engine_is_refused_whose_batches_are_others(planned):
-    engine = opacus.PrivacyEngine(accountant="random_allocation")
-    if planned:
-        made = Run("random_allocation")
-        engine.accountant.plan(made.engine.accountant.planned)
-    with pytest.raises(ValueError, match=r"train with opacus_shuffle\.PrivacyEngine"):
-        engine.make_private(**make_toy(), noise_multiplier=1.0)
 
 
 @pytest.mark.parametrize("name", ["random_allocation", "shuffled_checkin", "shuffle_gauss"])

@@ -243,13 +243,6 @@ def test_a_generator_that_is_no_secret_any_more_is_named_from_the_next_step_on(n
     assert_named(run, sampler if "sampler" in change else "optimizer.generator")
 
 
-@pytest.mark.parametrize("name", ["shuffled_checkin", "rdp"])
-def test_a_secure_stream_that_was_seeded_before_the_run_is_named(name):
-    engine = PrivacyEngine(accountant=name, secure_mode=True)
-    engine.secure_rng.manual_seed(0)
-    assert_named(Run(name, engine=engine).train(), "optimizer.generator")
-
-
 @pytest.mark.parametrize("afterwards", [True, False])
 def test_pytorch_s_own_noise_is_said_to_be_it_and_what_takes_its_place_is_named(afterwards):
     own = generator_here()

@@ -30,13 +30,13 @@ from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.sampling.samplers import INDEPENDENT, SamplingPlan
 from opacus_shuffle.engine.schemes.random_allocation import EpochScheme
-from opacus_shuffle.engine.shuffled_sum import ShuffledSum, StreamedSum
+from opacus_shuffle.engine.shuffled_sum import GhostShuffledSumsStrategy, ShuffledSumsStrategy
 from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.protocols.calibration import SumBudget
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
-class VectorSums(EpochScheme):
+class ShuffledSumsScheme(EpochScheme):
     """Sends every record's clipped gradient as shuffled bits, which noise bits hide."""
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (ShuffledSums,)
@@ -205,7 +205,7 @@ class VectorSums(EpochScheme):
     def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
         """Returns the protocol's strategy, which both clips and adds noise."""
         assert self.protocol is not None
-        sums = (StreamedSum if clipping.in_backward else ShuffledSum)(
+        sums = (GhostShuffledSumsStrategy if clipping.in_backward else ShuffledSumsStrategy)(
             self.protocol,
             noise_multiplier=float(self.noise_multiplier),
             everyone_reports=self.everyone_reports,

@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.validation import instance_of, integer
-from opacus_shuffle.engine.pickling import leaving
+from opacus_shuffle.engine.pickling import copied_attributes
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
@@ -403,7 +403,7 @@ class ShuffleGradSampleModule(AbstractGradSampleModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles as Opacus's plain wrapper, without the shuffler."""
         attributes = {name: value for name, value in vars(self).items() if name != "shuffler"}
-        return object.__new__, (type(self).__bases__[0],), leaving(attributes)
+        return object.__new__, (type(self).__bases__[0],), copied_attributes(attributes)
 
 
 @functools.cache
