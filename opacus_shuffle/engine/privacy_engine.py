@@ -132,8 +132,8 @@ class PrivacyEngine(CheckpointMixin):
         secure_mode = boolean("secure_mode", secure_mode)
         if seed is not None and secure_mode:
             raise ValueError(
-                f"seed={seed!r} makes a run repeatable, which secure_mode=True is there to "
-                "prevent: leave one out"
+                f"seed={seed!r} makes a run repeatable, which secure_mode=True prevents: leave "
+                "one of them out"
             )
         with warnings.catch_warnings():
             # All randomness of our accountants is cryptographic, and so is secure mode's.
@@ -159,9 +159,8 @@ class PrivacyEngine(CheckpointMixin):
         if self.runs and accountant is not self.accountant:
             raise ValueError(
                 "engine.accountant cannot be replaced after make_private, got a "
-                f"{type(accountant).__name__}: steps are "
-                "recorded by the one that is there; use a new PrivacyEngine(accountant=...), or "
-                "load states into it"
+                f"{type(accountant).__name__}: steps are recorded by the earlier one; use a new "
+                "PrivacyEngine(accountant=...)"
             )
         self.__dict__["accountant"] = accountant
 
@@ -209,43 +208,42 @@ class PrivacyEngine(CheckpointMixin):
                 :meth:`make_private_with_epsilon` passes a :class:`Budget`, for which it is found.
             max_grad_norm: C, the norm to which each record's gradient is clipped, or one per
                 parameter with ``clipping="per_layer"``.
-            criterion: The loss of your loop, ``criterion(outputs, targets)``. It is refused if it
-                divides by what the batch holds. ``grad_sample_mode="ghost"`` also wraps it; its
-                default there is a fresh ``CrossEntropyLoss``.
+            criterion: The loss of your loop, ``criterion(outputs, targets)``. It is refused if its
+                denominator depends on the records. ``grad_sample_mode="ghost"`` also wraps it, by
+                default a new ``CrossEntropyLoss``.
             batch_first: Whether the first dimension of the network's inputs is the batch; if not,
                 the second one is.
             loss_reduction: Whether your loss is the ``"mean"`` over a batch's records or their
                 ``"sum"``.
             poisson_sampling: Leave it out. ``False`` with ``shuffle_gauss`` keeps your own loader.
-            sampling: ``shuffled_sums`` alone: ``"poisson"``, which it is by default,
-                ``"fixed_size"``, or ``"random_allocation"``, one secret batch of each epoch for
-                every record.
+            sampling: ``shuffled_sums`` only: ``"poisson"``, the default, ``"fixed_size"``, or
+                ``"random_allocation"``, one secret batch of each epoch for every record.
             clipping: ``"flat"``: one norm for a record's whole gradient; ``"per_layer"``: one for
                 each parameter. ``"adaptive"``, a norm that follows the gradients, with Opacus's
                 accountants only.
-            noise_generator: Draws the noise, on the parameters' device; with ``shuffled_sums`` on
-                the CPU, if you like. By default seeded by the system. With a generator of your own
-                a run is not private.
-            grad_sample_mode: How each record's gradient is found: ``"hooks"``, ``"functorch"``, or
-                ``"ghost"``, which finds norms alone and takes less memory. ``"ew"`` with Opacus's
+            noise_generator: Draws the noise, on the parameters' device, or with ``shuffled_sums``
+                on the CPU. By default it is seeded by the operating system. A run with your own
+                generator is not private.
+            grad_sample_mode: How each record's gradient is computed: ``"hooks"``,
+                ``"functorch"``, or ``"ghost"``, which computes only its norm and needs less memory.
+                ``"ew"`` with Opacus's accountants only.
+            wrap_model: Whether to return the network in a wrapper. If not, train the network that
+                you passed; its hooks are returned in place of the wrapper.
+            rand_on_empty: Whether an empty batch is replaced by random numbers. Opacus's own
                 accountants only.
-            wrap_model: Whether the network comes back in a wrapper. If not, train the network that
-                you passed; its hooks come back in the wrapper's place.
-            rand_on_empty: Whether an empty batch becomes one of random numbers, with Opacus's own
-                accountants alone.
             local_noise: Every record's report carries its own N(0, σ²C²I).
             shuffle_weights: Permute hidden units, attention heads and residual streams after every
                 update; the network's function stays as it is, and **so does ε**. ``True`` for every
                 permutation that :func:`~opacus_shuffle.permutation.find.find_permutations` finds,
                 ``"heads"`` or ``"paper"`` for fewer, a ``PermutationSpec``, or a
-                :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling`, which says
-                how, and how a batch's sum is clipped. Where much stays, a warning says why.
-            aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of
-                your own, with ``num_users`` the batch size, ``dimension`` the trainable parameters'
-                entries and ``max_norm`` = ``max_grad_norm``.
-            report: ``secret_checkin`` alone: the shape of reports, ``"linear"`` (the default with
-                ``local_noise=True``, it takes the least noise), ``"step"`` (with a pure ε against
-                the shuffler, too) or ``"gaussian"``.
+                :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling` with more
+                settings. A warning says why if a large share of the weights does not move.
+            aggregator: ``shuffled_sums`` only, in place of ``noise_multiplier``: your own protocol.
+                Its ``num_users`` is the number of reports per round, its ``dimension`` the number
+                of trainable entries, and its ``max_norm`` is ``max_grad_norm``.
+            report: ``secret_checkin`` only: the shape of reports. ``"linear"`` needs the least
+                noise and is the default with ``local_noise=True``; ``"step"`` also has a pure ε
+                against the shuffler; or ``"gaussian"``.
             **adaptive: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
@@ -253,15 +251,16 @@ class PrivacyEngine(CheckpointMixin):
             ghost clipping.
 
         Warns:
-            UserWarning: If a single step costs an epsilon above 10, because the noise is the sum's
-                and was likely meant for each report, or is each report's own and was likely meant
-                for the sum.
+            UserWarning: If a single step costs an epsilon above 10. Then the noise of the sum was
+                likely meant for each report, or that of each report for the sum.
 
         Raises:
-            ValueError: If anything does not fit; nothing is changed then.
+            ValueError: If an argument is out of range, or arguments contradict each other. Nothing
+                is changed then.
         """
-        known = ADAPTIVE if clipping == "adaptive" else ()
-        self._refuse_unknown({name: adaptive[name] for name in adaptive if name not in known})
+        # Check what does not depend on the accountant.
+        allowed = ADAPTIVE if clipping == "adaptive" else ()
+        self._refuse_unknown({name: adaptive[name] for name in adaptive if name not in allowed})
         check_arguments(
             module,
             optimizer,
@@ -278,6 +277,7 @@ class PrivacyEngine(CheckpointMixin):
         )
         trained = trained_parameters(optimizer)
         check_norms(max_grad_norm, clipping, len(trained))
+        # Check and plan what depends on it: batches, noise, and the clipping of sums.
         scheme = scheme_class(self.accountant)(
             self,
             ranks=Ranks.of(module),
@@ -296,7 +296,7 @@ class PrivacyEngine(CheckpointMixin):
         scheme.sampling = scheme.plan_sampling(
             data_loader, poisson_sampling=poisson_sampling, sampling=sampling
         )
-        sigma = None  # with a budget it is found last, for what the plan then is
+        sigma = None  # with a budget σ is found last, because it depends on the rest of the plan
         if not isinstance(noise_multiplier, Budget):
             sigma = scheme.noise_multiplier = scheme.plan_noise(noise_multiplier)
         scheme.check_noise_generator(noise_generator)
@@ -316,6 +316,7 @@ class PrivacyEngine(CheckpointMixin):
             trained=trained,
             accountant=self.accountant,
         )
+        # Build. Opacus refuses some layers only here, when the network has changed already.
         with self._restored_if_refused(module) as wrap:
             scheme.describe(loss_reduction=loss_reduction, noise_generator=noise_generator)
             self._remember_data(data_loader.dataset)
@@ -332,7 +333,7 @@ class PrivacyEngine(CheckpointMixin):
             let_layers_be_empty(model, unwrap(module))
             explain_missing_calls(model)
             if scheme.mechanisms or scheme.sampling.kind in INDEPENDENT:
-                model.forbid_grad_accumulation()  # two batches could hold one record twice
+                model.forbid_grad_accumulation()  # a record could be in both of two batches
             loader = scheme.build_loader(
                 data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty
             )
@@ -351,7 +352,7 @@ class PrivacyEngine(CheckpointMixin):
             watched: Any = model if isinstance(model, nn.Module) else module
             watched.register_forward_pre_hook(training_check, with_kwargs=True)
             private.training_check = training_check
-            # Opacus's hooks set PyTorch's flags
+            # Opacus's hooks have changed the flags that were checked.
             training_check.checked = training_check.checked and modes_of(unwrap(module))
         for part in (module, model):
             exclude_records(part)
@@ -414,7 +415,7 @@ class PrivacyEngine(CheckpointMixin):
 
         try:
             yield wrap
-        except BaseException:  # Opacus refuses some layers midway
+        except BaseException:
             for attributes, earlier_ones in before:
                 attributes.clear()
                 attributes.update(earlier_ones)

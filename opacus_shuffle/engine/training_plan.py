@@ -1,4 +1,4 @@
-"""What the arguments of every run are checked for, and the budget that noise is found for.
+"""Checks of the arguments that every scheme needs, and the budget for which noise is found.
 
 >>> check_arguments(torch.nn.Linear(2, 1), None, None)
 Traceback (most recent call last):
@@ -126,9 +126,9 @@ def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
     if any(parameter.is_complex() for parameter in trained):
         raise ValueError(
-            "optimizer holds complex parameters, whose noise PyTorch splits between the two "
-            "parts, so that each has only half the variance that is accounted: keep real and "
-            "imaginary parts as two real parameters"
+            "optimizer holds complex parameters. PyTorch splits their noise between the real and "
+            "the imaginary part, and each gets only half of the accounted variance: keep each "
+            "as two real parameters"
         )
 
 

@@ -159,7 +159,8 @@ def seen(
         if checkpoint:
             path = place / f"{engine_class.__module__}.pt"
             engine.save_checkpoint(path=path, module=model, optimizer=private)
-            engine.load_checkpoint(path=path, module=model, optimizer=private)
+            own_rule = {"allow_rewind": True} if engine_class is PrivacyEngine else {}
+            engine.load_checkpoint(path=path, module=model, optimizer=private, **own_rule)
     told = (len(batches), private.noise_multiplier, float(private.max_grad_norm))
     spent = engine.accountant.history, private.expected_batch_size, engine.get_epsilon(1e-5)
     return [*seen_tensors, torch.get_rng_state()], (*told, *spent)
@@ -237,7 +238,7 @@ def test_what_can_be_asked_for_is_what_opacus_has_and_what_the_readme_names():
             "shuffle_weights",
             "aggregator",
             "report",
-            "others",
+            "adaptive",
         },
         "save_checkpoint": set(),
         "load_checkpoint": {"allow_rewind", "allow_pickle"},
@@ -261,9 +262,8 @@ class Product(nn.Module):
         return torch.matmul(x, self.weight)
 
 
-@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
-def test_a_function_that_expanded_weights_do_not_know_fails_in_the_forward_pass_as_in_opacus(name):
-    run = Run(name, "ew", toy={"module": Product()})
+def test_a_function_that_expanded_weights_do_not_know_fails_in_the_forward_pass_as_in_opacus():
+    run = Run("rdp", "ew", toy={"module": Product()})
     with pytest.raises(RuntimeError, match="Expanded Weights encountered"):
         run.train()
     assert run.accounted == 0

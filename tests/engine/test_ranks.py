@@ -231,7 +231,7 @@ def worker(folder):
             "noise_generator": refused(noise_generator=torch.Generator().manual_seed(0)),
             "rand_on_empty": refused(rand_on_empty=True),
             "float32": refused(module=network().bfloat16()),
-            "one record": refused("shuffle_gauss", poisson_sampling=False),
+            "the same record": refused("shuffle_gauss", poisson_sampling=False),
             "drawn by all ranks alike": refused("subsampled_shuffle", engine=secure),
             "one record for each": refused("subsampled_shuffle", batch=1),
             # PyTorch's adds up gradients in every backward pass, of which ranks would have

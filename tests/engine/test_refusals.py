@@ -262,7 +262,7 @@ TABLE = [
         {"sampling": "random_allocation", "poisson_sampling": True},
         "both say how batches are drawn",
     ),
-    ("rdp", LOCAL, "local_noise=True needs an accountant that knows it"),
+    ("rdp", LOCAL, "local_noise=True needs an accountant of this package"),
     ("rdp", {"clipping": "adaptive", "target": 3}, "target=3"),
     (
         "rdp",

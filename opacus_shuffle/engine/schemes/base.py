@@ -175,9 +175,9 @@ class Scheme:
         one_of(f"grad_sample_mode (with accountant {self.name!r})", self.grad_sample_mode, modes)
         if rand_on_empty:
             raise ValueError(
-                "rand_on_empty=True puts a random record into a batch that a single record would "
-                "have filled, so that this record moves the sum by twice max_grad_norm: leave it "
-                "out, for batches of no records train, too"
+                "rand_on_empty=True puts a random record into an empty batch. A single record, "
+                "which fills such a batch, then moves the sum by twice max_grad_norm: leave it "
+                "out, for batches of no records train as well"
             )
         if self.local_noise and self.noise_location:
             raise ValueError(f"{self.name} {self.noise_location}: leave out local_noise=True")
@@ -212,8 +212,8 @@ class Scheme:
         for name, generator in generators.items():
             if not (generator is None or isinstance(generator, SecretGenerator)):
                 raise ValueError(
-                    f"{name} generator may be in the same state on all ranks, whose noise and "
-                    "coins would then be copies: leave it out; PrivacyEngine(seed=...) makes a "
+                    f"{name} generator may be in the same state on all ranks, and then all ranks "
+                    "draw the same noise and coins: leave it out; PrivacyEngine(seed=...) makes a "
                     "repeatable one for each rank"
                 )
         for parameter in self.trained:
@@ -291,8 +291,8 @@ class Scheme:
             return plan
         if kind == "own":
             raise ValueError(
-                "poisson_sampling=False keeps the data loader's own batches, of which nobody sees "
-                "whether two ranks hold one record: leave it out"
+                "poisson_sampling=False keeps the data loader's own batches. Two ranks may hold "
+                "the same record, which cannot be checked: leave it out"
             )
         if isinstance(loader.sampler, DistributedSampler):
             batch = min(plan.num_users, plan.batch_size * ranks.size)
@@ -300,7 +300,7 @@ class Scheme:
         if plan.batch_size < ranks.size:
             raise ValueError(
                 f"data_loader's batch_size, of all {ranks.size} ranks together, is "
-                f"{plan.batch_size}: take one record for each at least"
+                f"{plan.batch_size}: use at least one record for each rank"
             )
         if self.engine.secure_mode:
             raise ValueError(
@@ -621,8 +621,8 @@ class Scheme:
             self._warned_of_skipped = True
             warnings.warn(
                 "a batch was drawn and no step was taken on it: if it was skipped because of its "
-                "size or its records, as an empty one may be, this shows, and epsilon does not "
-                "hold; step on every batch, also on empty ones",
+                "size or its records, as an empty one may be, the results reveal this, and epsilon "
+                "does not hold; step on every batch, also on empty ones",
                 PrivacyAssumptionWarning,
                 stacklevel=6,
             )

@@ -41,9 +41,9 @@ from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.engine.weights.weight_shuffling import plan_batch_clip
 
 LARGEST_TARGET = 1e6
-"""Opacus asks for ε within 0.01 of its target, as numbers far beyond this are not to each other."""
+"""Opacus searches until ε is within 0.01 of its target, which floats far above this cannot be."""
 LARGEST_TARGETS = {"prv": 400.0}
-"""Distributions of privacy losses are as long as they are large: 400 takes 10 seconds."""
+"""A distribution of privacy losses is as long as its ε is large: 400 takes 10 seconds."""
 
 
 class OpacusScheme(Scheme):
@@ -63,7 +63,7 @@ class OpacusScheme(Scheme):
         """Refuses what Opacus does not know."""
         if self.local_noise:
             raise ValueError(
-                f"local_noise=True needs an accountant that knows it, got {self.name!r}: use "
+                f"local_noise=True needs an accountant of this package, got {self.name!r}: use "
                 "'shuffle_gauss', 'subsampled_shuffle' or 'shuffled_checkin'"
             )
         self.refuse_foreign(aggregator=aggregator, sampling=sampling, report=report)
@@ -96,9 +96,9 @@ class OpacusScheme(Scheme):
         batch = int(plan.num_users * rate)
         if batch < 1:
             raise ValueError(
-                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, of "
-                "which Opacus's arithmetic makes an expected_batch_size of 0, so that gradients "
-                "would be divided by it: take a larger batch_size, or a shuffle accountant"
+                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, for "
+                "which Opacus computes an expected_batch_size of 0, and gradients would be divided "
+                "by 0: use a larger batch_size, or a shuffle accountant"
             )
         return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
 
@@ -131,8 +131,8 @@ class OpacusScheme(Scheme):
         if budget.target_epsilon > (largest := LARGEST_TARGETS.get(self.name, LARGEST_TARGET)):
             raise ValueError(
                 f"target_epsilon must be at most {largest:g} with accountant {self.name!r}, whose "
-                f"search does not end above, got {budget.target_epsilon!r}: ask for less, or pass "
-                "noise_multiplier to make_private"
+                f"search does not end above it, got {budget.target_epsilon!r}: use a smaller one, "
+                "or pass noise_multiplier to make_private"
             )
         try:
             sigma: float = get_noise_multiplier(

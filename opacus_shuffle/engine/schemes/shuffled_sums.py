@@ -1,9 +1,9 @@
 """Trains with sums of bits in place of Gaussian noise (Cheu, Joseph, Mao and Peng, Algorithm 2).
 
-By default all users report in every round, and each tosses a secret coin for whether its gradient
-is in its report: the sum is Poisson-subsampled DP-SGD's. With ``sampling="random_allocation"`` each
-draws in secret in which one round of an epoch it is. With ``poisson_sampling=False`` a secret
-sample of fixed size reports.
+By default all users report in every round, and each user's secret coin decides whether the report
+contains the gradient. The sum is then that of Poisson-subsampled DP-SGD. With
+``sampling="random_allocation"`` each user draws in secret one round of an epoch. With
+``poisson_sampling=False`` a secret sample of fixed size reports.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class ShuffledSumsScheme(EpochScheme):
         everyone, (reports, entries, norm) = self.everyone_reports, self.sizes
         if protocol.num_users != reports:
             who = (
-                f"but all {reports} records report in every round, those that are not in the "
-                f"batch zero: build it with num_users={reports}, or pass poisson_sampling=False "
-                "for batches of one size"
+                f"but all {reports} records report in every round, and those outside of the "
+                f"batch report zero: build it with num_users={reports}, or pass "
+                "poisson_sampling=False for batches of one size"
                 if everyone
                 else f"a batch holds {reports} records: build it with num_users={reports}"
             )
@@ -125,9 +125,9 @@ class ShuffledSumsScheme(EpochScheme):
         if protocol.honest_fraction < 1 and self.sampling.sample_rate < 1 and not everyone:
             raise ValueError(
                 f"the aggregator's honest_fraction is {protocol.honest_fraction:.3g}, but batches "
-                "are samples of the data set: who of a sample is honest is random, and dishonest "
-                "ones know who of them is in it; leave out poisson_sampling=False, so that "
-                "everyone reports, or build it with honest_fraction=1"
+                "are samples of the data set: the number of honest users in a sample is random, "
+                "and dishonest users know their part of it; leave out poisson_sampling=False, so "
+                "that everyone reports, or build it with honest_fraction=1"
             )
         if protocol.dimension != entries:
             raise ValueError(

@@ -74,9 +74,9 @@ class ShuffledDPSGD(Scheme):
         published = budget.bound == "published"
         if self.spec is not None and published and sigma >= plain * (1 - 1e-6):
             warnings.warn(
-                f"shuffling asks for noise_multiplier {sigma:.4g}, plain DP-SGD for {plain:.4g}: "
+                f"shuffling needs noise_multiplier {sigma:.4g}, plain DP-SGD needs {plain:.4g}: "
                 "WS Algorithm 1 falls back to plain DP-SGD, with no shuffling and no clipping of "
-                "sums (a smaller batch_clip asks for less)",
+                "sums (a smaller batch_clip needs less noise)",
                 stacklevel=4,
             )
             self.spec, self.batch_clip = None, self.without_shuffling()
@@ -145,8 +145,8 @@ def calibrated_noise(step: ShuffledWeights, steps: int, budget: Budget) -> tuple
         return budget.smallest_noise(lambda sigma: [(_with_noise(step, sigma), steps)])
 
     shuffled = smallest(step)
-    # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′
-    # is less.
+    # Parameters that are not shuffled are not clipped as a batch either. One record may move their
+    # sum by c, even if c′ is smaller.
     plain = dataclasses.replace(step, dimension=1, batch_clip=math.inf, orbit=None)
     return shuffled, smallest(plain) if budget.bound != "certified" else shuffled
 
