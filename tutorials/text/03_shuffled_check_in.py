@@ -4,13 +4,14 @@
 # **The whole run of the paper's Figure 1b costs a proved $\varepsilon$ of 0.11 for every data set; the printed formula says 9.6, for one
 # pair of data sets.**
 #
-# In Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG), section 5.2, 60,000 users hold one image each. In
-# each of 5,540 rounds every user decides by its own secret coin ($\gamma = 0.1$) whether to take part, clips its gradient to $C = 0.01$, adds
-# Gaussian noise of $\sigma C$, $\sigma = 5$, and sends it to the shuffler. Nobody but the shuffler is trusted; neighbours are zero-out.
+# In Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG), section 5.2, 60,000 users hold one image each. In each
+# of 5,540 rounds every user participates with probability $\gamma = 0.1$, decided independently and in secret. A participating user clips
+# its gradient to $C = 0.01$, adds Gaussian noise of $\sigma C$, $\sigma = 5$, and sends it to the shuffler. Only the shuffler is trusted;
+# neighbours are zero-out.
 #
-# The run takes 33 million gradients, nearly two hours of CPU. So it was run once, by
-# `python reproduction/check_in_run.py --data fashion-mnist --output tutorials/recorded/check_in.json`, and its curve is recorded; `FULL` runs it
-# again. Without it this notebook takes half a minute: every $\varepsilon$ is computed here.
+# The run computes 33 million gradients and takes nearly two hours of CPU time. It was therefore run once, with
+# `python reproduction/check_in_run.py --data fashion-mnist --output tutorials/recorded/check_in.json`, and the notebook loads the recorded
+# accuracy; `FULL` repeats the run. Without `FULL` this notebook takes half a minute. It computes every $\varepsilon$.
 
 # %%
 import json
@@ -42,8 +43,8 @@ report = opacus_shuffle.privacy_report(run, steps=check_in_run.ROUNDS, delta=DEL
 print(report)
 
 # %% [markdown]
-# `certified` is proved for every data set, `pair` exact for the pair of data sets that the paper looks at, `published` its Theorem 3.
-# The theorem's terms of high orders do not vanish as $n$ grows, which is why it is so much larger than what it bounds.
+# `certified` is proved for every data set, `pair` is exact for the pair of data sets that the paper considers, and `published` is the
+# paper's Theorem 3. The theorem's high-order terms do not vanish as $n$ grows, so it is far larger than the value it bounds.
 
 # %%
 epsilon = {bound.bound: bound.epsilon for bound in report.bounds}
@@ -53,8 +54,9 @@ assert 9 < epsilon["published"] < 10
 # %% [markdown]
 # ## Accuracy
 #
-# The recorded run is on Fashion-MNIST, which has the size of MNIST, so that every $\varepsilon$ is the paper's. (With the files of MNIST,
-# `--data mnist` takes their place.) The paper prints no learning rate; here it is that of the recorded run.
+# The recorded run uses Fashion-MNIST, which has the size of MNIST; every $\varepsilon$ is therefore that of the paper's setting. (If you
+# have the files of MNIST, pass `--data mnist` instead.) The paper does not print its learning rate; the one below is that of the recorded
+# run.
 
 # %%
 if FULL:
@@ -97,12 +99,13 @@ chance = 0.1 + 5 * (0.1 * 0.9 / 10_000) ** 0.5
 assert accuracy[-1] > chance
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the paper
 #
-# * **The data**: Fashion-MNIST, not MNIST, unless you have MNIST's files. Its $\varepsilon$ is the same; its accuracy is not comparable.
-# * **The learning rate** is not printed. It decides how fast this curve rises, and no $\varepsilon$ depends on it.
-# * **The values of $\varepsilon$**: the figure's "Gauss bound" is Theorem 3, and is some 180 times the exact value of its own pair.
-#   `certified` holds for every data set, which the theorem does not.
-# * **The figure's other two curves** are from *Shuffled Check-in* (arXiv 2206.03151), whose bounds are not part of this library; they are left
-#   out.
-# * **Seeded**: whoever knows the seed can subtract the noise. The recorded run reproduces a figure and protects nobody.
+# * **The data**: Fashion-MNIST instead of MNIST, unless you have the files of MNIST. $\varepsilon$ is the same; the accuracy is not
+#   comparable.
+# * **The learning rate** is not printed in the paper. It determines how fast this curve rises, and no $\varepsilon$ depends on it.
+# * **The values of $\varepsilon$**: the figure's "Gauss bound" is Theorem 3, which is some 180 times the exact value for its own pair of
+#   data sets. `certified` is valid for every data set; the theorem is not.
+# * **The figure's other two curves** are from *Shuffled Check-in* (arXiv 2206.03151). They are omitted, because this library does not
+#   implement the bounds of that paper.
+# * **The seed**: anyone who knows the seed can subtract the noise. The recorded run reproduces a figure and offers no privacy protection.

@@ -1,16 +1,17 @@
 # %% [markdown]
 # # SG Appendix D: ten epochs of CIFAR-10 in the shuffle model
 #
-# **By Theorem 2, at the settings of the authors' scripts, the run's $\varepsilon$ is 0.578 or 5.005, as one reads its $\sigma$, and either is
-# about one pair of data sets.**
+# **By Theorem 2, with the settings of the authors' scripts, the $\varepsilon$ of the run is 0.578 or 5.005, depending on how $\sigma$ is
+# read. Both values are for one pair of data sets.**
 #
-# Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG) trains a CNN on CIFAR-10 in its Appendix D. By the
-# authors' scripts: 50,000 images, batches of 60 drawn for the shuffler, 10 epochs, noise that makes each report (12, 1e-5)-local, $\delta = 10^{-5}$,
-# Rényi orders up to 20. Nobody but the shuffler is trusted; neighbours are zero-out.
+# Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG) trains a CNN on CIFAR-10 in its Appendix D. The authors'
+# scripts use 50,000 images, batches of 60 reports drawn for the shuffler, 10 epochs, noise that makes each report (12, 1e-5)-local,
+# $\delta = 10^{-5}$, and Rényi orders up to 20. Only the shuffler is trusted; neighbours are zero-out.
 #
-# CIFAR-10's files cannot be part of this repository. Put the folder `cifar-10-batches-py` into `DATA` below and the notebook trains on it. **Without
-# it, coloured digits stand in for it**, in the shape of CIFAR-10 (3 × 32 × 32): what they show is that the run works, and nothing about accuracy
-# on CIFAR-10. Under a minute on two CPU cores; `FULL` takes all 8,333 rounds, five minutes.
+# This repository cannot include the files of CIFAR-10. To train on them, set `DATA` below to the folder that contains `cifar-10-batches-py`.
+# **Otherwise the notebook trains on coloured digits instead**, in the shape of CIFAR-10 (3 × 32 × 32). They show that the run works; they say
+# nothing about accuracy on CIFAR-10. The notebook takes under a minute on two CPU cores; with `FULL` it runs all 8,333 rounds in five
+# minutes.
 
 # %%
 import warnings
@@ -37,8 +38,9 @@ ROUNDS = WHOLE_RUN if FULL else 1_500
 # %% [markdown]
 # ## Which noise?
 #
-# "(12, 1e-5)-local" has two readings. If a report's neighbour is any other report, it moves by up to $2C$, and $\sigma = 0.8633$; if it is a report of
-# zero, by $C$, and $\sigma = 0.4316$. The bounds of the paper are about the second kind of neighbours, and its scripts account with 0.4316.
+# "(12, 1e-5)-local" can be read in two ways. If a user's value may be replaced by any other value, it moves by up to $2C$, and
+# $\sigma = 0.8633$. If it may only be replaced by zero, it moves by up to $C$, and $\sigma = 0.4316$. The bounds of the paper are for the
+# second neighbouring relation, and its scripts use 0.4316.
 
 # %%
 for sigma, distance in ((0.8633, 2.0), (0.4316, 1.0)):
@@ -67,8 +69,9 @@ for sigma, expected in by_theorem_2.items():
     assert bounds["published"] < bounds["certified"]
 
 # %% [markdown]
-# `published` is for the pair of data sets in which all others report zero. With 60 reports a round and so little noise in each, what is proved for
-# every data set (`certified`) is no useful $\varepsilon$. The same sum with noise that is made of bits has one: `10_choosing_a_trust_model`.
+# `published` is for the pair of data sets in which all other users report zero. With 60 reports in a round and so little noise in each, the
+# value proved for every data set (`certified`) is too large to be useful. The same sum has a useful $\varepsilon$ if its noise is made of
+# random bits: see `10_choosing_a_trust_model`.
 
 # %% [markdown]
 # ## The run
@@ -79,7 +82,7 @@ if DATA is None:
     paint = torch.Generator().manual_seed(0)
 
     def coloured(digits):
-        """Digits of 28 × 28 pixels in a random colour each, on 32 × 32 pixels."""
+        """Pads digits from 28 × 28 to 32 × 32 pixels and gives each one a random colour."""
         images, labels = digits.tensors
         tints = 0.4 + 0.6 * torch.rand(len(images), 3, 1, 1, generator=paint)
         return TensorDataset(nn.functional.pad(images - images.min(), (2, 2, 2, 2)) * tints, labels)
@@ -124,9 +127,10 @@ print(f"{what}: {right[-1]:.1%} after {rounds[-1]:,} rounds")
 assert right[-1] > 0.1 + 5 * (0.1 * 0.9 / len(test)) ** 0.5  # guessing, and five standard errors
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the paper
 #
 # * **The data**, unless `DATA` names CIFAR-10's files. The title of the figure says what it shows.
-# * **Clipping norm and learning rate** of this run (0.05 and 0.5) are ours; no $\varepsilon$ depends on them.
-# * **The network** is the small CNN of this repository's demo. A better one needs no other line here.
-# * **Two values of $\varepsilon$**: the print gives one noise, its scripts account with half of it. The run above has the larger noise.
+# * **The clipping norm and the learning rate** of this run (0.05 and 0.5) are our choice; no $\varepsilon$ depends on them.
+# * **The network** is the small CNN of this repository's demo. A better network can replace it without any other change.
+# * **Two values of $\varepsilon$**: the paper states one noise level, and its scripts account with half of it. The run above uses the larger
+#   noise.

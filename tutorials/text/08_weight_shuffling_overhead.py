@@ -1,13 +1,14 @@
 # %% [markdown]
-# # WS Tables VII and VIII: what shuffling the weights costs
+# # WS Tables VII and VIII: the cost of shuffling the weights
 #
-# **Permuting by indices gives exactly what multiplying by permutation matrices gives, in less time, and adds a few per cent to a step of
-# private training.**
+# **Permuting by index gives exactly the same result as multiplying by permutation matrices, takes less time, and adds a few per cent to a
+# step of private training.**
 #
-# Yang, Ji and Xiang's *Weights Shuffling for Improving DPSGD in Transformer-based Models* (WS) times three ways to permute a matrix (Table VII) and
-# epochs with and without shuffling (Table VIII), on an RTX 3090. This notebook measures the same on the machine that it runs on. What it
-# asserts is that the ways agree; times depend on the machine and on what else it does, so nothing about them is asserted. No
-# $\varepsilon$ is in here. Under a minute on two CPU cores; `FULL` takes the paper's matrix of 10,000 × 10,000, two minutes and 3 GB.
+# Yang, Ji and Xiang's *Weights Shuffling for Improving DPSGD in Transformer-based Models* (WS) times three ways to permute a matrix (Table
+# VII) and epochs with and without shuffling (Table VIII), on an RTX 3090. This notebook measures the same on the machine that it runs on. It
+# asserts that the three methods agree. It asserts nothing about times, because they depend on the machine and its load. It computes no
+# $\varepsilon$. The notebook takes under a minute on two CPU cores; with `FULL` it uses the paper's matrix of 10,000 × 10,000, and needs two
+# minutes and 3 GB.
 
 # %%
 import argparse
@@ -48,7 +49,7 @@ ways = {
 
 
 def wait():
-    """Waits for the GPU, where there is one."""
+    """Waits for the GPU to finish, if there is one."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
@@ -67,8 +68,8 @@ for name, way in ways.items():
 # %% [markdown]
 # ## Table VIII: a step of private training
 #
-# A small ViT and a small BERT, batches of 16, AdamW. "More" is the shuffler's own time over the rest of the step, in the same
-# run.
+# This cell trains a small ViT and a small BERT with batches of 16 and AdamW. "More" is the time of the shuffler divided by the time of the
+# rest of the step, in the same run.
 
 # %%
 options = argparse.Namespace(device=DEVICE, batch=16, steps=5)
@@ -89,14 +90,15 @@ for name, share in shares.items():
 assert f"{shares['ViT, CIFAR']:.1%}" == "11.7%"
 
 # %% [markdown]
-# Shuffling moves every weight and both of Adam's moments once a step, whatever the batch. So its share falls with the batch: what counts
-# is the time of a step, and an epoch of few, large batches pays little.
+# Shuffling moves every weight and both of Adam's moments once in every step, regardless of the batch size. Its share of the time therefore
+# falls as batches grow, and an epoch of few, large batches has little overhead.
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the paper
 #
-# * **The machine.** Whether multiplying or moving memory is what a machine does well differs between GPUs and CPUs, and so do these ratios.
-#   `benchmarks/RESULTS.rst` has what was measured, and says where; figures of a GPU are not among them yet.
-# * **Sizes**: small networks with random weights stand in for the paper's, whose weights would have to be downloaded.
-# * The text says that shuffling takes "only 2.3 %" of training. By its own table it adds between 0.7 % and, for the ViT, 11.7 %.
-# * Only what the paper permutes is in its times; the default here also permutes heads and the residual stream.
+# * **The machine.** GPUs and CPUs differ in how fast they multiply relative to how fast they move memory, and so do these ratios.
+#   `benchmarks/RESULTS.rst` lists measured times and the machines; it does not include a GPU yet.
+# * **The sizes**: small networks with random weights replace the paper's networks, whose weights would have to be downloaded.
+# * The paper says that shuffling takes "only 2.3 %" of the training time. According to its own table, shuffling adds between 0.7 % and 11.7 %
+#   (for the ViT).
+# * The paper's times cover only the permutations of its own theorems; the default here also permutes heads and the residual stream.

@@ -1,15 +1,15 @@
 # %% [markdown]
-# # Errata, computed in front of you
+# # Errata, with computed counterexamples
 #
-# **Some statements of the three papers do not hold as they are printed; each has a counterexample that a few lines compute.**
+# **Some statements of the three papers are wrong as printed. A few lines of code compute a counterexample to each.**
 #
-# The papers are good, and this library is built on them. Print has mistakes, and in privacy a mistake that makes $\varepsilon$ too
-# small is a broken promise. So every entry here states what is printed, computes what is right, and asserts the difference. The list
-# with what the library does instead is `docs/errata.rst`; misprints in which there is nothing to compute are only there.
+# The papers are good, and this library is built on them. But papers contain mistakes, and a mistake that makes $\varepsilon$ too small
+# breaks a privacy promise. Every entry here therefore states what is printed, computes the correct value, and asserts the difference.
+# `docs/errata.rst` lists all errata and what the library does instead, including misprints for which there is nothing to compute.
 #
-# The papers: Liew and Takahashi, *Shuffle Gaussian Mechanism for Differential Privacy* (SG); Yang, Ji and Xiang, *Weights Shuffling
-# for Improving DPSGD in Transformer-based Models* (WS); Cheu, Joseph, Mao and Peng, *Shuffle Private Stochastic Convex Optimization*
-# (SCO). Half a minute on one CPU core, at its full size.
+# The papers: Liew and Takahashi, *Shuffle Gaussian Mechanism for Differential Privacy* (SG); Yang, Ji and Xiang, *Weights Shuffling for
+# Improving DPSGD in Transformer-based Models* (WS); Cheu, Joseph, Mao and Peng, *Shuffle Private Stochastic Convex Optimization* (SCO). The
+# notebook runs at full size in half a minute on one CPU core.
 
 # %%
 import math
@@ -44,9 +44,9 @@ plt.style.use("figures.mplstyle")
 # %% [markdown]
 # ## SG, proof of Theorem 1: "without loss of generality"
 #
-# Theorem 1 is an exact formula for **one pair** of data sets: everybody at zero, and one user at norm 1 who moves to zero. The proof
-# takes that pair for the worst one. It is not. Two users, $\sigma = 0.86$, Rényi order 2: put the *other* user at $-1$, and integrate
-# the two mixtures numerically.
+# Theorem 1 is an exact formula for **one pair** of data sets: all users are at zero, except for one user at norm 1, who moves to zero. The
+# proof assumes that this pair is the worst one. It is not. Take two users, $\sigma = 0.86$ and Rényi order 2, put the *other* user at $-1$,
+# and integrate the two mixtures numerically.
 
 # %%
 sigma, grid = 0.86, np.linspace(-9, 9, 1801)
@@ -62,14 +62,15 @@ print(
 assert theorem_1 < other_pair < unshuffled
 
 # %% [markdown]
-# So Theorem 1 is a lower bound of what holds for every data set. The library calls it `published`, labels it `PAIR`, and shows a
-# value beside it, `certified`, that is proved for **every** data set.
+# Theorem 1 is therefore a lower bound on the value for the worst data set. The library calls it `published`, labels it `PAIR`, and shows
+# beside it `certified`, a value that is proved for **every** data set.
 
 # %% [markdown]
 # ## SG, Table 1: orders up to 30
 #
-# The table prints 0.22820 for one round ($n = 60{,}000$, $\sigma = 9.48$, $\delta = 1/n$), with Rényi orders up to 30, as larger ones
-# are "computationally infeasible". All orders up to $\lambda$ take $O(\lambda^2)$ operations, and the best one is far beyond 30.
+# The table prints 0.22820 for one round ($n = 60{,}000$, $\sigma = 9.48$, $\delta = 1/n$), with Rényi orders up to 30, because larger ones
+# are "computationally infeasible". Computing all orders up to $\lambda$ takes $O(\lambda^2)$ operations, and the best order is far above
+# 30.
 
 # %%
 round_ = opacus_shuffle.ShuffleGauss(noise_multiplier=9.48, num_users=60_000)
@@ -91,13 +92,13 @@ assert values["pair"] < values["published"] < few / 100
 assert values["pair"] <= values["certified"] < few / 100
 
 # %% [markdown]
-# Here the print is too *large*, by a factor of 250.
+# Here the printed value is too *large*, by a factor of 250.
 
 # %% [markdown]
 # ## SG, Theorem 3: fewer than one expected report
 #
-# For shuffled check-in, Theorem 3 samples at the rate $\gamma$ where, given $k$ participants, the rate is $k/n$. With less than one
-# expected participant it falls below the exact divergence of its own pair.
+# For shuffled check-in, Theorem 3 uses the sampling rate $\gamma$, although the rate given $k$ participants is $k/n$. With less than one
+# expected participant, the bound falls below the exact divergence of its own pair.
 
 # %%
 setting = {
@@ -114,7 +115,7 @@ assert printed < exact
 # %% [markdown]
 # ## SG, Theorem 3 at Figure 1b
 #
-# There it errs to the other side: its terms of high orders do not vanish as $n$ grows.
+# In this setting the theorem errs in the other direction: its high-order terms do not vanish as $n$ grows.
 
 # %%
 check_in = opacus_shuffle.ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
@@ -128,9 +129,9 @@ assert values["pair"] <= values["certified"] < values["published"] / 50
 # %% [markdown]
 # ## SG, Figure 1a: which σ is "(12, 1e-5)"-local?
 #
-# The text says that $\sigma = 0.86$ corresponds to $\varepsilon_0 = 12$ at $\delta_0 = 10^{-5}$. The exact curve of the Gaussian
-# mechanism says: that is so at sensitivity 2, for replacement. The pair of Theorem 1 moves by 1, and there it is half of that, which is
-# the number that the authors' scripts account with.
+# The paper says that $\sigma = 0.86$ corresponds to $\varepsilon_0 = 12$ at $\delta_0 = 10^{-5}$. By the exact curve of the Gaussian
+# mechanism, this is correct at sensitivity 2, that is, for replacement. In the pair of Theorem 1 a user moves by 1, and half of that
+# $\sigma$ is enough; the authors' scripts account with that number.
 
 # %%
 for sigma, sensitivity in ((0.8633, 2), (0.4316, 1)):
@@ -151,10 +152,10 @@ for sigma in (0.8633, 0.4316):
     )
 
 # %% [markdown]
-# ## WS, Theorem 6: a lower bound, approximated, in the place of an upper one
+# ## WS, Theorem 6: an approximate lower bound used as an upper bound
 #
-# The theorem bounds the $\delta$ of a pair of gradients *from below*, replaces a sum of log-normals by one log-normal, and takes the largest
-# value over pairs by a heuristic. What comes out need not even be a probability:
+# The theorem bounds the $\delta$ of a pair of gradients *from below*, replaces a sum of log-normals by one log-normal, and maximises over
+# pairs by a heuristic. The result need not even be a probability:
 
 # %%
 negative = fenton_wilkinson.compute_delta(epsilon=0.2, noise_std=0.3, dimension=10**8)
@@ -163,9 +164,9 @@ assert negative < 0
 
 # %% [markdown]
 # At the paper's own setting (a ViT with 85.8 million parameters, $\sigma = 0.27372$ for $\varepsilon = 0.5$ over 500 steps, which leaves
-# each step $\varepsilon = 0.197617$ at $\delta = 2.5\cdot 10^{-7}$) it is below the truth. The pair $f = 0$, $f' = c\,e_1$ meets all its
-# conditions. An adversary asks: "is the largest coordinate above $t$?" No permutation can hide that, and every $t$ gives a lower bound of
-# $\delta$.
+# each step $\varepsilon = 0.197617$ at $\delta = 2.5\cdot 10^{-7}$), the $\delta$ of the theorem is below the true one. The pair $f = 0$,
+# $f' = c\,e_1$ satisfies all of its conditions. An adversary tests whether the largest coordinate is above $t$. No permutation can hide the
+# answer, and every $t$ gives a lower bound on $\delta$.
 
 # %%
 d, epsilon = 85_800_000, 0.197617
@@ -201,7 +202,7 @@ axes.set(
 )
 _ = axes.legend()
 # %% [markdown]
-# Over the whole run, that pair's $\varepsilon$ can be computed exactly, with a lower value beside it.
+# For the whole run, the library computes a lower and an upper value of this pair's $\varepsilon$.
 
 # %%
 step = ShuffledRound(noise_multiplier=sigma, num_users=d, sample_rate=0.02, sampling="poisson")
@@ -210,8 +211,8 @@ print(f"claimed 0.5; this pair has between {lower:.2f} and {upper:.2f}")
 assert lower > 1.8
 
 # %% [markdown]
-# And there are gradients that no permutation changes at all: those with equal entries. The paper sets them aside; a proof for every
-# data set cannot. So `certified` is DP-SGD's own $\varepsilon$.
+# Some gradients do not change under any permutation: those whose entries are all equal. The paper excludes them; a proof for every data set
+# cannot. `certified` is therefore the $\varepsilon$ of DP-SGD.
 
 # %%
 vit = opacus_shuffle.ShuffledWeights(
@@ -224,16 +225,16 @@ assert certified > lower
 # %% [markdown]
 # ## WS, Figure 1
 #
-# Two Gaussians around $(\pm 2, 0)$, and what shuffling the two coordinates makes of them. The distance is the Frobenius norm of the
-# difference of the densities on a grid; on the grid of 1,000 points from -10 to 10 the right panel's 13.96 comes out, and the left one's
-# 18.53 does not.
+# The figure shows two Gaussians around $(\pm 2, 0)$, before and after shuffling the two coordinates. The distance is the Frobenius norm of
+# the difference of the densities on a grid. A grid of 1,000 points from -10 to 10 reproduces the right panel's 13.96, but not the left
+# panel's 18.53.
 
 # %%
 axis = np.linspace(-10, 10, 1000)
 
 
 def density_around(*points):
-    """The mean of two-dimensional standard normal densities around some points."""
+    """Returns the mean of two-dimensional standard normal densities around the points."""
     return sum(np.outer(norm.pdf(axis, x), norm.pdf(axis, y)) for x, y in points) / len(points)
 
 
@@ -249,13 +250,13 @@ assert f"{nearer:.2f}" == "18.53" != f"{apart:.2f}"
 # %% [markdown]
 # ## SCO, Theorem 4.3: steps that diverge
 #
-# The printed step sizes $L_t = (\dots + \beta)/(t + 1)$ are half of what the proof needs. On the loss $\theta^2/2$, without any noise, from
-# $\theta = 1$:
+# The printed $L_t = (\dots + \beta)/(t + 1)$, the inverse step sizes, are half of what the proof needs. The cell runs both versions on the
+# loss $\theta^2/2$, without noise, from $\theta = 1$:
 
 
 # %%
 def accelerated(inverse_steps):
-    """AC-SA (Lan 2012) on θ²/2 from θ = 1, as a list of |aggregate|."""
+    """Runs AC-SA (Lan 2012) on θ²/2 from θ = 1 and returns the values of |aggregate|."""
     theta = aggregate = 1.0
     path = []
     for t, size in enumerate(inverse_steps, 1):
@@ -300,8 +301,8 @@ _ = axes.legend(loc="lower left")
 # %% [markdown]
 # ## SCO, Theorem 4.1: one L too many
 #
-# The printed step size has an $L$ inside its bracket that does not follow from the proof. For $L = 1$ nothing shows; for $L = 100$ the proved
-# excess loss is that of a method that hardly moves.
+# The printed step size contains a factor $L$ inside its bracket that does not follow from the proof. For $L = 1$ it has no effect; for
+# $L = 100$ the proved excess loss is that of a method that hardly moves.
 
 # %%
 torch.manual_seed(0)  # the made-up data; the noise is seeded by the operating system
@@ -325,11 +326,11 @@ for lipschitz in (1.0, 100.0):
 assert printed > 20 * ours
 
 # %% [markdown]
-# ## SCO, Lemma 3.1: constants that are proved, and far from needed
+# ## SCO, Lemma 3.1: proved constants that are far larger than necessary
 #
-# The printed constants of the sum protocol hold, and what they promise is a thousand times worse than what is true: a protocol built for
-# $\varepsilon = 1$ really has the $\varepsilon$ below, which two Gaussian mechanisms enclose. The library's own calibration needs a
-# fraction of the noise for the same promise.
+# The printed constants of the sum protocol are valid, but the $\varepsilon$ that they promise is a thousand times the true one: a protocol
+# built for $\varepsilon = 1$ actually has the $\varepsilon$ below, which is bracketed by two Gaussian mechanisms. The library's own
+# calibration needs a fraction of the noise for the same guarantee.
 
 # %%
 published, tight = (
@@ -344,9 +345,9 @@ assert published.exact_epsilon()[1] < 0.0011
 assert 0.98 < tight.exact_epsilon()[0] <= tight.exact_epsilon()[1] <= 1
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the papers
 #
-# Every cell above is such a difference. Three kinds occur: a formula for one pair of data sets that is taken for all of them (SG, WS), a
-# slip in a formula whose proof is sound (SCO 4.1, 4.3; SG Theorem 3), and constants that are larger than they need to be (SG Table 1 and
-# Figure 1b, SCO Lemma 3.1). The first kind is the only one that breaks a promise to a user, and it is why every $\varepsilon$ of this
-# library says which data sets it covers.
+# Every section above shows such a difference. They are of three types: a formula for one pair of data sets that is applied to all of them
+# (SG, WS), a slip in a formula whose proof is sound (SCO 4.1, 4.3; SG Theorem 3), and constants that are larger than necessary (SG Table 1
+# and Figure 1b, SCO Lemma 3.1). Only the first type breaks a promise to a user. Because of it, every $\varepsilon$ in this library states
+# which data sets it covers.

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Train on every record once an epoch
 #
-# **With `accountant="random_allocation"` every record trains exactly once an epoch, and $\varepsilon$ is below that of Opacus's Poisson batches.**
+# **With `accountant="random_allocation"` every record is used exactly once per epoch, and $\varepsilon$ is below that of Opacus's Poisson
+# batches.**
 #
-# Opacus draws Poisson batches: each record is in each batch by a coin of its own, so that in an epoch some records train twice and a third of
-# them not at all. Here each record falls into *one* of the epoch's batches, by a secret draw that is new for every epoch. Both trust one server
-# with the data. [The how-to](../docs/how_to/train_once_an_epoch.rst) says what this takes, [proof 11](../docs/proofs/11_random_allocation.md) why it
-# holds. Where Debian's Fashion-MNIST is installed the notebook trains on 12,000 of those images, in about two minutes on two CPU cores, else on
-# 4,000 real MNIST digits, in less than one.
+# Opacus draws Poisson batches: each record is included in each batch independently, so in one epoch some records are used twice and a third
+# of them not at all. With random allocation, each record is assigned to *one* of the epoch's batches by a secret draw, which is repeated for
+# every epoch. Both methods trust one server with the data. [The how-to](../docs/how_to/train_once_an_epoch.rst) describes the requirements;
+# [proof 11](../docs/proofs/11_random_allocation.md) derives the bound. If Debian's Fashion-MNIST is installed, the notebook trains on 12,000
+# of its images in about two minutes on two CPU cores. Otherwise it trains on 4,000 real MNIST digits in less than one minute.
 
 # %%
 import warnings
@@ -24,7 +25,7 @@ from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.picture_styles import BOUND_STYLES
 
 plt.style.use("figures.mplstyle")
-# The last is about the RDP by which Opacus's PRV chooses its grid alone: no ε here is from it.
+# The last warning is about the RDP that Opacus's PRV accountant uses only to choose its grid.
 warnings.filterwarnings(
     "ignore",
     message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest",
@@ -46,7 +47,7 @@ batches = records // BATCH
 
 
 def private(accountant, **noise):
-    """A linear model over fixed features, made private."""
+    """Returns an engine and a private linear model on fixed features, its optimizer and its loader."""
     model = nn.Linear(entries, 10, bias=False)
     nn.init.zeros_(model.weight)
     engine = opacus_shuffle.PrivacyEngine(accountant=accountant)
@@ -62,10 +63,11 @@ def private(accountant, **noise):
 
 
 # %% [markdown]
-# ## Who is in which batch
+# ## How often each record is drawn
 #
-# One epoch of each loader: how often every record was drawn, and how many records the batches have. The sizes vary as much as Poisson's, and like
-# those they are a secret: $\varepsilon$ is far larger for whoever sees them. (This notebook looks, because it holds the data anyway.)
+# The cell draws one epoch from each loader, and counts how often each record was drawn and how many records each batch has. The batch sizes
+# vary as much as those of Poisson batches, and must be kept secret in the same way: $\varepsilon$ is far larger against an adversary who sees
+# them. (This notebook may inspect them, because it has access to the data anyway.)
 
 # %%
 ways = {"Poisson": "prv", "allocation": "random_allocation"}
@@ -90,10 +92,11 @@ sizes.set(xlabel="records in it", ylabel="batches", title="a batch")
 _ = often.legend()
 
 # %% [markdown]
-# ## What it costs at the same noise
+# ## ε at the same noise
 #
-# $\varepsilon$ of random allocation is known to half a percent. `poisson` is the same noise on Poisson batches, `shuffled_batches` all that is
-# proved of `DataLoader(shuffle=True)`, whose batches have one size: nothing is gained from the order there, whatever papers quote.
+# The $\varepsilon$ of random allocation is known to within half a percent. `poisson` uses the same noise with Poisson batches.
+# `shuffled_batches` is the best proved value for `DataLoader(shuffle=True)`, whose batches have a fixed size: the random order of the records
+# does not reduce it, although some papers quote the $\varepsilon$ of Poisson batches for such loaders.
 
 # %%
 epochs = 20
@@ -126,14 +129,14 @@ axes.legend()
 assert np.all(np.array(rows["certified"]) < rows["poisson"])
 
 # %% [markdown]
-# ## What it trains at the same ε
+# ## Accuracy at the same ε
 #
-# The same linear model on these images, with the noise that $\varepsilon = 1$ asks for.
+# The cell trains the same linear model on these images with the noise required for $\varepsilon = 1$.
 
 
 # %%
 def accuracy(model):
-    """The share of the test images that are classified rightly."""
+    """Returns the fraction of the test images that are classified correctly."""
     with torch.no_grad():
         return (model(test.tensors[0]).argmax(1) == test.tensors[1]).float().mean().item()
 
@@ -156,7 +159,8 @@ for accountant in ("prv", "random_allocation"):
 assert min(reached.values()) > 0.7
 
 # %% [markdown]
-# An epoch is accounted in full when it begins, because what it shows may make you stop. So leave epochs at their end.
+# The engine accounts for a whole epoch when the epoch begins, because the decision to stop early may depend on what the epoch has shown. Stop
+# training only at the end of an epoch.
 
 # %%
 print(engine.privacy_report(DELTA).statement())

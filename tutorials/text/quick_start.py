@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Quick start: an Opacus script in the shuffle model
 #
-# **With an import and an accountant, an Opacus script trains for users who trust nobody but a shuffler, at a proved $\varepsilon$ and a
-# trusted server's accuracy.**
+# **Change one import and choose an accountant, and an Opacus script trains for users who trust only a shuffler. The $\varepsilon$ is proved,
+# and the accuracy is that of training with a trusted server.**
 #
-# In the **shuffle model** nobody sees a raw gradient. Every record's owner sends noised messages, a shuffler mixes those of all users, and the
-# server sees them in random order. This notebook *simulates* that in one process, which does see the data: every $\varepsilon$ below
-# describes the protocol simulated. It trains on 4,000 real MNIST digits and takes about a minute on two CPU cores.
+# In the **shuffle model** raw gradients never leave their owners. Each user sends noised messages, a shuffler mixes the messages of all
+# users, and the server sees them in random order. This notebook *simulates* the protocol in one process, which does see the data; every
+# $\varepsilon$ below describes the simulated protocol. The notebook trains on 4,000 real MNIST digits and takes about a minute on two CPU
+# cores.
 
 # %%
 import warnings
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook is firing")
-torch.manual_seed(0)  # the network's first weights; our noise is seeded by the operating system
+torch.manual_seed(0)  # for the initial weights; the noise is seeded by the operating system
 
 train, test = load_image_dataset("mnist-5k")
 EPOCHS, DELTA = 15, 1e-5
@@ -26,7 +27,7 @@ NOISE = {"noise_multiplier": 1.5, "max_grad_norm": 1.0}
 
 
 def fit(model, optimizer, loader):
-    """The training loop that you have."""
+    """Runs an ordinary training loop and returns the test accuracy."""
     for _ in range(EPOCHS):
         for images, labels in loader:
             optimizer.zero_grad()
@@ -38,8 +39,8 @@ def fit(model, optimizer, loader):
 # %% [markdown]
 # ## Before: Opacus
 #
-# A trusted server sees every gradient and adds noise to their sum. (Opacus's $\varepsilon$ is about a record more or less in the data; all
-# others here are about a record that reports zero.)
+# A trusted server sees every gradient and adds noise to their sum. (Opacus's $\varepsilon$ compares data sets that differ by adding or
+# removing one record. All other values here compare data sets in which one record reports zero instead of its gradient.)
 
 # %%
 from opacus import PrivacyEngine
@@ -61,8 +62,9 @@ print(
 # %% [markdown]
 # ## After: the import and the accountant
 #
-# `shuffled_sums`: every user sends labelled bits, some of them random, and only the sum of all bits says anything. The noise multiplier is the
-# sum's, as in Opacus, and each user's data take part in a round by a secret coin of its own.
+# With `shuffled_sums`, every user sends labelled bits, some of them random, and only the sum of all bits carries information. The noise
+# multiplier refers to the sum, as in Opacus. Each user's data are included in a round with a fixed probability, decided independently and in
+# secret.
 
 # %%
 from opacus_shuffle import PrivacyEngine
@@ -87,8 +89,8 @@ assert (
 # %% [markdown]
 # ## The table of ε
 #
-# No $\varepsilon$ without its meaning: each row says who is trusted, which data sets it covers, and whether it is proved. `certified` covers
-# **every** data set, and is what `get_epsilon` answers. `statement()` is the sentence to quote.
+# Each row of the report states who is trusted, which data sets the $\varepsilon$ covers, and whether it is proved. `certified` covers
+# **every** data set; it is the value that `get_epsilon` returns. `statement()` returns a sentence to quote.
 
 # %%
 engine.privacy_report(DELTA)
@@ -99,9 +101,9 @@ print(engine.privacy_report(DELTA).statement())
 # %% [markdown]
 # ## Gaussian reports, the other protocol
 #
-# Here every user clips its gradient, adds its *own* Gaussian noise and sends one vector: `accountant="shuffled_checkin"` and
-# `local_noise=True` in a script. A sum of $k$ reports then carries $\sqrt{k}\,\sigma C$ of noise, so it takes many users. From plain
-# numbers, no model needed:
+# In this protocol every user clips its gradient, adds its *own* Gaussian noise and sends one vector. In a script, use
+# `accountant="shuffled_checkin"` and `local_noise=True`. A sum of $k$ reports then carries $\sqrt{k}\,\sigma C$ of noise, so the protocol
+# needs many users. The report below is computed from plain numbers and needs no model.
 
 # %%
 import opacus_shuffle
@@ -111,9 +113,9 @@ report = opacus_shuffle.privacy_report(run, steps=1000, delta=DELTA)
 report
 
 # %% [markdown]
-# `published` is what the published theorem prints, and `pair` the exact value for the same **one pair** of data sets; that is no guarantee, and
-# asking for it comes with a warning. Over the rounds, the shaded region is what is not known: the truth for the worst data set
-# lies between `pair` and `certified`.
+# `published` is the bound of the published theorem, and `pair` is the exact value for the same **one pair** of data sets. Neither is a
+# guarantee, and requesting either raises a warning. In the plot over the rounds, the shaded region shows what is not known: the true
+# $\varepsilon$ of the worst data set lies between `pair` and `certified`.
 
 # %%
 _ = report.plot()
@@ -121,7 +123,7 @@ _ = report.plot()
 # %% [markdown]
 # ## The noise for a budget
 #
-# In a script `make_private_with_epsilon(..., target_epsilon=, target_delta=, epochs=)`; from plain numbers:
+# In a script, call `make_private_with_epsilon(..., target_epsilon=, target_delta=, epochs=)`. From plain numbers:
 
 # %%
 budget = {
@@ -135,6 +137,6 @@ sigma = opacus_shuffle.compute_noise_multiplier("shuffled_checkin", **budget)
 print(f"each report's own noise multiplier must be at least {sigma:.4f}")
 
 # %% [markdown]
-# ## What differs from the print, and why
+# ## Differences from the papers
 #
-# This notebook reproduces no figure. Those that do have numbers; the next step is `10_choosing_a_trust_model`.
+# This notebook reproduces no figure; the numbered notebooks do. A good next step is `10_choosing_a_trust_model`.
