@@ -1,9 +1,9 @@
-"""What ``make_private`` and its check of networks take, against a step of plain training.
+"""Measures the cost of ``make_private`` and its network check relative to a plain training step.
 
-``python benchmarks/attach.py [--batch 8]``: BERT-base on texts of 128 tokens and ViT-B/16, one
-thread; each figure comes from a fresh process. The yardstick is one step (forward, backward, SGD
-with momentum) of the same batch without privacy; memory is the whole process's peak, PyTorch and
-transformers included.
+``python benchmarks/attach.py [--batch 8]`` measures BERT-base on texts of 128 tokens and ViT-B/16
+on one thread. Each value comes from a fresh process. The baseline is one step (forward, backward,
+SGD with momentum) on the same batch without privacy. Memory is the peak of the whole process,
+including PyTorch and transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS = (
 
 
 def build(name: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
-    """A network and its records, every other text padded."""
+    """Returns a network and its records; every other text is padded."""
     import transformers
 
     import opacus_shuffle
@@ -54,7 +54,7 @@ def build(name: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 
 
 def measure(name: str, task: str, batch: int) -> tuple[float, float]:
-    """Seconds of processor time, and MiB at the peak."""
+    """Returns CPU seconds and the peak memory in MiB."""
     import opacus_shuffle
     from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling, find_spec
 

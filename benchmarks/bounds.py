@@ -1,9 +1,10 @@
-"""Every bound's ε, time and memory at the papers' settings, against Opacus's PRV accountant.
+"""Compares ε, time and memory of every bound with Opacus's PRV accountant at the papers' settings.
 
-``python benchmarks/bounds.py``: each figure comes from a fresh process with cold caches; time and
-memory are those of the one call, after the imports. The yardsticks are Opacus's ``PRVAccountant``
-for the same noise at a trusted server, in the same run: with its default absolute error, 0.01, and
-(the one that times are divided by) with an error of 1 % of the pair's ε, as ours is.
+Run ``python benchmarks/bounds.py``. Each value comes from a fresh process with cold caches; time
+and memory are those of one call, without the imports. The baselines are Opacus's ``PRVAccountant``
+for the same noise at a trusted server, in the same run: once with its default absolute error, 0.01,
+and once with an error of 1 % of the pair's ε, which is that of our bounds. Times are divided by the
+latter.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ BOUNDS = ("pair", "certified", "published", "local", "secure_aggregation", "cent
 
 
 def opacus_prv(run: dict[str, float], eps_error: float) -> float:
-    """Opacus's PRV accountant for DP-SGD with the noise √(γn)·σ."""
+    """Returns the ε of Opacus's PRV accountant for DP-SGD with noise √(γn)·σ."""
     rate = run.get("sample_rate", 1.0)
     noise = math.sqrt(rate * run["num_users"]) * run["noise_multiplier"]
     accountant = opacus.accountants.PRVAccountant()
@@ -64,7 +65,7 @@ def opacus_prv(run: dict[str, float], eps_error: float) -> float:
 def measure(
     bound: str, mechanism: str, run: dict[str, float], eps_error: float
 ) -> tuple[float, float, float]:
-    """ε, seconds, and MiB of memory on top of the imports."""
+    """Returns ε, seconds, and MiB of memory in addition to the imports."""
     warnings.simplefilter("ignore")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -86,7 +87,7 @@ def measure(
 
 
 def main() -> None:
-    """Print the tables."""
+    """Prints the tables."""
     print(f"{platform.machine()}, Python {platform.python_version()}")
     context = multiprocessing.get_context("spawn")
     for title, (mechanism, run) in SETTINGS.items():

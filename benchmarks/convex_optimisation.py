@@ -1,19 +1,19 @@
-"""SCO's Table 1 on real data: excess loss over the number of users, and the theorems' slopes.
+"""Measures SCO's Table 1 on real data: excess loss over the number of users, and its slopes.
 
 Run ``python benchmarks/convex_optimisation.py [--rows NAME ...] [--seeds 6] [--output DIR]``, about
-half an hour on one core; ``--output`` writes the table as JSON and CSV and (where matplotlib is
-there) the picture. Needs scikit-learn.
+half an hour on one core. ``--output`` writes the table as JSON and CSV and, if matplotlib is
+installed, the plot. The benchmark needs scikit-learn.
 
 The population is a real data set (breast cancer: 569 × 30, logistic loss; diabetes: 442 × 10,
-absolute loss; rows scaled to norm 1, so L = 1), users are independent draws from it, so the
-population loss and its minimum are known exactly. ε = 0.1, δ = 1e-6, tight calibration: small, so
-that what falls with n is the price of privacy and not the 1/√n of learning.
+absolute loss; rows scaled to norm 1, so L = 1). Users are independent draws from it, so the
+population loss and its minimum are known exactly. The settings are ε = 0.1, δ = 1e-6 and the tight
+calibration. ε is small so that the cost of privacy dominates the 1/√n of learning.
 
-A theorem's exponent is of an upper bound for the worst loss. So each row has three slopes: the
-theorem's, that of the *proved number* (``excess_loss_bound``) over the same n, and the measured one
-with its standard error. The measured excess must stay below the proved number; it may fall faster.
-While the loss is still near where it started, everything falls more slowly than in the end, so the
-numbers of users are as large as time allows.
+The exponent of a theorem is that of an upper bound for the worst loss. Each row therefore has three
+slopes: that of the theorem, that of the *proved bound* (``excess_loss_bound``) over the same n, and
+the measured slope with its standard error. The measured excess loss must stay below the proved
+bound; it may decrease faster. While the loss is still near its initial value, all slopes are
+smaller than in the limit, so the numbers of users are as large as time allows.
 
 >>> name, exponent, _ = ROWS["smooth, accelerated (Thm 4.3)"][:3]
 >>> name, round(exponent, 2)
@@ -67,7 +67,7 @@ Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Population:
-    """A data set taken for the whole population."""
+    """A data set that serves as the whole population."""
 
     records: tuple[torch.Tensor, torch.Tensor]
     loss: Loss
@@ -77,22 +77,22 @@ class Population:
 
     @property
     def dimension(self) -> int:
-        """Number of parameters."""
+        """Returns the number of parameters."""
         return self.records[0].shape[1]
 
     def excess(self, theta: torch.Tensor) -> float:
-        """Population loss above its minimum."""
+        """Returns the population loss minus its minimum."""
         return float(self.loss(theta, self.records).mean()) - self.minimum
 
     def users(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Independent draws."""
+        """Draws users independently."""
         drawn = torch.randint(0, len(self.records[1]), (count,), generator=generator)
-        # In single precision: four million of them in half the memory.
+        # Single precision halves the memory of four million users.
         return self.records[0].float()[drawn], self.records[1].float()[drawn]
 
 
 def ridged(loss: Loss) -> Loss:
-    """The loss plus RIDGE/2·‖θ‖²: strongly convex."""
+    """Returns the loss plus RIDGE/2·‖θ‖², which is strongly convex."""
 
     def regularised(theta: torch.Tensor, batch: Any) -> torch.Tensor:
         return loss(theta, batch) + RIDGE / 2 * (theta**2).sum()
@@ -126,7 +126,7 @@ def population(name: str) -> Population:
 
 
 def _least_absolute(features: np.ndarray, targets: np.ndarray, radius: float) -> float:
-    """The smallest mean absolute error, a linear programme; its solution must lie in the ball."""
+    """Returns the smallest mean absolute error by a linear program with a solution in the ball."""
     users, dimension = features.shape
     cost = np.concatenate([np.zeros(dimension), np.full(users, 1 / users)])
     sides = np.block([[features, -np.eye(users)], [-features, -np.eye(users)]])
@@ -142,7 +142,7 @@ def _least_absolute(features: np.ndarray, targets: np.ndarray, radius: float) ->
 
 
 def _ridged_absolute(features: np.ndarray, targets: np.ndarray, radius: float) -> float:
-    """The same with RIDGE/2·‖θ‖² added, by its dual: smooth, over a box."""
+    """Returns the same with RIDGE/2·‖θ‖² added, by its smooth dual problem over a box."""
 
     def dual(weights: np.ndarray) -> tuple[float, np.ndarray]:
         theta = features.T @ weights / RIDGE
@@ -158,7 +158,7 @@ def _ridged_absolute(features: np.ndarray, targets: np.ndarray, radius: float) -
 
 
 def _smooth_minimum(loss: Loss, records: tuple[torch.Tensor, torch.Tensor], radius: float) -> float:
-    """The minimum of a smooth loss over the ball."""
+    """Returns the minimum of a smooth loss over the ball."""
 
     def value(point: np.ndarray) -> tuple[float, np.ndarray]:
         theta = torch.tensor(point, requires_grad=True)
@@ -188,13 +188,13 @@ class RidgedEnvelope(MoreauEnvelope):
         self.inner = MoreauEnvelope(plain, self.weight)
 
     def proximal_points(self, theta: torch.Tensor, batch: Any) -> torch.Tensor:
-        """In closed form."""
+        """Returns the proximal point in closed form."""
         point = theta * (self.smoothness / self.weight)
         return point - self.inner.gradients(point, batch) / self.weight
 
 
 def _problem(people: Population, seed: int, count: int) -> Problem:
-    """So many users' problem."""
+    """Returns the problem with the given number of users."""
     generator = torch.Generator().manual_seed(seed)
     strong = (
         RIDGE * people.radius
@@ -218,23 +218,20 @@ def _problem(people: Population, seed: int, count: int) -> Problem:
 
 
 def _run(method: str, people: Population, count: int, seed: int) -> Estimate:
-    """One estimate."""
+    """Computes one estimate."""
     problem, budget = _problem(people, seed, count), PrivacyBudget(EPSILON, DELTA)
     if method == "sgd":
         return shuffle_sgd(problem, budget)
     if method == "accelerated":
         return shuffle_accelerated_sgd(problem, budget)
     if method == "full":
-        # About as many rounds as the theorem's proof takes; by default gradient descent takes 256
-        # at most.
+        # About as many rounds as in the theorem's proof; the default is at most 256 rounds.
         rounds = math.ceil((EPSILON * count) ** 2 / (people.dimension * math.log(1 / DELTA)))
         return shuffle_gradient_descent(problem, budget, rounds=min(rounds, count))
     if method == "pan":
         return pan_private_accelerated_sgd(problem, budget)
     how = "accelerated" if method == "phases" else "gradient_descent"
-    phases = math.ceil(
-        math.log2(math.log2(count))
-    )  # as in the theorems, whose slopes are looked for
+    phases = math.ceil(math.log2(math.log2(count)))  # as in the theorems, whose slopes are measured
     return shuffle_strongly_convex(
         problem, budget, strong_convexity=RIDGE, method=how, phases=phases
     )
@@ -270,7 +267,7 @@ def slope(counts: tuple[int, ...], values: np.ndarray) -> tuple[float, float]:
 
 
 def measure(name: str, seeds: int, counts: tuple[int, ...] = ()) -> dict[str, Any]:
-    """One row of the table, at its own numbers of users or at these."""
+    """Measures one row of the table at its own or the given numbers of users."""
     where, exponent, method, usual = ROWS[name]
     counts = counts or usual
     people = population(where)
@@ -346,7 +343,7 @@ def _write(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measures, prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--rows",

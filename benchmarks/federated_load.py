@@ -1,19 +1,19 @@
-"""Load on shuffler processes over HTTP: what a report costs them, alone and under attack.
+"""Measures the load on shuffler processes over HTTP, with and without attackers.
 
-Run ``python benchmarks/federated_load.py``, some minutes: 2,000 clients, each with a secret and a
-connection of its own, report to ``python -m opacus_shuffle.federated.serve`` as 1, 4 and 16
-processes, of which the first has the others as its ``--shards``. ``CPU`` is the processor time that
-all of them take for a report, by Linux's clocks of processes, and ``x one`` that over the time of
-one process in the same run. In ``reports/s`` the clients have the same cores. What comes out is
-compared with the sum of what was sent.
+Run ``python benchmarks/federated_load.py``, some minutes. 2,000 clients, each with its own secret
+and connection, report to ``python -m opacus_shuffle.federated.serve`` running as 1, 4 and 16
+processes; the first process has the others as its ``--shards``. ``CPU`` is the CPU time of all
+processes for a report, by Linux's process clocks. ``x one`` is this time divided by that of one
+process in the same run. For ``reports/s`` the clients use the same cores. The benchmark compares
+the result of every round with the sum of the reports that were sent.
 
-``--tls ec`` or ``rsa`` is with a certificate of that kind, ``--dimension`` and ``--clients`` are
-other sizes, ``--at-once`` how many clients report at a time. ``--attack`` has others at the door
-meanwhile: ``silent`` 500 connections that say nothing, ``strangers`` 40 senders without a secret
-who send without end, ``slow`` 400 bodies of 200 clients that come a byte at a time. Whoever is
-hung up on comes again. ``--in-process`` is a round of as many clients without HTTP, ``--secrets`` a
-service with as many secrets; ``--versions FOLDER ...`` compares versions of the package, in folders
-such as ``git worktree add`` makes.
+``--tls ec`` and ``--tls rsa`` use a certificate of that type, ``--dimension`` and ``--clients`` set
+other sizes, and ``--at-once`` sets how many clients report at a time. ``--attack`` adds attackers:
+``silent`` opens 500 connections that send nothing, ``strangers`` runs 40 senders without a secret
+that send continuously, and ``slow`` sends 400 request bodies of 200 clients a byte at a time. An
+attacker whose connection is closed reconnects. ``--in-process`` runs a round of the same clients
+without HTTP, and ``--secrets`` a service with the same number of secrets. ``--versions FOLDER ...``
+compares versions of the package in folders such as those created by ``git worktree add``.
 
 >>> shard_of(20, 50, processes=2, number=0)[0].num_reports
 10
@@ -57,14 +57,14 @@ ATTACKERS = {"silent": 500, "strangers": 40, "slow": 400}
 
 
 def sums_of(clients: int, dimension: int, others: int = 0) -> ShuffledSumReports:
-    """The format for so many clients who report, and others who may."""
+    """Returns the format for the reporting clients and for others that may report."""
     common: dict[str, Any] = {"max_norm": 1.0, "noise_multiplier": 2.0, "delta": 1e-6}
     sizes = {"num_users": clients + others, "min_reports": clients, "dimension": dimension}
     return ShuffledSumReports(**sizes, sample_rate=0.1, rounds=100, **common)
 
 
 def drawn_reports(reports: ShuffledSumReports) -> tuple[list[bytes], np.ndarray]:
-    """Reports of drawn counts, and the counts, shape (SAMPLES, d)."""
+    """Returns reports of random counts, and the counts, shape (SAMPLES, d)."""
     header = reports.encode(ROUND, None)[: reports.report_size - reports.bytes_per_report]
     counts = np.random.default_rng(0).integers(
         0, reports.bits + 1, (SAMPLES, reports.dimension), dtype=np.int64
@@ -74,28 +74,28 @@ def drawn_reports(reports: ShuffledSumReports) -> tuple[list[bytes], np.ndarray]
 
 
 def check_sum(reports: ShuffledSumReports, released: Any, counts: np.ndarray, senders: int) -> None:
-    """Compares what came out with what was sent."""
+    """Compares the result with the reports that were sent."""
     times = np.bincount(np.arange(senders) % SAMPLES, minlength=SAMPLES)
     assert released.num_reports == senders, released.num_reports
     assert np.array_equal(np.frombuffer(released.mixed, "<i8"), times @ counts), "another sum"
 
 
 def secret_of(number: int) -> str:
-    """What a client of this benchmark shows."""
+    """Returns the credential of a client in this benchmark."""
     return f"the-secret-of-number-{number:08d}"
 
 
 def of_process(process: int) -> dict[str, float]:
-    """Processor seconds and MiB of a process."""
+    """Returns the CPU seconds and the MiB of a process."""
     peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
     return {
-        "cpu": time.clock_gettime(~process << 3 | 2),  # what clock_getcpuclockid makes of it
+        "cpu": time.clock_gettime(~process << 3 | 2),  # the result of clock_getcpuclockid
         "memory": int(peak[1]) / 1024 if peak else 0.0,
     }
 
 
 def certificate_of(kind: str, folder: Path) -> str:
-    """The file of a certificate for this machine; that of its key has .key at its end."""
+    """Returns the file of a certificate for this machine; the file of its key ends with .key."""
     file = str(folder / f"{kind}.crt")
     made = ["openssl", "req", "-x509", "-newkey", *KINDS[kind], "-nodes", "-subj", "/CN=me"]
     files = ["-keyout", f"{file}.key", "-out", file, "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -107,7 +107,7 @@ def certificate_of(kind: str, folder: Path) -> str:
 def serving(
     reports: ShuffledSumReports, processes: int, tls: str | None
 ) -> Iterator[dict[str, Any]]:
-    """Processes that share the clients, the first of which has the others as its shards."""
+    """Runs processes that share the clients; the first one has the others as its shards."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ended:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps(reports.settings))
@@ -125,7 +125,7 @@ def serving(
             command = [sys.executable, "-m", "opacus_shuffle.federated.serve"]
             process = subprocess.Popen(
                 [*command, *options, *shown, *more],
-                cwd=name,  # else Python would import what is in this folder
+                cwd=name,  # otherwise Python would import modules from this folder
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
@@ -183,7 +183,7 @@ async def report_all(
         for number in numbers:
             start = time.perf_counter()
             url, body = urls[number % len(urls)], sent[number % SAMPLES]
-            for attempts_left in (3, 2, 1, 0):  # as a RemoteShuffler does
+            for attempts_left in (3, 2, 1, 0):  # as RemoteShuffler does
                 answer = b""
                 with contextlib.suppress(OSError):
                     answer = await asyncio.wait_for(ask(url, tls, secret_of(number), body), 60)
@@ -201,14 +201,14 @@ async def report_all(
 def attack(
     kind: str, url: str, certificate: str | None, reports: ShuffledSumReports, ready: Any
 ) -> None:
-    """Attacks a shuffler until this process is ended."""
+    """Attacks a shuffler until this process is terminated."""
     tls = ssl.create_default_context(cafile=certificate) if certificate else None
     address = urllib.parse.urlsplit(url)
 
     async def one(number: int) -> None:
         while True:
             with contextlib.suppress(OSError):
-                # Whoever is silent says nothing of TLS, either.
+                # A silent attacker does not start a TLS handshake, either.
                 context = None if kind == "silent" else tls
                 reader, writer = await asyncio.open_connection(
                     address.hostname, address.port, ssl=context
@@ -245,7 +245,7 @@ def load(
     at_once: int = 200,
     attacked_by: str | None = None,
 ) -> dict[str, float]:
-    """One round over HTTP: seconds, and what the shufflers took."""
+    """Runs one round over HTTP; returns its seconds and the shufflers' CPU time and memory."""
     sent, counts = drawn_reports(reports)
     clients = reports.min_reports
     with serving(reports, processes, tls) as served, contextlib.ExitStack() as ended:
@@ -287,7 +287,7 @@ def load(
 
 
 def serve_alone(format: ShuffledSumReports, certificate: str | None, url: Any) -> None:
-    """A shuffler in this process, until it is ended."""
+    """Serves a shuffler in this process until it is terminated."""
     secrets = [secret_of(number) for number in range(format.num_users)]
     files = {"certificate": certificate, "key": certificate and f"{certificate}.key"}
     service = ShufflerService(Shuffler(format), clients=secrets, server=SERVER, **files)
@@ -296,8 +296,8 @@ def serve_alone(format: ShuffledSumReports, certificate: str | None, url: Any) -
 
 
 def take_turns(clients: int, cases: list[tuple[int, str | None]]) -> None:
-    """For each line, a case's number, 100 more clients report: prints the CPU time of a report."""
-    context = multiprocessing.get_context("fork")  # all of them import the package once
+    """Lets 100 more clients report for each input line, a case's number; prints CPU per report."""
+    context = multiprocessing.get_context("fork")  # every process imports the package once
     ready = []
     for dimension, certificate in cases:
         reports, url = sums_of(clients, dimension), context.Queue()
@@ -317,7 +317,7 @@ def take_turns(clients: int, cases: list[tuple[int, str | None]]) -> None:
 
 
 def by_turns(versions: list[str], clients: int) -> None:
-    """Compares versions of the package, whose services take a hundred reports each by turns."""
+    """Compares versions of the package, whose services alternately take a hundred reports each."""
     with tempfile.TemporaryDirectory() as folder:
         certificates = [None, *(certificate_of(kind, Path(folder)) for kind in KINDS)]
         cases = [(dimension, each) for dimension in (1_000, 100_000) for each in certificates]
@@ -348,7 +348,7 @@ def by_turns(versions: list[str], clients: int) -> None:
 
 
 class Done:
-    """A part whose clients have reported in another process."""
+    """A shard whose clients have reported in another process."""
 
     simulated = True
     predictable: tuple[str, ...] = ()
@@ -363,12 +363,12 @@ class Done:
         """Does nothing."""
 
     def close_round(self, number: int) -> Any:
-        """What the part has mixed."""
+        """Returns the shard's mixed result."""
         return self.released
 
 
 def shard_of(clients: int, dimension: int, processes: int, number: int) -> tuple[Any, float, float]:
-    """The round of one shard's clients in this process, its seconds and its MiB."""
+    """Runs the round of one shard's clients in this process; returns seconds and MiB."""
     reports = sums_of(clients, dimension)
     sent, _ = drawn_reports(reports)
     before = of_process(os.getpid())["memory"]
@@ -383,7 +383,7 @@ def shard_of(clients: int, dimension: int, processes: int, number: int) -> tuple
 
 
 def without_http(clients: int, dimension: int, processes: int) -> str:
-    """One round of all clients, in so many processes."""
+    """Runs one round of all clients in the given number of processes."""
     reports = sums_of(clients, dimension)
     with multiprocessing.get_context("spawn").Pool(min(processes, os.cpu_count() or 1)) as pool:
         start = time.perf_counter()
@@ -404,7 +404,7 @@ def without_http(clients: int, dimension: int, processes: int) -> str:
 
 
 def with_secrets(reports: ShuffledSumReports) -> str:
-    """Starts a service with all clients' secrets: seconds and MiB, then those of a round."""
+    """Measures seconds and MiB to start a service with all clients' secrets, and of a round."""
     secrets = [secret_of(number) for number in range(reports.num_users)]
     said, report = [], reports.encode(ROUND, None)
     shuffler = Shuffler(reports)
@@ -429,13 +429,13 @@ def with_secrets(reports: ShuffledSumReports) -> str:
 
 
 def resident() -> float:
-    """MiB of this process in memory."""
+    """Returns the memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

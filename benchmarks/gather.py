@@ -1,11 +1,11 @@
-"""Time to shuffle rows and columns against a plain copy of the same bytes.
+"""Compares the time to shuffle rows and columns with a plain copy of the same bytes.
 
 Run ``python benchmarks/gather.py [--device cuda]``.
 
-Every table comes from one process whose methods take turns; a figure is the median of its runs,
-also in multiples of ``out.copy_(w)`` into memory that is there already. "Appendix E" is the
-published code: ``matrix[indices]``, then ``matrix[:, indices]``, with indices drawn afresh for
-every tensor, and the result copied back where a whole model is shuffled.
+Every table comes from one process in which the methods run alternately. A value is the median of
+the runs; it is also given as a multiple of ``out.copy_(w)`` into allocated memory. "Appendix E" is
+the published code: ``matrix[indices]``, then ``matrix[:, indices]``, with new indices for every
+tensor. The result is copied back if a whole model is shuffled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STREAM = "stream"
 
 
 def encoder(layers: int, attention: list[tuple[Shape, Axes]]) -> list[tuple[Shape, Axes]]:
-    """The tensors of so many layers of width 768 and 3072, besides their attention."""
+    """Returns the tensors of layers of width 768 and 3072, without the attention."""
     layer = [
         *attention,
         ((768,), (STREAM, None)),
@@ -138,7 +138,7 @@ def plan(shapes: list[tuple[Shape, Axes]], tensors: list[torch.Tensor]) -> list[
 
 @torch.no_grad()
 def appendix_e(moves: list[Move], *, back: bool) -> None:
-    """The published code for every tensor."""
+    """Runs the published code on every tensor."""
     for move in moves:
         matrix = move.tensor.view(move.rows, -1)
         device = matrix.device
@@ -151,7 +151,7 @@ def appendix_e(moves: list[Move], *, back: bool) -> None:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """One run's time, by the device's own clock."""
+    """Returns the time of one run by the device's own clock."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -214,7 +214,7 @@ def compare(
 
 
 def main() -> None:
-    """Print the tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--device", default="cpu")

@@ -1,7 +1,7 @@
-"""Algorithm 1 of Liew and Takahashi (SG): a sum over partitions, which ``mean_ratio`` replaces.
+"""Implements Algorithm 1 of Liew and Takahashi (SG): the sum that ``mean_ratio`` replaces.
 
-Exponential in the order: p(30) = 5,604 partitions, p(100) = 190,569,292, p(2000) about 5e45. The
-tests use it as an oracle, the benchmark as the baseline.
+The sum over partitions is exponential in the order: p(30) = 5,604 partitions, p(100) = 190,569,292,
+p(2000) about 5e45. The tests use it as a reference, and the benchmark as the baseline.
 
 >>> f"{shuffle_gauss_rdp(order=5, num_users=60, noise_multiplier=1.0):.12f}"
 '0.074582791525'
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 
 def partitions(total: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``total`` as a sum of positive integers, largest part first.
+    """Yields every way to write ``total`` as a sum of positive integers, largest part first.
 
     >>> list(partitions(4))
     [(4,), (3, 1), (2, 2), (2, 1, 1), (1, 1, 1, 1)]
@@ -31,7 +31,7 @@ def partitions(total: int, largest: int | None = None) -> Iterator[tuple[int, ..
 def shuffle_gauss_rdp(*, order: int, num_users: int, noise_multiplier: float) -> float:
     """Computes SG Theorem 1 by Algorithm 1.
 
-    Its print lacks the 2σ² under Σk² and the log(·)/(λ − 1) of its answer.
+    As printed, the algorithm omits the 2σ² under Σk² and the log(·)/(λ − 1) of the result.
     """
     logs = []
     for parts in partitions(order):

@@ -1,18 +1,19 @@
-"""Sums by secret check-in beside two published protocols, at their numbers of users and rounds.
+"""Compares sums by secret check-in with two published protocols at their users and rounds.
 
 Run ``python benchmarks/peers.py``, about two minutes. Noise is the standard deviation on one
-coordinate of a round's sum, over the clipping norm (of a sum of everyone: scaled to as many records
-as the others have); bits are those of one user that reports, by coordinate.
+coordinate of a round's sum, divided by the clipping norm. (If all users report, it is scaled to the
+number of records of the other protocols.) Bits are the number that a reporting user sends for each
+coordinate.
 
 *Skellam mixture mechanism* (Bao et al., PVLDB 2022): every user rounds its scaled gradient x at
-random to whole numbers, its x² + p − p² (p the fractional part) clipped to a sum of c, and adds the
-difference of two Poisson numbers of mean m. One round of n users has a Rényi divergence of c·(1.2α
-+ 1)/(4nm) at order α, sampling and composition as usual for Poisson samples. Formula and setting
-are those of its authors' program ``smm_analysis.py``.
+random to whole numbers, with the sum of x² + p − p² (p is the fractional part) clipped to c, and
+adds the difference of two Poisson variables of mean m. One round of n users has a Rényi divergence
+of c·(1.2α + 1)/(4nm) at order α; sampling and composition are as usual for Poisson samples. The
+formula and the setting are those of the authors' program ``smm_analysis.py``.
 
-*Camel* (Xu, Zheng and Hua, CCS 2024) has every report perturbed by itself and shuffled by three
-servers. Its bound is left out, as its formula was not at hand; at its setting (ε = 2, 1000 rounds
-of 12,800 records) stands what is proved here.
+*Camel* (Xu, Zheng and Hua, CCS 2024) perturbs every report separately and shuffles the reports with
+three servers. Its bound is omitted, because its formula was not available to us. The table has our
+proved values in its setting (ε = 2, 1000 rounds of 12,800 records).
 
 >>> round(skellam_mixture_epsilon(SKELLAM), 3)
 2.999
@@ -35,7 +36,7 @@ DELTA = 1e-5
 class SkellamMixture:
     """The setting of the paper's example.
 
-    ``clipping`` is c, in units of 1/``scale`` squared, ``poisson_mean`` m.
+    ``clipping`` is c, in units of 1/``scale`` squared; ``poisson_mean`` is m.
     """
 
     num_users: int = 60_000
@@ -49,7 +50,7 @@ class SkellamMixture:
 
     @property
     def noise(self) -> float:
-        """Of the sum, without what wraps around at 2^bits, and with what rounding adds at most."""
+        """Returns the sum's noise including the largest rounding error, without wrap-around."""
         return math.sqrt(self.sampled * (2 * self.poisson_mean + 0.25) / self.clipping)
 
 
@@ -57,7 +58,7 @@ SKELLAM = SkellamMixture()
 
 
 def skellam_mixture_epsilon(run: SkellamMixture) -> float:
-    """ε at δ = 1e-5 by the authors' formula, orders 2 to 99."""
+    """Returns ε at δ = 1e-5 by the authors' formula with orders 2 to 99."""
     rate, best = run.sampled / run.num_users, math.inf
     for order in range(2, 100):
         terms = np.arange(2, order + 1)

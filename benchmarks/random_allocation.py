@@ -1,10 +1,11 @@
-"""ε of random allocation beside the best published accountant of it, and beside Poisson batches.
+"""Compares ε of random allocation with the best published accountant and with Poisson batches.
 
-Run ``python benchmarks/random_allocation.py``, some minutes. Its peers are ``PLD_accounting``
-(``pip install PLD-accounting``), which knows random allocation, and for Poisson batches at the same
-noise ``dp_accounting`` (the extra ``dp-accounting``) and Opacus's PRV accountant. A peer has a
-minute for a setting (``--limit``); where it took longer, failed or is not installed there is a
-dash. PLD_accounting's interval and ours both contain the truth, so they must overlap.
+Run ``python benchmarks/random_allocation.py``, a few minutes. The peers are ``PLD_accounting``
+(``pip install PLD-accounting``), which supports random allocation, and, for Poisson batches with
+the same noise, ``dp_accounting`` (the extra ``dp-accounting``) and Opacus's PRV accountant. A peer
+has a minute for each setting (``--limit``). A dash means that the peer took longer, failed or is
+not installed. The intervals of PLD_accounting and of this package both contain the true value, so
+they must overlap.
 
 >>> bound, _ = timed(ours, 1000, 1.0, 1, 1e-5)
 >>> bound.epsilon / bound.lower < 1.005
@@ -46,7 +47,7 @@ Epsilons = tuple[float | None, float]
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """Returns a function's result, and how many seconds it took."""
+    """Returns a function's result and its duration in seconds."""
     start = time.perf_counter()
     result = function(*arguments)
     return result, time.perf_counter() - start
@@ -74,7 +75,7 @@ def pld_accounting(batches: int, sigma: float, epochs: int, delta: float) -> Eps
 
 
 def dp_accounting(batches: int, sigma: float, epochs: int, delta: float) -> Epsilons:
-    """Returns the upper value of Poisson batches; its lower one may be a third below."""
+    """Returns the upper value for Poisson batches; the lower value may be a third smaller."""
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
     step = from_gaussian_mechanism(sigma, sampling_prob=1 / batches)
@@ -82,7 +83,7 @@ def dp_accounting(batches: int, sigma: float, epochs: int, delta: float) -> Epsi
 
 
 def opacus_prv(batches: int, sigma: float, epochs: int, delta: float) -> Epsilons:
-    """Returns the upper value of Poisson batches, with an absolute error of 0.01 by default."""
+    """Returns the upper value for Poisson batches, with an absolute error of 0.01 by default."""
     from opacus.accountants import PRVAccountant
 
     accountant = PRVAccountant()

@@ -1,4 +1,4 @@
-"""Time for all Rényi orders at once against the sum over partitions, in one run."""
+"""Compares the time for all Rényi orders at once with the sum over partitions in one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTING = {"noise_multiplier": 9.48, "num_users": 60_000}  # SG Table 1
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """The median of several runs, each without any cache."""
+    """Returns the median time of several runs, each without caches."""
     times = []
     for _ in range(repeats):
         mean_ratio.log_moments.cache_clear()
@@ -28,12 +28,12 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def log_number_of_partitions(total: int) -> float:
-    """Hardy and Ramanujan's formula, as a natural logarithm; 9 % too high at 30, 1 % at 2000."""
+    """Returns the log of Hardy and Ramanujan's formula; 9 % too high at 30, 1 % at 2000."""
     return math.pi * math.sqrt(2 * total / 3) - math.log(4 * total * math.sqrt(3))
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     print(
         f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}; SG "
         f"Table 1's setting: {SETTING}"
@@ -50,8 +50,8 @@ def main() -> None:
         if top == 30:
             theirs, note = math.log10(partition_30), "measured"
         else:
-            # One more partition costs the same or more, so the number of partitions of the top
-            # order alone extrapolates low.
+            # Each further partition costs at least as much, so the number of partitions of the top
+            # order underestimates the time.
             theirs = math.log10(partition_30) + (
                 log_number_of_partitions(top) - log_number_of_partitions(30)
             ) / math.log(10)

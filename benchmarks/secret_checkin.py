@@ -1,7 +1,7 @@
-"""Noise of a mean of single reports at one budget, by who reports and in what shape.
+"""Compares the noise of a mean of single reports by participation and form, at one budget.
 
-Run ``python benchmarks/secret_checkin.py``, about seven minutes. Every noise is certified for every
-data set: the noise on the sum over the clipping norm, for each unit of signal.
+Run ``python benchmarks/secret_checkin.py``, about seven minutes. Every value is certified for every
+data set. It is the noise on the sum, divided by the clipping norm and by the signal.
 
 >>> round(noise_of("shuffle_gauss", 1.0, users=4000, steps=10, delta=1e-5))
 96
@@ -21,7 +21,7 @@ BUDGETS = (0.5, 1.0, 2.0, 4.0)
 
 
 def noise_of(mechanism: str, epsilon: float, *, users: int, steps: int, **fields: Any) -> float:
-    """Returns the noise of the sum for each unit of signal, within a budget."""
+    """Returns the noise of the sum, divided by the signal, within a budget."""
     delta = fields.pop("delta")
     sigma = opacus_shuffle.compute_noise_multiplier(
         mechanism,

@@ -1,13 +1,13 @@
-"""The shuffler alone: reports a second and memory, client and server, for each format.
+"""Measures reports a second and memory of the shuffler, a client and the server by format.
 
-Run ``python benchmarks/shuffler.py``, some five minutes; ``--clients 1000 --dimension 26010`` asks
-for one size. Each row is a fresh process in which all clients of one round report, one after the
-other. ``taken`` is the time of a report in the shuffler (checked, digested, kept), ``closed`` that
-of mixing the round, ``server`` that of the estimate, ``client`` that of a client's clipping, noise
-and packing. The baseline adds as many vectors of 32-bit floats in NumPy, as a server without
-privacy does; ``ratio`` is the shuffler's whole round over that. Memory is what the round takes on
-top of the imports. At last, clients send their reports to a shuffler in another process, over HTTP
-on one machine's loopback, by eight threads.
+Run ``python benchmarks/shuffler.py``, some five minutes; ``--clients 1000 --dimension 26010``
+selects one size. Each row is a fresh process in which all clients of one round report, one after
+the other. ``taken`` is the time that the shuffler needs to check, digest and store a report,
+``closed`` the time to mix the round, ``server`` the time of the estimate, and ``client`` the time
+of a client's clipping, noise and packing. The baseline adds the same number of vectors of 32-bit
+floats in NumPy, as a server without privacy does; ``ratio`` is the shuffler's time for the round,
+divided by the baseline. Memory is that of the round, without the imports. Finally, clients send
+their reports to a shuffler in another process over HTTP on the loopback device, from eight threads.
 
 >>> run("counts", clients=20, dimension=50)["bytes"]
 100
@@ -50,7 +50,7 @@ SAMPLES = 16
 
 
 def format_of(kind: str, *, clients: int, dimension: int) -> ReportFormat:
-    """The format, with a tenth of the clients taking part."""
+    """Returns the format, with a tenth of the clients participating."""
     common: dict[str, Any] = {
         "dimension": dimension,
         "max_norm": 1.0,
@@ -65,17 +65,17 @@ def format_of(kind: str, *, clients: int, dimension: int) -> ReportFormat:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what came out."""
+    """Returns the seconds of a call and its result."""
     start = time.perf_counter()
     found = call()
     return time.perf_counter() - start, found
 
 
 def run(kind: str, *, clients: int, dimension: int) -> dict[str, float]:
-    """One round of every client in this process: seconds, bytes and MiB."""
+    """Runs one round of all clients in this process and returns seconds, bytes and MiB."""
     reports = format_of(kind, clients=clients, dimension=dimension)
     vector = torch.randn(dimension, generator=torch.Generator().manual_seed(0))
-    drawn = clients // 10  # who takes part
+    drawn = clients // 10  # which clients participate
     client, sent = timed(lambda: [reports.encode(1, vector) for _ in range(SAMPLES)])
     absent = reports.encode(1, None)
     summands = [np.frombuffer(bytes(4 * dimension), "<f4") for _ in range(SAMPLES)]
@@ -107,7 +107,7 @@ def run(kind: str, *, clients: int, dimension: int) -> dict[str, float]:
 
 
 def serve(kind: str, clients: int, dimension: int, url: Any) -> None:
-    """A shuffler behind HTTP, until the process is ended."""
+    """Serves a shuffler over HTTP until the process is terminated."""
     service = ShufflerService(
         Shuffler(format_of(kind, clients=clients, dimension=dimension)),
         clients=[secret_of(number) for number in range(clients)],
@@ -118,12 +118,12 @@ def serve(kind: str, clients: int, dimension: int, url: Any) -> None:
 
 
 def secret_of(number: int) -> str:
-    """What a client of this benchmark shows."""
+    """Returns the credential of a client in this benchmark."""
     return f"the-secret-of-number-{number}"
 
 
 def over_http(kind: str, *, clients: int, dimension: int) -> float:
-    """Seconds of a report, from a client's call to the answer, eight at a time."""
+    """Returns the seconds of a report from a client's call to the response, eight at a time."""
     context = multiprocessing.get_context("spawn")
     urls = context.Queue()
     process = context.Process(target=serve, args=(kind, clients, dimension, urls), daemon=True)
@@ -148,7 +148,7 @@ def over_http(kind: str, *, clients: int, dimension: int) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""What a step of this package's engine takes, as a ratio of stock Opacus's.
+"""Compares the time of a step of this package's engine with stock Opacus.
 
-Run ``python benchmarks/step_time.py [--steps 600]``. SGD on one thread; the engines take steps by
-turns, in one process, and a ratio is that of the medians of their processor times per record:
+Run ``python benchmarks/step_time.py [--steps 600]``. The engines run SGD on one thread and step
+alternately in one process. A ratio is that of the medians of their CPU times per record:
 
 * two layers of width 512, batches of 256, accountant ``rdp``, with hooks and with ghost clipping;
 * the small CNN of Opacus's MNIST example (26,010 parameters), 4,000 images, with hooks: stock
-  Opacus, and ours with accountant ``rdp``, with sums of bits by NumPy, and with sums of bits by
-  Numba (without the extra ``fast``: again by NumPy).
+  Opacus, and our engine with accountant ``rdp``, with sums of bits by NumPy, and with sums of bits
+  by Numba (by NumPy if the extra ``fast`` is not installed).
 
 >>> run("ghost", steps=1)[-1] > 0
 True
@@ -58,7 +58,7 @@ def stepper(
     mode: str = "hooks",
     compiled_from: int = compiled.WORTH_COMPILING,
 ) -> Callable[[], float]:
-    """Sets up private training; the function returned takes a step and gives seconds per record.
+    """Returns a function that takes one step of private training and returns seconds per record.
 
     Args:
         engine: Opacus's or ours.
@@ -96,7 +96,7 @@ def stepper(
 
 
 def medians(steppers: Sequence[Callable[[], float]], steps: int) -> list[float]:
-    """Takes steps by turns, and returns every stepper's median of seconds per record."""
+    """Runs the steppers alternately and returns the median seconds per record of each."""
     for step in steppers:
         step()
     times = ([step() for step in steppers] for _ in range(steps))
@@ -104,7 +104,7 @@ def medians(steppers: Sequence[Callable[[], float]], steps: int) -> list[float]:
 
 
 def run(mode: str, steps: int) -> tuple[float, float, float]:
-    """Times stock Opacus and ours by turns.
+    """Times stock Opacus and this package's engine alternately.
 
     Returns:
         Milliseconds of a stock step on 256 records, those of ours, and the ratio.
@@ -122,11 +122,11 @@ def run(mode: str, steps: int) -> tuple[float, float, float]:
 
 
 def run_cnn(*, batch: int, steps: int, users: int = 4000) -> tuple[float, ...]:
-    """Times the small CNN by stock Opacus and by three ways of ours, by turns.
+    """Times the small CNN with stock Opacus and three variants of our engine alternately.
 
     Returns:
-        Milliseconds of a stock step, and over it those with ``rdp``, with sums by NumPy and with
-        sums by Numba.
+        Milliseconds of a stock step, and the ratios of the steps with ``rdp``, with sums by NumPy
+        and with sums by Numba.
     """
     kinds: list[tuple[Any, str, int]] = [
         (opacus.PrivacyEngine, "rdp", compiled.WORTH_COMPILING),

@@ -1,10 +1,10 @@
-"""What a step with shuffled sums takes, as a ratio of stock Opacus's on the same gradients.
+"""Compares the time of a step with shuffled sums with stock Opacus on the same gradients.
 
-Run ``python benchmarks/sums.py [--records 1 8 32] [--parameters 1000000]``. One layer, secret
-check-in of 4000 users, one thread: Opacus's optimizer and ours take their ``pre_step`` (clip, sum,
-noise) by turns, in one process, ours by NumPy, by Numba (without the extra ``fast``: again by
-NumPy) and by Numba in secure mode. Ratios are those of the medians of processor times. Then the
-noise alone, beside ``torch.normal``, which Opacus takes.
+Run ``python benchmarks/sums.py [--records 1 8 32] [--parameters 1000000]``. The benchmark has one
+layer, secret check-in of 4000 users and one thread. Opacus's optimizer and ours run their
+``pre_step`` (clip, sum, noise) alternately in one process; ours uses NumPy, Numba (NumPy if the
+extra ``fast`` is not installed), and Numba in secure mode. Ratios are those of the medians of CPU
+times. The last measurement is the noise alone, compared with ``torch.normal``, which Opacus uses.
 
 >>> all(ratio > 0 for ratio in run(records=2, parameters=1000, users=40, repeats=1))
 True
@@ -32,7 +32,7 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
 def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]:
-    """Gives a function that clips, sums and noises these gradients once, and tells its seconds."""
+    """Returns a function that clips, sums and noises the gradients once and returns its seconds."""
     records, parameters = samples.shape
     model = GradSampleModule(torch.nn.Linear(parameters, 1, bias=False))
     weights = next(model.parameters())
@@ -59,7 +59,7 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
 
     def step() -> float:
         optimizer.zero_grad()
-        (0 * model(inputs)).sum().backward()  # what a step expects to have happened
+        (0 * model(inputs)).sum().backward()  # what a step requires
         weights.grad_sample = samples.view(records, 1, parameters)
         with mock.patch.object(compiled, "WORTH_COMPILING", compiled_from):
             start = time.process_time()
@@ -72,7 +72,7 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
 def run(
     *, records: int, parameters: int = 10**6, users: int = 4000, repeats: int = 9
 ) -> tuple[float, ...]:
-    """Times all of them by turns.
+    """Times all variants alternately.
 
     Returns:
         Milliseconds of Opacus's step, of one with sums by NumPy, of one by Numba and of one by
@@ -92,7 +92,7 @@ def run(
 def noise_alone(
     *, parameters: int = 10**6, users: int = 4000, repeats: int = 9
 ) -> tuple[float, float]:
-    """Times a draw of all noise: milliseconds of Opacus's and of a sum's, by turns."""
+    """Returns the milliseconds to draw all noise, for Opacus and for a sum, timed alternately."""
     protocol = ShuffleVectorSum.with_noise_multiplier(
         users, parameters, 1.0, 1.1, delta=1e-5, zero_on_grid=True, rate=0.01
     )

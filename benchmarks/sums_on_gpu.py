@@ -1,9 +1,10 @@
-"""What sums of bits take on a GPU, as ratios of stock Opacus's times in the same run.
+"""Compares the time of sums of bits on a GPU with stock Opacus in the same run.
 
-Run ``python benchmarks/sums_on_gpu.py [--records 32]`` where there is a GPU. First the optimizers'
-``pre_step`` (clip, sum, noise) on the same gradients, by turns: a layer of ten million parameters,
-and BERT-base's 200 tensors; then whole steps of BERT-base on 64 tokens, with the peak of the GPU's
-memory. A figure is the median of the runs by the device's own clock.
+Run ``python benchmarks/sums_on_gpu.py [--records 32]`` on a machine with a GPU. The first
+measurement runs the optimizers' ``pre_step`` (clip, sum, noise) alternately on the same gradients:
+those of a layer of ten million parameters, and of BERT-base's 200 tensors. The second measures
+whole steps of BERT-base on 64 tokens, with the peak GPU memory. A value is the median of the runs
+by the device's own clock.
 
 >>> stock, ours, ratio = compare([(40, 3), (3,)], records=4, users=40, device="cpu", repeats=1)
 >>> ratio == ours / stock
@@ -37,7 +38,7 @@ NOISE = 1.1
 
 
 class Parameters(nn.Module):
-    """Parameters of these shapes."""
+    """Returns parameters of the given shapes."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Parameters(nn.Module):
 def stepper(
     kind: str, shapes: Sequence[tuple[int, ...]], samples: list[torch.Tensor], users: int
 ) -> Callable[[], object]:
-    """Gives a function that clips, sums and noises these gradients once."""
+    """Returns a function that clips, sums and noises the gradients once."""
     records, device = len(samples[0]), samples[0].device
     module = GradSampleModule(Parameters(shapes).to(device), strict=False)
     keywords = {"noise_multiplier": NOISE, "max_grad_norm": 1.0, "expected_batch_size": records}
@@ -71,7 +72,7 @@ def stepper(
     def step() -> None:
         optimizer.zero_grad()
         for parameter, sample in zip(optimizer.params, samples, strict=True):
-            parameter.grad_sample = sample.view(sample.shape)  # one that was not used before
+            parameter.grad_sample = sample.view(sample.shape)  # a new one, not used before
         optimizer.pre_step()
 
     return step
@@ -86,7 +87,7 @@ def compare(
     repeats: int = 7,
     kinds: tuple[str, ...] = ("opacus", "sums"),
 ) -> list[float]:
-    """Times the optimizers by turns: milliseconds of each, and the later ones over the first."""
+    """Times the optimizers alternately; returns milliseconds of each, and ratios to the first."""
     entries = sum(torch.Size(shape).numel() for shape in shapes)
     samples = [
         torch.randn((records, *shape), device=device) * (2 / entries**0.5) for shape in shapes
@@ -100,7 +101,7 @@ def compare(
 
 
 def bert(kind: str, records: int) -> Callable[[], None]:
-    """Gives a function that takes one private step of BERT-base on so many records."""
+    """Returns a function that takes one private step of BERT-base."""
     import transformers
 
     network = opacus_shuffle.prepare_model(
@@ -117,7 +118,7 @@ def bert(kind: str, records: int) -> Callable[[], None]:
         data_loader=DataLoader(data, batch_size=records, drop_last=True),
         noise_multiplier=NOISE,
         max_grad_norm=1.0,
-        poisson_sampling=False,  # batches of one size can be compared
+        poisson_sampling=False,  # only batches of equal size are comparable
     )
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
 
@@ -131,7 +132,7 @@ def bert(kind: str, records: int) -> Callable[[], None]:
 
 
 def compare_bert(records: int, repeats: int = 12) -> tuple[list[float], list[float]]:
-    """Takes steps of both kinds by turns: milliseconds of a step, and gigabytes at its peak."""
+    """Runs both kinds of steps alternately; returns milliseconds and the peak in gigabytes."""
     device, steps, peaks = torch.device("cuda"), [], []
     for kind in ("opacus", "sums"):
         before = torch.cuda.memory_allocated()

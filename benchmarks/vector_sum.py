@@ -1,7 +1,8 @@
-"""What our calibration gains over the published constants, and what a simulated sum costs.
+"""Compares our calibration with the published constants, and times a simulated sum.
 
-Run ``python benchmarks/vector_sum.py``, about a minute. The yardstick of speed is the obvious way:
-a uniform double for every entry, and the noise as one binomial per coordinate.
+Run ``python benchmarks/vector_sum.py``, about a minute. The baseline of speed is the
+straightforward method: it draws a uniform double for every entry and one binomial per coordinate
+for the noise.
 
 >>> row = gain(num_users=1000, dimension=100, epsilon=1.0, delta=1e-6)
 >>> f"{row.variance:.1g}", f"{row.bits:.1g}"
@@ -33,9 +34,9 @@ SETTINGS = (
 
 
 class Gain(NamedTuple):
-    """The published variance and bits over ours, and bounds on the true ε.
+    """The published variance and bits divided by ours, and bounds on the true ε.
 
-    They are an upper bound for the published protocol and a lower bound for ours.
+    The bounds on ε are an upper bound for the published protocol and a lower bound for ours.
     """
 
     variance: float
@@ -61,7 +62,7 @@ def gain(*, num_users: int, dimension: int, epsilon: float, delta: float) -> Gai
 def obvious(
     protocol: ShuffleVectorSum, vectors: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """A uniform double per entry, all rows at once."""
+    """Rounds with one uniform double per entry, all rows at once."""
     place = (vectors.double() + protocol.max_norm) * (
         protocol.granularity / (2 * protocol.max_norm)
     )
@@ -73,7 +74,7 @@ def obvious(
 
 
 def seconds(run: Callable[[], object], repeats: int = 5) -> float:
-    """The best of some runs."""
+    """Returns the best time of several runs."""
     found = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -83,7 +84,7 @@ def seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Prints both tables."""
     print(
         f"{'users':>9} {'dimension':>9} {'epsilon':>7}   variance   bits    published epsilon is   "
         "ours is at least"

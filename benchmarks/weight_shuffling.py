@@ -1,11 +1,12 @@
-"""What weight shuffling adds to a step of private training, and what drawing permutations takes.
+"""Measures the overhead of weight shuffling in a private step and the time to draw permutations.
 
 Run ``python benchmarks/weight_shuffling.py [--device cuda] [--batch 64] [--steps 8]``. For a small
-ViT and a BERT it takes steps of ``make_private`` training (AdamW, hooks) in both modes and prints
-the median share that the shuffler takes of each step, in multiples of the rest of that step (whole
-steps with and without would drown it in the noise of a shared machine); then the time to find the
-permutations, to draw one, what the host does for a shuffle besides moving, and to move everything
-once against a copy of the same bytes.
+ViT and a BERT, the benchmark takes steps of ``make_private`` training (AdamW, hooks) in both modes
+and prints the median time of the shuffler in each step, divided by the rest of that step. (A
+comparison of whole steps with and without shuffling would be lost in the noise of a shared
+machine.) It then prints the time to find the permutations, the time to draw one, the time of the
+host in a shuffle apart from moving, and the time to move everything once compared with a copy of
+the same bytes.
 
 >>> round(median([3.0, 1.0, 2.0]), 1)
 2.0
@@ -33,7 +34,7 @@ from opacus_shuffle.permutation.moving import gather
 
 
 class Records(Dataset):
-    """Random records of a network's keyword arguments, with a label."""
+    """Random records with a network's keyword arguments and a label."""
 
     def __init__(
         self, make: Callable[[torch.Generator], dict[str, torch.Tensor]], count: int
@@ -51,7 +52,7 @@ class Records(Dataset):
 def networks() -> dict[
     str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, torch.Tensor]]]
 ]:
-    """Builders of networks and of their records."""
+    """Returns functions that build the networks and their records."""
     import transformers
 
     shape = {
@@ -77,7 +78,7 @@ def networks() -> dict[
 
 
 class Run:
-    """Private training of one network, one step at a time."""
+    """Trains one network privately, one step at a time."""
 
     def __init__(
         self, network: nn.Module, data: Records, batch: int, device: str, **shuffling: Any
@@ -95,7 +96,7 @@ class Run:
         )
         self.batches = itertools.chain.from_iterable(
             itertools.repeat(loader)
-        )  # every step takes a fresh one
+        )  # every step takes a new one
         self.inside = 0.0  # seconds in the shuffler's hooks
         shuffler = self.engine.shuffler
         assert shuffler is not None
@@ -105,7 +106,7 @@ class Run:
                 hooks[key] = self._timed(hook)
 
     def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """The hook, and its time added up."""
+        """Wraps a hook and adds up its time."""
 
         def run(*arguments: Any) -> None:
             self.wait()
@@ -117,7 +118,7 @@ class Run:
         return run
 
     def step(self) -> tuple[float, float]:
-        """Seconds of one step: in the shuffler, and outside of it."""
+        """Returns the seconds of one step inside and outside the shuffler."""
         batch = {name: value.to(self.device) for name, value in next(self.batches).items()}
         self.wait()
         start, self.inside = time.perf_counter(), 0.0
@@ -136,7 +137,7 @@ class Run:
 def seconds(
     run: Callable[[], Any], repeat: int = 5, wait: Callable[[], None] = lambda: None
 ) -> float:
-    """The median time of a call, and of the wait for what it has started."""
+    """Returns the median time of a call, including the wait for the device to finish."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -187,7 +188,7 @@ def measure(
     network = build().to(options.device)
     find = seconds(lambda: find_permutations(network, sample), 1)
     wait = run.wait
-    # On a GPU the call returns when all is launched; on a CPU it moves nothing here.
+    # On a GPU the call returns after all launches; on a CPU it moves nothing here.
     with (
         mock.patch.object(gather, "execute_with_torch")
         if options.device == "cpu"

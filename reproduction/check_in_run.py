@@ -1,16 +1,17 @@
-"""SG's Figure 1b as one long run.
+"""Reproduces SG's Figure 1b in one long run.
 
-It is shuffled check-in of 60,000 users, 5,540 rounds, accuracy after every hundredth.
+The run is shuffled check-in of 60,000 users over 5,540 rounds, with the accuracy after every
+hundred rounds.
 
 Run ``python reproduction/check_in_run.py --data fashion-mnist --output
-tutorials/recorded/check_in.json``: about three hours of CPU on the 60,000 images of Fashion-MNIST.
-It may be stopped at any time and started again by the same command: what is done is kept in the
-output's folder, and every piece of a hundred rounds begins from its own seed, so that the curve is
-the same as without a stop. Whoever knows the seed can subtract the noise: the run reproduces a
-figure and protects nobody.
+tutorials/recorded/check_in.json``. It takes about three hours of CPU time on the 60,000 images of
+Fashion-MNIST. You may stop it at any time and resume it with the same command: finished rounds are
+stored in the output's folder, and every hundred rounds begin from their own seed. The curve is
+therefore the same as without an interruption. Anyone who knows the seed can subtract the noise: the
+run reproduces a figure and offers no privacy protection.
 
 The paper (Liew and Takahashi's shuffle Gaussian mechanism, SG, section 5.2) prints γ = 0.1, C =
-0.01, σ = 5 for each report and 5,540 rounds, and no learning rate.
+0.01, σ = 5 for each report and 5,540 rounds, but no learning rate.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PIECE = 100
 
 
 def train(model: nn.Module, data: Any, *, rounds: int, learning_rate: float, seed: int) -> None:
-    """Trains the network in place, by Gaussian reports of users who check in by their own coins."""
+    """Trains the network in place on Gaussian reports of users who check in independently."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="This run is not private|Secure RNG|Full backward hook|one step"
@@ -71,7 +72,7 @@ def train(model: nn.Module, data: Any, *, rounds: int, learning_rate: float, see
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Goes on with the run, and writes the curve after every piece."""
+    """Continues the run and writes the curve after every hundred rounds."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--data", default="mnist-5k", help="mnist-5k, fashion-mnist or mnist")
     parser.add_argument("--data-root", help="folder of the data's files")

@@ -1,17 +1,18 @@
 r"""Computes Feldman, McMillan and Talwar's amplification by shuffling ("hiding among the clones").
 
-It is a baseline beside ours.
+The bounds are a baseline for those of this library.
 
-They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far
-above what the Gaussian's own distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`).
-``gaussian_epsilon`` is the best they can do for it.
+They only use that a report is (ε0, δ0)-LDP and are valid for every data set. They are usually far
+above the bounds that use the Gaussian distribution itself
+(:mod:`opacus_shuffle.analysis.gaussian_clones`). ``gaussian_epsilon`` is the best of them for
+Gaussian reports.
 
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
 0.1182
 
 A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2C apart, so Theorem 3.8 with
 sensitivity 1 proves nothing, not even for zero-out adjacency
-(docs/proofs/07_clones_of_any_report.md). At small σ only the unshuffled bound is left.
+(docs/proofs/07_clones_of_any_report.md). At small σ only the unshuffled bound remains.
 
 >>> round(gaussian_epsilon(noise_multiplier=9.48, num_users=60_000, delta=1 / 60_000), 3)
 0.022
@@ -55,7 +56,7 @@ Measured: below 2e-10 for up to ``MAX_USERS`` trials.
 
 
 def _lost(*, local_epsilon: float, local_delta: float, num_users: int, conversion: str) -> float:
-    """Returns what (1 + e^ε) multiplies in the final δ."""
+    """Returns the factor of (1 + e^ε) in the final δ."""
     if conversion == "theorem_3_8":
         return (1 + math.exp(-local_epsilon) / 2) * num_users * local_delta
     own = local_delta * float(expit(-local_epsilon))
@@ -63,7 +64,7 @@ def _lost(*, local_epsilon: float, local_delta: float, num_users: int, conversio
 
 
 def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
-    """Returns where a decreasing function crosses zero on [0, ``end``], or an end.
+    """Returns the zero of a decreasing function on [0, ``end``], or the nearest endpoint.
 
     Any ε0 is sound, so nothing is rounded.
     """
@@ -87,24 +88,23 @@ def compute_epsilon(
         num_users: n ≥ 1, the reports shuffled together.
         delta: The whole δ in (0, 1).
         local_delta: δ0 in [0, 1) of one report; it enters δ about n·e^(−ε0) or n times, so it must
-            be far below δ/n.
-            Without it clones are more likely, 2/(e^ε0 + 1) in place of e^(−ε0).
+            be far below δ/n. With δ0 = 0 clones are more likely: 2/(e^ε0 + 1) instead of e^(−ε0).
         conversion: ``"proved"``: δ = δ_clones + (1 + e^ε)·(t + (n − 1)·e^(−ε0)·(δ0 + t)) with t =
             δ0/(1 + e^ε0); ``"theorem_3_8"``: δ = δ_clones + (1 + e^ε)·(1 + e^(−ε0)/2)·n·δ0, never
             less.
 
     Returns:
         ε ≥ 0, rounded up; never above ``local_epsilon`` if ``local_delta`` ≤ ``delta``. The tails
-        of the clone count go into δ, and of a bin of counts the smallest is taken, which costs a
-        few 1e-4 of ε at most.
+        of the clone count are added to δ, and each bin of counts is replaced by its smallest count,
+        which increases ε by a few 1e-4 at most.
 
     Raises:
         ValueError: If an argument is out of range, or δ0 too large for any ε.
 
     Formal Guarantees:
         Proved for every data set, replacement adjacency: Theorem 7.3 of
-        docs/proofs/07_clones_of_any_report.md where ``local_delta`` is 0, else 7.1
-        (``"proved"``). All users draw from the same randomiser, each on its own.
+        docs/proofs/07_clones_of_any_report.md if ``local_delta`` is 0, otherwise Theorem 7.1
+        (``"proved"``). All users draw independently from the same randomiser.
 
     Source:
         Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorems 3.2 and 3.8,
@@ -117,7 +117,7 @@ def compute_epsilon(
     delta = open_unit_interval("delta", delta)
     one_of("conversion", conversion, ("proved", "theorem_3_8"))
     if num_users == 1 and local_delta <= delta:
-        return local_epsilon  # nobody to hide among
+        return local_epsilon  # no other users
     lost = _lost(
         local_epsilon=local_epsilon,
         local_delta=local_delta,
@@ -149,7 +149,7 @@ def gaussian_epsilon(
 ) -> float:
     """Returns the best ε that clones give for one round of shuffled Gaussian reports.
 
-    It is the best over all (ε0, δ0) of their exact curve.
+    The minimum is over all (ε0, δ0) on the exact curve of a report.
 
     Args:
         noise_multiplier: σ of one report over the clipping norm.
@@ -157,12 +157,12 @@ def gaussian_epsilon(
         delta: δ in (0, 1).
         adjacency: ``"replace"`` (user 1's two reports are up to 2C apart) or ``"zero_out"`` (up to
             C).
-        conversion: As in ``compute_epsilon``. For zero-out adjacency Theorem 3.8 answers for
-            replacement, which includes it.
+        conversion: As in ``compute_epsilon``. For zero-out adjacency, Theorem 3.8 returns its value
+        for replacement, which covers zero-out.
 
     Returns:
-        ε ≥ 0, rounded up; never above the unshuffled ``gaussian.compute_epsilon``, which it is when
-        n is too small for σ.
+        ε ≥ 0, rounded up; never above the unshuffled ``gaussian.compute_epsilon``, and equal to it
+        if n is too small for σ.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -190,9 +190,9 @@ def gaussian_epsilon(
         return math.exp(gaussian.log_delta(mu=distance / sigma, epsilon=local_epsilon))
 
     def view(clone_epsilon: float) -> tuple[float, float]:
-        """Returns the loss with clones of probability e^(−``clone_epsilon``).
+        """Returns the factor of (1 + e^ε) in δ with clones of probability e^(−``clone_epsilon``).
 
-        Beside it stands the mass mended in user 1's reports.
+        The second value is the mass that is corrected in user 1's reports.
         """
         local_delta = curve(clone_epsilon, 2.0)
         if zero_out and conversion == "proved":
@@ -205,13 +205,13 @@ def gaussian_epsilon(
             conversion=conversion,
         ), 0.0
 
-    # From half of δ lost down to a 1e-8th part of it: no better ε0 lies outside.
+    # The factor is at most half of δ and at least 1e-8 of it: no better ε0 lies outside.
     most = gaussian.compute_epsilon(
         mu=2 / sigma, delta=max(1e-8 * delta / (3 * num_users), SMALLEST_DELTA)
     )
     start = _falls_to_zero(lambda e: math.log(max(view(e)[0], 1e-320) * 2 / delta), most)
     if start > min(math.log(num_users) + 5, LARGEST_LOCAL_EPSILON):
-        return unshuffled  # hardly a clone among so few
+        return unshuffled  # hardly any clones among so few users
 
     def best(clone_epsilon: float, bins: int) -> float:
         lost, mended = view(clone_epsilon)
@@ -250,9 +250,9 @@ def gaussian_epsilon(
 def _clone_counts(
     probability: float, num_users: int, tail: float, bins: int
 ) -> tuple[Vector, Vector]:
-    """Returns clone counts and bounds on their masses.
+    """Returns clone counts and upper bounds on their probabilities.
 
-    Outside lies 2·``tail`` at most (Chernoff, Bernstein).
+    All other counts have a probability of at most 2·``tail`` (Chernoff, Bernstein).
     """
     others = min(num_users, MAX_USERS) - 1
     mean, log_tail = others * probability, -math.log(tail)
@@ -263,7 +263,7 @@ def _clone_counts(
     width = -(-(high - low + 1) // bins)
     first = np.arange(
         low, high + 1, width, dtype=np.float64
-    )  # fewer clones hide worse: a bin counts as its low end
+    )  # fewer clones give less privacy: each bin is replaced by its lower end
     last = np.minimum(first + (width - 1), high)
     most_likely = np.clip(
         math.floor((others + 1) * probability), first, last
@@ -276,10 +276,10 @@ def _hockey_stick(
 ) -> tuple[float, float]:
     """Returns an upper bound on δ(ε) of the pair of Theorem 3.2, and minus its slope in e^ε.
 
-    Given C, both views are told by their first number a, whose ratio P/Q grows with a. So the best
-    test is "a ≥ k", and with S(k) = Pr[Bin(C, ½) ≥ k] and b = S(k − 1) − S(k), q = e^ε0/(1 + e^ε0):
-    P(a ≥ k) − e^ε·Q(a ≥ k) = q·(1 − e^(ε−ε0))·b − (e^ε − 1)·S(k). Mirrored (a → C + 1 − a) it is Q
-    against P.
+    Given C, both views are determined by their first number a, and the ratio P/Q increases with a.
+    The best test is therefore "a ≥ k", and with S(k) = Pr[Bin(C, ½) ≥ k] and b = S(k − 1) − S(k),
+    q = e^ε0/(1 + e^ε0): P(a ≥ k) − e^ε·Q(a ≥ k) = q·(1 − e^(ε−ε0))·b − (e^ε − 1)·S(k). The
+    reflection a → C + 1 − a gives Q against P.
     """
     q = float(expit(local_epsilon))
     slope = (
@@ -288,7 +288,7 @@ def _hockey_stick(
     threshold = min((1 + slope) / 2, 1.0)
     k = np.ceil(
         (counts + 1) * threshold
-    )  # rounded the wrong way at a tie it costs nothing: there P = e^ε·Q
+    )  # rounding a tie in the wrong direction has no effect: there P = e^ε·Q
     beyond, at_edge = (
         scipy.stats.binom.sf(k - 1, counts, 0.5),
         scipy.stats.binom.pmf(k - 1, counts, 0.5),
@@ -311,11 +311,11 @@ def pair_epsilon(
 
     Args:
         local_epsilon: ε0 of user 1's coin.
-        probability: Of every other user to be a clone.
+        probability: Probability that another user is a clone.
         num_users: n.
         delta: δ in (0, 1).
-        lost: What e^ε + 1 multiplies in δ.
-        bins: How many numbers of clones are told apart.
+        lost: The factor of e^ε + 1 in δ.
+        bins: The number of bins of clone counts.
 
     Returns:
         ε ≥ 0, or None if there is none up to ``local_epsilon``.
@@ -335,9 +335,9 @@ def pair_epsilon(
 
     if excess(0.0) <= 0:
         return 0.0
-    # A start on the left: the root if the loss stayed at 2·lost. From there Newton's method on a
-    # convex function of e^ε, each step a little too long, so that it ends on the safe side, where
-    # the bound was evaluated and found small enough.
+    # Start on the left, at the root for a constant loss of 2·lost. Newton's method on a convex
+    # function of e^ε then takes steps that are slightly too long. It ends on the safe side, where
+    # the bound was evaluated and is small enough.
     epsilon = float(brentq(excess, 0.0, local_epsilon, xtol=1e-13 * local_epsilon, rtol=1e-12))
     for _ in range(200):
         value, mass = _hockey_stick(epsilon, local_epsilon, counts, masses)

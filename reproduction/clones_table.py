@@ -1,14 +1,15 @@
-r"""How the row "Clones" arises in Table 1 of Liew and Takahashi's shuffle Gaussian mechanism.
+r"""Reproduces the row "Clones" in Table 1 of Liew and Takahashi's shuffle Gaussian mechanism.
 
 The paper (SG) is its ICLR 2023 text.
 
-The text does not say; these steps give 0.18623 … 1.43138 for 1 … 7 rounds (σ = 9.48, n = 60000, δ =
-1/n): ε0 = 2·sqrt(2·ln(1.25/δ0))/σ, the classical Gaussian mechanism at sensitivity *2* (the text
-says 1; its "(1, 1/n)-LDP" is this formula at δ0 = 1/n, hence σ = 9.476); the closed form of
-Feldman, McMillan and Talwar's Theorem 3.1 at δ = δ0; their Theorem 3.8 for the total; δ0 = 1e-10,
-halved until rounds × total ≤ 1/n; and rounds × ε, the linear branch of Kairouz et al., the least
-one up to 31 rounds. σ = 9.476 gives all seven figures to every digit, the printed 9.48 to 0.06 %.
-So the row is for *replacement*, while "Ours" beside it is for zero-out adjacency.
+The paper does not say how the row was computed. These steps give 0.18623 … 1.43138 for 1 … 7 rounds
+(σ = 9.48, n = 60000, δ = 1/n): ε0 = 2·sqrt(2·ln(1.25/δ0))/σ, the classical Gaussian mechanism at
+sensitivity *2* (the text says 1; its "(1, 1/n)-LDP" is this formula at δ0 = 1/n, hence σ = 9.476);
+the closed form of Feldman, McMillan and Talwar's Theorem 3.1 at δ = δ0; their Theorem 3.8 for the
+total; δ0 = 1e-10, halved until rounds × total ≤ 1/n; and rounds × ε, the linear branch of Kairouz
+et al., the least one up to 31 rounds. σ = 9.476 reproduces all seven values to every digit; the
+printed 9.48 reproduces them to 0.06 %. The row is therefore for *replacement*, whereas "Ours" in
+the same table is for zero-out adjacency.
 
 >>> round(table_epsilon(noise_multiplier=9.476, num_users=60_000, delta=1 / 60_000, rounds=7), 5)
 1.43138
@@ -33,10 +34,10 @@ from opacus_shuffle.core.validation import (
 def closed_form_epsilon(*, local_epsilon: float, num_users: int, delta: float) -> float:
     """Returns ε of Feldman, McMillan and Talwar's Theorem 3.1 as printed.
 
-    It is several times that of ``clones.compute_epsilon``.
+    This ε is several times that of ``clones.compute_epsilon``.
 
-    Their released program has 1 + e^(−ε0)/(1 + s) where the theorem has 1 + e^(−ε0), s the
-    theorem's big bracket: for ε0 = 4, n = 100,000 and δ = 1e-6 it answers 0.5378 in place of
+    Their released program has 1 + e^(−ε0)/(1 + s) instead of the theorem's 1 + e^(−ε0), with s the
+    theorem's large bracket. For ε0 = 4, n = 100,000 and δ = 1e-6 it returns 0.5378 instead of
     0.5346.
 
     Args:
@@ -82,20 +83,20 @@ def strong_composition_epsilon(
         epsilon: ε ≥ 0 of one round.
         delta: δ in [0, 1) of one round.
         rounds: k ≥ 1.
-        delta_slack: δ̃ in [0, 1), spent on the composition itself. With 0, or for few rounds, ε is
-            just k times as large.
+        delta_slack: δ̃ in [0, 1), spent on the composition itself. If it is 0, or for few rounds,
+        the result is kε.
 
     Returns:
         The least of kε, m + ε·sqrt(2k·ln(1/δ̃)) and m + ε·sqrt(2k·ln(e + ε·sqrt(k)/δ̃)), m =
-        kε·(e^ε − 1)/(e^ε + 1), and the δ it holds for: 1 − (1 − δ)^k, times (1 − δ̃) in the product
-        where kε is not the least. Both rounded up; δ at most 1.
+        kε·(e^ε − 1)/(e^ε + 1), and its δ: 1 − (1 − δ)^k, with the factor (1 − δ̃) in the product if
+        kε is not the least. Both are rounded up; δ is at most 1.
 
     Raises:
         ValueError: If an argument is out of range or ε overflows.
 
     Formal Guarantees:
-        Proved for adaptively chosen rounds. For Gaussian rounds the library's accountants give far
-        less.
+        Proved for adaptively chosen rounds. For Gaussian rounds the library's accountants return a
+        far smaller ε.
 
     Source:
         Kairouz, Oh, Viswanath, "The composition theorem for differential privacy" (ICML 2015),
@@ -143,8 +144,8 @@ def table_epsilon(
         num_users: n ≥ 1, the reports shuffled together in one round.
         delta: δ in (0, 1) of all rounds together.
         rounds: The number of rounds.
-        scan_start: The largest δ0 tried; then half of it, and so on. 1e-10 is theirs; a good one is
-            about δ/(3·n·rounds).
+        scan_start: The largest δ0 tried; it is halved repeatedly. The authors' value is 1e-10; a
+        good value is about δ/(3·n·rounds).
 
     Returns:
         ε after ``rounds`` rounds: rounds × the closed form's, or strong composition's with half of
@@ -155,9 +156,9 @@ def table_epsilon(
             δ0.
 
     Formal Guarantees:
-        Proved for every data set. The classical Gaussian formula is proved for ε0 ≤ 1 only (theirs
-        is 1.4 to 1.5), so the exact curve's ε0 is taken should it be the larger one, which it is
-        not in their table.
+        Proved for every data set. The classical Gaussian formula is proved only for ε0 ≤ 1 (theirs
+        is 1.4 to 1.5). The function therefore uses the ε0 of the exact curve if it is larger, which
+        does not occur in their table.
 
     Source:
         SG section 5.1, Table 1; Feldman, McMillan, Talwar, "Hiding among the clones", Theorems 3.1

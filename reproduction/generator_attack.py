@@ -1,14 +1,14 @@
-"""How Gaussian noise gives away the state of PyTorch's CPU generator, and that ours does not.
+"""Recovers the state of PyTorch's CPU generator from Gaussian noise; ours resists the attack.
 
-Where a gradient is known to be zero, as in unused rows of an embedding, a released sum shows noise
-alone. PyTorch draws it from a Mersenne Twister by Box-Muller: eight words of every sixteen become
-angles, and an angle's top two bits are two bits of its word. Every bit of every word is a linear
-function of the first 624 words over the field of two elements. So 25,600 numbers are 25,600 linear
-equations, of rank 19,937, the bits of the state: solving them hands over all other noise. The
-equations that are left over all hold if the noise came from a Twister; of noise from elsewhere each
-one fails with probability one half.
+Where a gradient is known to be zero, as in unused rows of an embedding, a released sum shows only
+noise. PyTorch draws the noise from a Mersenne Twister by Box-Muller: eight words of every sixteen
+become angles, and an angle's top two bits are two bits of its word. Every bit of every word is a
+linear function of the first 624 words over the field of two elements. Hence 25,600 numbers give
+25,600 linear equations of rank 19,937, the number of bits of the state. Their solution reveals all
+other noise. The redundant equations are all satisfied if the noise came from a Mersenne Twister. If
+it came from another source, each of them fails with probability one half.
 
-Run ``python reproduction/generator_attack.py`` (two minutes): it looks at both generators.
+Run ``python reproduction/generator_attack.py`` (two minutes) to attack both generators.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TOP = 23  # PyTorch makes a float of a word's lowest 24 bits
 
 
 def contradictions(noise: torch.Tensor) -> tuple[int, int, int]:
-    """Solves for the Twister that would have drawn this noise.
+    """Solves for the state of a Mersenne Twister that would have drawn this noise.
 
     Args:
         noise: Standard normal numbers, of shape [a multiple of 16], in the order drawn.
 
     Returns:
-        The rank of the equations, and how many of those that are left over fail, and hold.
+        The rank of the equations, and how many of the redundant ones fail and are satisfied.
     """
     blocks = noise.reshape(-1, 16).double()
     # Box-Muller puts cosines into the first half of a block, and sines into the second one.
@@ -44,7 +44,7 @@ def contradictions(noise: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _angle_words(num_blocks: int):
-    """Yields the words of angles: arrays [32 bits, LIMBS] of what each bit is the sum of."""
+    """Yields the words of angles as arrays [32 bits, LIMBS] of the state bits each bit sums."""
     state = np.zeros((NUM_WORDS * 32, LIMBS), np.uint64)
     bits = np.arange(NUM_WORDS * 32)
     state[bits, bits // 64] = np.uint64(1) << (bits % 64).astype(np.uint64)
@@ -67,7 +67,7 @@ def _twist(state: np.ndarray) -> None:
 
 
 def _temper(word: np.ndarray) -> np.ndarray:
-    """What is drawn when the state has this word."""
+    """Returns the output for a word of the state."""
     word = word.copy()
     word[:21] ^= word[11:].copy()
     for shift, mask in ((7, 0x9D2C5680), (15, 0xEFC60000)):
@@ -78,14 +78,14 @@ def _temper(word: np.ndarray) -> np.ndarray:
 
 
 def _ones(mask: int) -> np.ndarray:
-    """The places of a mask's ones."""
+    """Returns the positions of the ones in a mask."""
     return np.flatnonzero(mask >> np.arange(32) & 1)
 
 
 def _eliminate(left: np.ndarray, right: np.ndarray) -> tuple[int, int, int]:
-    """Gauss's elimination over two elements.
+    """Runs Gaussian elimination over the field of two elements.
 
-    It returns the rank, and how many rows become 0 = 1, and 0 = 0.
+    Returns the rank, and the numbers of rows that become 0 = 1 and 0 = 0.
     """
     rows, rank = np.concatenate([left, right[:, None]], axis=1), 0
     for column in range(64 * LIMBS):
@@ -100,7 +100,7 @@ def _eliminate(left: np.ndarray, right: np.ndarray) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """Attacks noise of PyTorch's generator, and of this package's."""
+    """Attacks the noise of PyTorch's generator and of this package's generator."""
     for name, noise in (
         ("torch.normal", torch.normal(0.0, 1.0, (25_600,), generator=torch.Generator())),
         ("opacus_shuffle", SecretGenerator().normals(25_600)),

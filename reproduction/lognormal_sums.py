@@ -1,11 +1,11 @@
-r"""Approximations of sums of log-normal terms.
+r"""Approximates sums of log-normal terms.
 
-They are WS Lemma 1 (Fenton–Wilkinson) and the other methods of WS Figure 2.
+The methods are WS Lemma 1 (Fenton–Wilkinson) and the others of WS Figure 2.
 
 S = Σ_j counts_j terms e^Y, Y ~ N(means_j, std²), all independent. No closed form is known; WS
 Theorem 6 replaces S by one log-normal variable. Equal terms are given as one mean and a count, so
-10⁸ of them cost no more than one. Nothing here is a privacy bound: these are approximations, and
-:func:`monte_carlo` is how far off they are.
+10⁸ of them cost no more than one. These are approximations, not privacy bounds; :func:`monte_carlo`
+shows their errors.
 
     ==================  ======================================================================
     fenton_wilkinson    the log-normal distribution with the sum's own mean and variance
@@ -110,7 +110,7 @@ class SampledDistribution:
 def fenton_wilkinson(
     means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None = None
 ) -> NormalDistribution:
-    """The log-normal distribution with the mean and the variance of S: WS Lemma 1.
+    """Returns the log-normal distribution with the mean and the variance of S: WS Lemma 1.
 
     Eq. 9–10 are computed in logarithms throughout.
 
@@ -128,8 +128,8 @@ def fenton_wilkinson(
 
     Formal Guarantees:
         None: an approximation. Mean and variance of S itself are exact, but where std² exceeds
-        about log d they are carried by terms larger than can be expected: S almost never comes near
-        its own mean, and this distribution lies far below that of S.
+        about log d they are dominated by terms so large that they rarely occur: S is almost never
+        near its own mean, and this distribution lies far below that of S.
     """
     centres, numbers, width = _checked(means, std, counts)
     top = float(centres.max())
@@ -147,17 +147,18 @@ def schwartz_yeh(
     *,
     combine: Literal["one_by_one", "doubling"] = "one_by_one",
 ) -> NormalDistribution:
-    """Schwartz & Yeh's 1982 approximation by a normal, two terms at a time.
+    """Computes Schwartz & Yeh's 1982 approximation by a normal, two terms at a time.
 
-    log(e^{Y1} + e^{Y2}) is replaced by a normal with its exact mean and variance, again and again.
+    The method repeatedly replaces log(e^{Y1} + e^{Y2}) by a normal with its exact mean and
+    variance.
 
     ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The distribution changes
     little from one of n equal terms to the next, so from 400 on they are added n/200 at once, by a
     midpoint rule (for 10⁵ terms this moves the standard deviation by less than 1e-6 of itself for
-    std up to 4, by 1e-3 for std 20). ``"doubling"`` adds equal terms in halves, log₂ d times. They
-    are *not* the same approximation: two equal normal logarithms average each other's tails away,
-    and no later step brings them back. For 10⁸ terms of std 4 doubling puts the median of S at
-    e^{−2.1} of the true one, one by one at e^{0.02} of it.
+    std up to 4, by 1e-3 for std 20). ``"doubling"`` adds equal terms in halves, log₂ d times. The
+    two are *not* the same approximation: adding two equal normal logarithms averages out their
+    tails, and no later step restores them. For 10⁸ terms of std 4, the median of S is e^{−2.1}
+    times the true one with doubling, and e^{0.02} times the true one with single steps.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
@@ -173,8 +174,8 @@ def schwartz_yeh(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        None beyond two terms (whose mean and variance are exact but for rounding): an
-        approximation.
+        None for more than two terms: an approximation. For two terms, mean and variance are exact
+        up to rounding.
     """
     centres, numbers, width = _checked(means, std, counts)
     add = (
@@ -192,7 +193,7 @@ def schwartz_yeh(
 def _add_doubling(
     total: NormalDistribution | None, term: NormalDistribution, count: int
 ) -> NormalDistribution:
-    """The total and ``count`` terms like this one, by the binary digits of the count."""
+    """Adds ``count`` terms like this one to the total, by the binary digits of the count."""
     power = term
     while count:
         if count & 1:
@@ -206,9 +207,9 @@ def _add_doubling(
 def _add_one_by_one(
     total: NormalDistribution | None, term: NormalDistribution, count: int
 ) -> NormalDistribution:
-    """The total and ``count`` terms like this one, one after the other.
+    """Adds ``count`` terms like this one to the total, one after the other.
 
-    They come in strides once a term changes little.
+    It adds several terms at once as soon as a single term changes little.
     """
     added = 0
     if total is None:
@@ -221,10 +222,9 @@ def _add_one_by_one(
 
 
 def _stride(total: NormalDistribution, term: NormalDistribution, stride: int) -> NormalDistribution:
-    """``stride`` equal terms at once.
+    """Adds ``stride`` equal terms at once.
 
-    They are added by the midpoint rule for e^mean and variance·e^{2·mean}, which grow almost
-    linearly.
+    It uses the midpoint rule for e^mean and variance·e^{2·mean}, which grow almost linearly.
     """
     size, spread = _growth(total, term)
     # The increments that are added up here start with the total's own: their middle lies (stride −
@@ -239,9 +239,9 @@ def _stride(total: NormalDistribution, term: NormalDistribution, stride: int) ->
 
 
 def _growth(total: NormalDistribution, term: NormalDistribution) -> tuple[float, float]:
-    """What one more term adds to e^mean and to variance·e^{2·mean}.
+    """Returns the increments of e^mean and of variance·e^{2·mean} by one more term.
 
-    They are in units of e^mean and e^{2·mean}.
+    The increments are in units of e^mean and e^{2·mean}.
     """
     gain, growth = _increments(total, term)
     return math.expm1(gain), growth * math.exp(2 * gain) + total.std**2 * math.expm1(2 * gain)
@@ -255,8 +255,7 @@ def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> Normal
     With w = Y2 − Y1 the logarithm is Y1 + g(w), g(w) = log(1 + e^w), and Stein's lemma gives
     Cov(Y1, g(w)) = −Var(Y1)·E g'(w). The moments of g(w) are integrals over the line of an analytic
     function, for which the trapezoid rule's error falls exponentially as its step does: below 1e-16
-    here for any std, where Gauss–Hermite nodes would be too far apart for the bend of g from std 5
-    on.
+    here for any std. From std 5 on, Gauss–Hermite nodes would be too far apart for the bend of g.
 
     Args:
         one: Distribution of Y1.
@@ -265,14 +264,14 @@ def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> Normal
     Returns:
         The normal distribution.
     """
-    if other.mean > one.mean:  # then less cancels
+    if other.mean > one.mean:  # reduces cancellation
         one, other = other, one
     gain, growth = _increments(one, other)
     return NormalDistribution(one.mean + gain, math.sqrt(one.std**2 + growth))
 
 
 def _increments(one: NormalDistribution, other: NormalDistribution) -> tuple[float, float]:
-    """What adding e^{Y2} to e^{Y1} adds to the logarithm's mean and to its variance."""
+    """Returns the increments of the logarithm's mean and variance from adding e^{Y2} to e^{Y1}."""
     deviation = math.hypot(one.std, other.std)
     # Errors: e^{−2π²(deviation/step)²} for the normal density, e^{−2π²/step} for the singularities
     # of g at ±iπ.
@@ -296,16 +295,16 @@ def monte_carlo(
     generator: np.random.Generator | None = None,
     largest: int | None = None,
 ) -> Vector:
-    """Samples of log S.
+    """Draws samples of log S.
 
-    Memory is bounded whatever the number of terms. Time is that of drawing them.
+    Memory is bounded for any number of terms; time is proportional to the number of drawn terms.
 
     With ``largest``, a group of more than twice as many terms is split at the level that
     ``largest`` of its terms exceed on average. Those above (their number is drawn, too) are drawn
     one by one, so the tail is exact; the sum of the others is drawn from the normal distribution
-    with its exact mean and variance. :func:`largest_error` bounds what that does to the CDF: 0.003
-    for 10⁸ terms, std 4 and ``largest`` 10⁴, where 1000 samples take a second, and one by one three
-    hours.
+    with its exact mean and variance. :func:`largest_error` bounds the effect on the CDF: 0.003 for
+    10⁸ terms, std 4 and ``largest`` 10⁴. 1000 samples then take a second, and three hours if all
+    terms are drawn one by one.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
@@ -343,7 +342,7 @@ def monte_carlo(
 def _one_by_one(
     centres: Vector, numbers: Vector, width: float, repetitions: int, generator: np.random.Generator
 ) -> Vector:
-    """Log sums with every term drawn; −∞ if there are none."""
+    """Returns log sums with every term drawn; −∞ if there are no terms."""
     samples = np.full(repetitions, -np.inf)
     ends = np.cumsum(numbers.astype(np.int64))
     total = int(ends[-1]) if len(ends) else 0
@@ -363,9 +362,9 @@ def _one_by_one(
 def _split_group(
     count: int, width: float, repetitions: int, generator: np.random.Generator, largest: int
 ) -> Vector:
-    """Log Σ e^{width·z} over ``count`` terms.
+    """Returns log Σ e^{width·z} over ``count`` terms.
 
-    Those above the level one by one, the others' sum as a normal variable.
+    It draws the terms above the level one by one, and the sum of the others as a normal variable.
     """
     share = largest / count
     log_mean, relative = _body(width, share)
@@ -382,7 +381,7 @@ def _split_group(
 
 
 def _log_sum(values: Vector) -> Vector:
-    """Log Σ e^v along the last axis, in place of ``values``."""
+    """Returns log Σ e^v along the last axis; overwrites ``values``."""
     top = values.max(axis=-1)
     values -= top[:, None]
     np.exp(values, out=values)
@@ -390,9 +389,9 @@ def _log_sum(values: Vector) -> Vector:
 
 
 def _body(width: float, share: float) -> tuple[float, float]:
-    """Log mean, and standard deviation over mean.
+    """Returns the log of the mean, and the standard deviation divided by the mean.
 
-    They are those of e^{width·z} given that z is below its upper ``share`` quantile.
+    Both are those of e^{width·z} given that z is below its upper ``share`` quantile.
     """
     level, log_kept = -float(ndtri(share)), math.log1p(-share)
     log_mean = width**2 / 2 + float(log_ndtr(level - width)) - log_kept
@@ -401,9 +400,9 @@ def _body(width: float, share: float) -> tuple[float, float]:
 
 
 def largest_error(std: float, count: int, largest: int) -> float:
-    """How far :func:`monte_carlo` with ``largest`` may move the CDF of one group's sum.
+    """Bounds the error of :func:`monte_carlo` with ``largest`` in the CDF of one group's sum.
 
-    It holds at any point (Berry–Esseen).
+    The bound is valid at every point (Berry–Esseen).
 
     Given how many terms lie above the level, the others are independent, and the rest of S is
     independent of them; so the bound for their standardised sum is one for S.
@@ -437,18 +436,18 @@ def largest_error(std: float, count: int, largest: int) -> float:
             / math.sqrt(2 * math.pi)
         )
         third += float(weights @ values) * (high - low) / 2
-    # With overwhelming probability at most 2·largest terms lie above; e^{−largest/3} (Chernoff)
-    # covers the rest.
+    # At most 2·largest terms lie above, except with probability e^{−largest/3} (Chernoff); the
+    # bound includes it.
     bound = _BERRY_ESSEEN * third / (1 - share) / (
         relative**3 * math.sqrt(count - 2 * largest)
     ) + math.exp(-largest / 3)
-    return min(1.0, 1.01 * bound)  # 1 % for the quadrature
+    return min(1.0, 1.01 * bound)  # 1 % for the error of the quadrature
 
 
 def least_squares(samples: npt.ArrayLike) -> NormalDistribution:
-    """The normal distribution whose quantiles are nearest the samples' in squares.
+    """Fits the normal distribution whose quantiles have the least squared distance to the samples'.
 
-    It is the line through a normal plot of them.
+    It is the regression line of a normal probability plot.
 
     Args:
         samples: Samples of log S, shape (k,), k ≥ 2, not all equal.
@@ -467,7 +466,7 @@ def least_squares(samples: npt.ArrayLike) -> NormalDistribution:
 
 
 def kernel_density(samples: npt.ArrayLike) -> SampledDistribution:
-    """A Gaussian kernel density estimate of log S with SciPy's bandwidth (Scott's rule).
+    """Returns a Gaussian kernel density estimate of log S with SciPy's bandwidth (Scott's rule).
 
     Args:
         samples: Samples of log S, shape (k,), k ≥ 2, not all equal.
@@ -483,7 +482,7 @@ def kernel_density(samples: npt.ArrayLike) -> SampledDistribution:
 
 
 def _checked_samples(samples: npt.ArrayLike, *, at_least: int) -> Vector:
-    """Finite samples, not all equal where there must be two."""
+    """Checks that samples are finite and, if at least two are required, not all equal."""
     values = np.asarray(samples, dtype=np.float64)
     if values.ndim != 1 or len(values) < at_least or not np.all(np.isfinite(values)):
         raise ValueError(
@@ -498,7 +497,7 @@ def _checked_samples(samples: npt.ArrayLike, *, at_least: int) -> Vector:
 def _checked(
     means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None
 ) -> tuple[Vector, Vector, float]:
-    """The terms, checked: means and counts of one shape (k,), and the standard deviation."""
+    """Returns the checked terms: means and counts of one shape (k,), and the standard deviation."""
     centres = np.atleast_1d(np.asarray(means, dtype=np.float64))
     numbers = (
         np.ones(centres.shape)

@@ -1,14 +1,14 @@
-"""The parameters that shuffle-private convex optimisation (SCO) prints, to compare with ours.
+"""Computes the parameters that SCO prints, for comparison with those of this library.
 
-The paper is by Cheu, Joseph, Mao and Peng.
+SCO is Cheu, Joseph, Mao and Peng's paper on shuffle-private convex optimisation.
 
-Natural logarithms, every constant inside O() taken as 1. D is the diameter of the set, as the paper
-has it, where this library's own choices take the distance from the start to a minimiser: for a ball
-about the start that is half as much. Batch and step sizes are passed into the optimisers; nothing
-is proved for some of them:
+Logarithms are natural, and every constant inside O() is 1. D is the diameter of the set, as in the
+paper. This library's own choices use the distance from the start to a minimiser instead, which is
+half as much for a ball around the start. Batch and step sizes are passed to the optimisers. For
+some of them nothing is proved:
 
-    * Theorem 4.1 has an L inside the bracket of η; it does not follow from L_G² = L² +
-      O(dL²log²(d/δ)/(b²ε²)), on which the proof rests, and is right for L = 1 only.
+    * Theorem 4.1 has an L inside the bracket of η. It does not follow from L_G² = L² +
+      O(dL²log²(d/δ)/(b²ε²)), on which the proof is based, and is correct only for L = 1.
     * Theorem 4.3 and Lemma 4.4 print L_t = ((T+2)^{3/2}σ/D + β)/(t+1), which need not converge
       (:mod:`opacus_shuffle.sco.accelerated_sgd`).
 

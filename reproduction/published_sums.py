@@ -1,8 +1,8 @@
-r"""The constants that SCO prints for its sums of vectors and numbers, to compare with ours.
+r"""Implements the constants that SCO prints for its sums, for comparison with this library.
 
 SCO is Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation: Theorem A.6 and Lemma 3.1,
-with drop-outs Corollary A.9 and Claim A.8. The constants are proved, and have some 10⁵ times the
-variance of the package's own calibration at the same (ε, δ).
+and with drop-outs Corollary A.9 and Claim A.8. The constants are proved. Their variance is some 10⁵
+times that of the package's own calibration at the same (ε, δ).
 
 >>> from opacus_shuffle import ShuffleVectorSum
 >>> from opacus_shuffle.core.rounding import round_up
@@ -94,7 +94,7 @@ def published_scalar_sum(
 
 
 def with_plan(protocol: Protocol, plan: GridPlan) -> Protocol:
-    """Gives a protocol another grid and other noise bits, in place."""
+    """Replaces the grid and the noise bits of a protocol in place."""
     sizes = protocol.num_users, protocol.dimension
     GridSum.__init__(
         protocol, *sizes, protocol._budget, plan, low=protocol._low, span=protocol._span
@@ -105,9 +105,10 @@ def with_plan(protocol: Protocol, plan: GridPlan) -> Protocol:
 def round_budget(epsilon: float, delta: float, rounds: int) -> tuple[float, float]:
     """Returns (ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it.
 
-    It is ε/(2√(2T·ln(1/δ))) and δ/(T + 1). Where that is too much (the printed ln(1/δ) stands for
-    ln((T+1)/δ), and a term in ε² is missing: T > 1/δ, or ε large and δ near ½), it is the most that
-    advanced composition allows at the same δ. A single round gets all of the budget.
+    The share is ε/(2√(2T·ln(1/δ))) and δ/(T + 1). In some cases this is too much, because the
+    printed ln(1/δ) stands for ln((T+1)/δ) and a term in ε² is missing: if T > 1/δ, or if ε is large
+    and δ near ½. The function then returns the largest share that advanced composition allows at
+    the same δ. A single round gets the whole budget.
     """
     if rounds == 1:
         return epsilon, delta
@@ -157,8 +158,8 @@ def published_scalar_plan(
 ) -> GridPlan:
     """Returns the grid of SCO Lemma 3.1, or with drop-outs of Claim A.8.
 
-    Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g)
-    "small": that needs α ≤ 0.858, so g ≥ ε/2.57 besides (at n = 1, Δ = 1, ε = 15 the printed g = 1
+    Lemma 3.1 only requires g ≥ Δ√n, but its proof uses ln((1+α)/(1−α)) ≤ 3α for "small" α = ε/(3g).
+    This needs α ≤ 0.858, and therefore also g ≥ ε/2.57 (at n = 1, Δ = 1, ε = 15 the printed g = 1
     gives α = 5).
     """
     least = max(epsilon * honest_fraction / 2.57, 3.0 if honest_fraction < 1 else 1.0)
@@ -209,7 +210,7 @@ def _published_plan(
 
 
 def _up_to_15(epsilon: float) -> float:
-    """Refuses an ε that the paper does not cover."""
+    """Raises an error for an ε that the paper does not cover."""
     if epsilon > 15:
         raise ValueError(f"epsilon must not exceed 15 (SCO Theorem 3.2), got {epsilon!r}")
     return epsilon

@@ -1,13 +1,13 @@
-"""The bits of SCO Algorithms 1 and 2, one by one: each user's messages, the shuffler, the analyzer.
+"""Simulates SCO Algorithms 1 and 2 bit by bit: the users' messages, the shuffler, the analyzer.
 
 SCO is Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation. In each coordinate a user
-sends g + b bits, labelled with the coordinate, of which as many are 1 as
-``ShuffleVectorSum.randomize`` counts; the shuffler permutes the bits of all users. The package
-sends the counts alone: shuffled, a coordinate's bits reveal nothing else.
+sends g + b bits, labelled with the coordinate; ``ShuffleVectorSum.randomize`` returns the number of
+ones. The shuffler permutes the bits of all users. The package sends only the counts, because the
+shuffled bits of a coordinate reveal nothing else.
 
-Labels travel with their bits. So one permutation of all bits is, read label by label, an
-independent permutation of every coordinate's bits, and it is done in this way, with one row of
-packed bits for each coordinate.
+Labels stay attached to their bits. One permutation of all bits is therefore equivalent to
+independent permutations of each coordinate's bits. The code permutes each coordinate separately and
+stores one row of packed bits for each.
 
 >>> import torch
 >>> from opacus_shuffle import ShuffleVectorSum

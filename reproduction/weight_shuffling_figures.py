@@ -1,16 +1,16 @@
-"""The weight-shuffling paper's Figures 2, 3 and 4 as numbers and pictures.
+"""Reproduces the weight-shuffling paper's Figures 2, 3 and 4 as numbers and plots.
 
-It also finds which batch clip its text fits.
+It also tests which batch clip agrees with the paper's text.
 
 Run ``python reproduction/weight_shuffling_figures.py [--figure 2|3|4|all] [--output DIR]``, half a
-minute; ``--output`` writes every figure as JSON, CSV and (where matplotlib is there) PNG. Every σ
-of shuffled training here is WS Theorem 6's, an estimate that is false for known pairs of data sets
-(:mod:`opacus_shuffle.analysis.fenton_wilkinson`): the figures show what the paper computes, not
-privacy.
+minute; ``--output`` writes every figure as JSON, CSV and, if matplotlib is installed, PNG. Every σ
+of shuffled training here is that of WS Theorem 6, an estimate that is false for known pairs of data
+sets (:mod:`opacus_shuffle.analysis.fenton_wilkinson`): the figures show what the paper computes,
+not privacy.
 
-Two things that the paper does not print: the batch size of training (1000 here, its audit's), and
-the batch clip c′ of its Algorithm 1. σ is computed for c′/c from 0.1 to 10, and held against what
-the text says about its figures.
+The paper does not print two settings: the batch size of training (1000 here, as in its audit) and
+the batch clip c′ of its Algorithm 1. The script computes σ for c′/c from 0.1 to 10 and compares it
+with the text's descriptions of the figures.
 
 >>> vit = RUNS["ViT"]
 >>> vit.steps, round(noise(vit, epsilon=0.5), 4), round(noise(vit, epsilon=0.5, dimension=1), 2)
@@ -59,11 +59,11 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Updates of ``BATCH`` records."""
+        """Returns the number of updates, each on ``BATCH`` records."""
         return round(self.epochs * self.records / BATCH)
 
     def budget(self, epsilon: float) -> tuple[float, float]:
-        """(ε_s, δ_s) of one step by WS Theorems 1 and 2, half of δ for Σ δ_j."""
+        """Returns (ε_s, δ_s) of one step by WS Theorems 1 and 2, with half of δ for Σ δ_j."""
         return step_budget(
             epsilon=epsilon, delta=self.delta, steps=self.steps, sample_rate=BATCH / self.records
         )
@@ -80,7 +80,7 @@ RUNS = {
 
 
 def noise(run: Run, *, epsilon: float, norm: float = 1.0, dimension: int | None = None) -> float:
-    """WS Algorithm 1's σ for ε of the run; ``dimension`` 1 is its σ₀, without shuffling.
+    """Returns WS Algorithm 1's σ for ε of the run; ``dimension`` 1 is its σ₀, without shuffling.
 
     Args:
         run: The configuration.
@@ -93,7 +93,7 @@ def noise(run: Run, *, epsilon: float, norm: float = 1.0, dimension: int | None 
 
 
 def noise_std(epsilon: float, delta: float, dimension: int, norm: float = 1.0) -> float:
-    """The smallest σ, at c = 1, above which WS Theorem 6 keeps δ within ``delta``.
+    """Returns the smallest σ, at c = 1, above which δ by WS Theorem 6 is at most ``delta``.
 
     δ is not monotone in σ.
 
@@ -125,7 +125,7 @@ def noise_std(epsilon: float, delta: float, dimension: int, norm: float = 1.0) -
 
 
 def readings() -> dict[str, tuple[list[float], float, list[int]]]:
-    """What "σ = 0.25 and d = 10⁸" may mean: means, std and counts of the summands."""
+    """Returns readings of "σ = 0.25 and d = 10⁸": means, std and counts of the summands."""
     inverse = 1 / SIGMA**2
     return {
         "equal terms, std c/sigma = 4": ([0.0], 1 / SIGMA, [DIMENSION]),
@@ -139,12 +139,13 @@ def readings() -> dict[str, tuple[list[float], float, list[int]]]:
 
 
 def figure_2(*, repetitions: int = 10_000, seed: int = 0) -> dict[str, Any]:
-    """Each method's CDF of log S.
+    """Computes each method's CDF of log S.
 
-    Beside it stands its distance to many more samples than the paper's 1000, in each reading.
+    It also computes the distance to the CDF of far more samples than the paper's 1000, in each
+    reading.
 
     Args:
-        repetitions: Samples that stand for the truth.
+        repetitions: Number of samples that serve as the reference.
         seed: Of the samples.
     """
     found: dict[str, Any] = {}
@@ -190,9 +191,9 @@ def distance(
     distribution: lognormal_sums.NormalDistribution | lognormal_sums.SampledDistribution,
     samples: lognormal_sums.Vector,
 ) -> float:
-    """The largest distance between a distribution's CDF and that of sorted samples.
+    """Returns the largest distance between a distribution's CDF and that of sorted samples.
 
-    It looks at up to 1000 of them.
+    It evaluates the distance at up to 1000 samples.
     """
     ranks = np.linspace(0, len(samples) - 1, min(len(samples), 1000)).astype(int)
     return float(np.abs(distribution.cdf(samples[ranks]) - (ranks + 0.5) / len(samples)).max())
@@ -201,9 +202,9 @@ def distance(
 def below(
     means: list[float], std: float, distribution: Any, samples: lognormal_sums.Vector
 ) -> dict[str, float] | None:
-    """P(S ≤ C(ε_s)) of WS Eq. 38 for the ViT's step at ε = 0.5, where the terms are Theorem 6's.
+    """Returns P(S ≤ C(ε_s)) of WS Eq. 38 for the ViT's step at ε = 0.5 with Theorem 6's terms.
 
-    It has F-W's, and the samples'.
+    One value is by F-W, the other from the samples.
     """
     if len(means) == 1:
         return None
@@ -221,10 +222,10 @@ def below(
 
 
 def figure_3() -> Rows:
-    """σ over ε, per configuration.
+    """Computes σ over ε for each configuration.
 
-    It is that unshuffled by the same composition, by Opacus's RDP accountant, and shuffled for each
-    c′/c.
+    The values are without shuffling by the same composition, by Opacus's RDP accountant, and with
+    shuffling for each c′/c.
     """
     return [
         {
@@ -240,13 +241,13 @@ def figure_3() -> Rows:
 
 
 def rdp(run: Run, epsilon: float) -> float:
-    """σ by the accountant of the paper's baselines (Opacus's RDP); proved, to a thousandth of ε."""
+    """Returns the proved σ by Opacus's RDP, the baselines' accountant, to a thousandth of ε."""
     return _rdp(epsilon, run.delta, BATCH / run.records, run.steps)
 
 
 @functools.cache
 def _rdp(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """See :func:`rdp`; configurations share runs."""
+    """Caches :func:`rdp`, because configurations share runs."""
     from opacus.accountants.utils import get_noise_multiplier
 
     with warnings.catch_warnings():
@@ -262,7 +263,7 @@ def _rdp(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
 
 
 def figure_4(*, norm: float = 1.0) -> Rows:
-    """σ over ε and d for the ViT's run; d = 1 is the unshuffled mechanism."""
+    """Computes σ over ε and d for the ViT's run; d = 1 is the unshuffled mechanism."""
     return [
         {"epsilon": epsilon}
         | {
@@ -280,14 +281,14 @@ def figure_4(*, norm: float = 1.0) -> Rows:
 
 
 def statements() -> tuple[Rows, dict[str, float]]:
-    """One row per c′/c of what the text lets one check, and what the text asks for.
+    """Returns a row for each c′/c with the quantities that the text describes, and its values.
 
-    Table III's demand does not depend on how accuracy falls with noise. At ε = 0.1 shuffled
-    training (67.31 %) is worse than Ghost at ε = 0.5 (72.99 %), so it has more noise per signal; at
-    ε = 1 it (75.61 %) is no worse than Ghost (75.53 %). So σ(0.1)/σ(1) is at least Ghost's
-    σ(0.5)/σ(1), if c′ stays the same. The last column is the norm, over c, that the batch's summed
-    gradient must have for shuffled training, clipped to c′, to have Ghost's noise per signal at ε =
-    1: c′·σ_RDP/σ.
+    The condition from Table III does not depend on how accuracy falls with noise. At ε = 0.1
+    shuffled training (67.31 %) is worse than Ghost at ε = 0.5 (72.99 %), so it has more noise per
+    signal; at ε = 1 it (75.61 %) is no worse than Ghost (75.53 %). σ(0.1)/σ(1) is therefore at
+    least Ghost's σ(0.5)/σ(1), if c′ stays the same. The last column is c′·σ_RDP/σ: the norm,
+    divided by c, of the batch's summed gradient at which shuffled training, clipped to c′, has the
+    same noise per signal as Ghost at ε = 1.
     """
     vit = RUNS["ViT"]
     plain = {epsilon: rdp(vit, epsilon) for epsilon in (0.5, 1.0)}
@@ -319,7 +320,7 @@ def statements() -> tuple[Rows, dict[str, float]]:
 
 
 def exponent(run: Run, *, norm: float, epsilon: float = 0.5) -> float:
-    """The slope of log σ over log log d, d from 10⁴ to 10⁹: −1/2 where σ is of order 1/√log d."""
+    """Returns the slope of log σ over log log d for d from 10⁴ to 10⁹; −1/2 for σ ~ 1/√log d."""
     dimensions = np.geomspace(1e4, 1e9, 11)
     sigmas = [noise(run, epsilon=epsilon, norm=norm, dimension=round(d)) for d in dimensions]
     return float(np.polyfit(np.log(np.log(dimensions)), np.log(sigmas), 1)[0])
@@ -330,7 +331,7 @@ def exponent(run: Run, *, norm: float, epsilon: float = 0.5) -> float:
 
 
 def table(rows: Rows) -> str:
-    """Rows as aligned text."""
+    """Formats rows as aligned text."""
     cells = [
         [*rows[0]],
         *(
@@ -346,7 +347,7 @@ def table(rows: Rows) -> str:
 
 
 def write(output: Path, name: str, data: Any, rows: Rows) -> None:
-    """``name``.json and ``name``.csv in the folder, which is made if it is not there."""
+    """Writes ``name``.json and ``name``.csv to the folder, which is created if necessary."""
     output.mkdir(parents=True, exist_ok=True)
     (output / f"{name}.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
     with (output / f"{name}.csv").open("w", newline="") as file:
@@ -356,15 +357,16 @@ def write(output: Path, name: str, data: Any, rows: Rows) -> None:
 
 
 def draw_2(data: dict[str, Any]) -> Any:
-    """Figure 2 as a picture, one panel a reading."""
+    """Draws Figure 2, one panel for each reading."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(data), figsize=(9.6, 4.0), sharey=True, layout="constrained")
     for ax, (name, reading) in zip(axes, data.items(), strict=True):
-        # The last panel's values differ in their fifth digit: they are drawn from the smallest on.
+        # The last panel's values differ only in their fifth digit, so its axis starts at the
+        # smallest.
         least = min(reading["x"])
         for method, values in reading["cdf"].items():
-            # A band, which shows on both sides of the curves that lie on it.
+            # A wide band remains visible on both sides of the curves that overlap it.
             style = {"color": "#BBBBBB", "linewidth": 6, "linestyle": "-"}
             ax.plot(
                 [x - least for x in reading["x"]],
@@ -382,7 +384,7 @@ def draw_2(data: dict[str, Any]) -> Any:
 
 
 def draw_3(rows: Rows) -> Any:
-    """Figure 3 as a picture, one panel a configuration."""
+    """Draws Figure 3, one panel for each configuration."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 3, figsize=(9.6, 6.4), sharey=True, layout="constrained")
@@ -414,7 +416,7 @@ def draw_3(rows: Rows) -> Any:
 
 
 def draw_4(rows: Rows) -> Any:
-    """Figure 4 as a picture."""
+    """Draws Figure 4."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import LogNorm
 
@@ -468,7 +470,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _second(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
-    """Figure 2, printed."""
+    """Prints Figure 2."""
     data = figure_2(repetitions=options.repetitions)
     print("\nWS Figure 2: largest distance of each CDF of log S to the true one")
     for name, reading in data.items():
@@ -503,7 +505,7 @@ def _second(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
 
 
 def _third(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
-    """Figure 3, printed with what the text says of it."""
+    """Prints Figure 3 with the text's descriptions of it."""
     rows = figure_3()
     print(f"\nWS Figure 3: sigma over epsilon, batches of {BATCH}; shuffled values are estimates")
     print(table(rows))
@@ -515,7 +517,7 @@ def _third(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
 
 
 def _fourth(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
-    """Figure 4, printed."""
+    """Prints Figure 4."""
     rows = figure_4()
     print("\nWS Figure 4: sigma over epsilon and d, the ViT's run, c' = c; estimates but for d = 1")
     print(table(rows))
