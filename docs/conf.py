@@ -1,6 +1,7 @@
 """How Sphinx builds the documentation.
 
-Its source is the whole repository, so that links of pages lead on as they do there.
+The source directory is the whole repository, so links between its files also work in the built
+pages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ exclude_patterns = ["docs/_*", "**/.ipynb_checkpoints"]
 suppress_warnings = ["config.cache"]
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(?!opacus_shuffle\.).*"),  # pages of other projects would have to be fetched
+    ("py:.*", r"(?!opacus_shuffle\.).*"),  # would need to download the pages of other projects
     ("py:.*", r".*\._.*"),
 ]
 
@@ -50,11 +51,11 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Formal Guarantees", "Source"]
 
-nb_execution_mode = "off"  # the notebooks hold their outputs; tests run them
+nb_execution_mode = "off"  # the notebooks store their outputs; the tests run them
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
-# The copy button takes what is typed: no prompts, and no answers.
+# The copy button copies only the input, without prompts and output.
 copybutton_prompt_text = r">>> |\.\.\. |\.\.\.$|\$ "
 copybutton_prompt_is_regexp = True
 
