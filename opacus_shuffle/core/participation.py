@@ -28,14 +28,31 @@ def bernoulli_indices(count: int, rate: float, generator: torch.Generator | None
     Args:
         count: The number of coins.
         rate: The probability of heads, in [0, 1], exact to 2⁻⁵³.
-        generator: As for :func:`~opacus_shuffle.core.randomness.stream_of`.
+        generator: None for a fresh secret. With a user's own generator, the heads are those that
+            Opacus draws with it, except for one coin in 16 million.
     """
+    if not (generator is None or isinstance(generator, SecretGenerator)):
+        return _bernoulli_indices_as_opacus(count, rate, generator)
     stream = stream_of(generator)
     if rate > _FREQUENT:  # then it is faster to toss all of them
         limit = np.uint64(math.floor(rate * 2.0**53))  # exact, because 2⁵³ is a power of two
         return np.flatnonzero((stream.words(count) >> np.uint64(11)) < limit).tolist()
     (heads,) = exact_binomials(count, rate, 1, stream)
     return _distinct_numbers(count, int(heads), stream).tolist()
+
+
+def _bernoulli_indices_as_opacus(count: int, rate: float, generator: torch.Generator) -> list[int]:
+    """Compares 24 bits as Opacus does, and 29 more bits of the coins that these do not decide."""
+    coarse = math.floor(rate * 2**24)
+    fine = math.floor((rate * 2**24 - coarse) * 2**29) / 2**29
+    drawn = torch.rand(count, generator=generator, dtype=torch.float32, device=generator.device)
+    (heads,) = (drawn <= coarse / 2**24).nonzero(as_tuple=True)
+    tied = drawn[heads] == coarse / 2**24
+    rest = torch.rand(
+        int(tied.sum()), generator=generator, dtype=torch.float64, device=generator.device
+    )
+    tied[tied.clone()] = rest >= fine
+    return heads[~tied].tolist()
 
 
 def subset(count: int, size: int, generator: torch.Generator | None) -> list[int]:

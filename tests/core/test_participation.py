@@ -29,6 +29,21 @@ def test_a_coin_that_often_shows_heads_is_one_of_53_bits(rate, monkeypatch):
         assert bernoulli_indices(1, rate, SecretGenerator()) == ([0] if number < threshold else [])
 
 
+@pytest.mark.parametrize("rate", [1e-9, 2.0**-53, 1 / 3, 1 - 2.0**-53])
+def test_a_coin_of_a_user_s_own_generator_is_opacus_s_to_53_bits(rate, monkeypatch):
+    threshold = math.floor(rate * 2**53)
+    for number in (0, max(0, threshold - 1), threshold, min(threshold + 1, 2**53 - 1), 2**53 - 1):
+        coarse, fine = divmod(number, 2**29)
+        bits = {torch.float32: coarse / 2**24, torch.float64: fine / 2**29}
+        monkeypatch.setattr(
+            torch,
+            "rand",
+            lambda count, dtype, bits=bits, **_: torch.full((count,), bits[dtype], dtype=dtype),
+        )
+        heads = bernoulli_indices(1, rate, torch.Generator())
+        assert heads == ([0] if number < threshold else []), number
+
+
 @pytest.mark.parametrize("rate", [0.05, 0.4])
 def test_every_sample_of_coins_has_its_own_chance(rate):
     """All 2^5 samples of five coins, each of which has the chance rate^k (1 - rate)^(5 - k)."""

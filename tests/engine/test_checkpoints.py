@@ -351,7 +351,7 @@ def test_a_book_of_rounds_runs_no_code(tmp_path):
     place, book = tmp_path / "touched", tmp_path / "book.pt"
     evil = {"settings": "", "round": 1, "begun": False, "result": Touching(place), "accountant": {}}
     torch.save(evil, book)
-    with pytest.raises(ValueError, match="is no book of rounds"):
+    with pytest.raises(ValueError, match="is damaged, or not a book of rounds"):
         Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=DELTA, path=book)
     assert not place.exists()
 
