@@ -1,33 +1,33 @@
-"""May a network train? Whether its per-sample gradients are of one record each.
+"""Decides whether a network may train: whether each per-sample gradient is of one record only.
 
-Opacus computes record i's gradient in a layer from the i-th row of what the layer was given and
-from the i-th row of the gradient of what it gave, and clips all that it finds in these rows
-together. So a few records run through the network, then again with all but one of them changed and
-their part of the loss reweighted. Three things must hold:
+Opacus computes the gradient of record i in a layer from the i-th row of the layer's input and the
+i-th row of the gradient of its output, and clips all rows i together. The check runs the network on
+a few records, and again with all records changed except one, whose loss has another weight. Three
+conditions must hold:
 
-1. Every trained layer is given as many rows as there are records, at two numbers of records that
-   are no other size of the run. A layer that sees ``[time, batch, ...]`` has a row for each time
-   step, and each of these would be clipped by itself; where a batch is as large as a sequence is
-   long, nothing else shows that.
-2. What the network gives for a record, and the record's rows in every layer, stay as they are when
-   the other records change; rows of records that the loss leaves out are zero. This fails where a
-   network takes a mean over the batch, sorts or flips rows for one layer and puts them back behind
-   it, scales gradients in a hook by the largest, or returns a loss of the batch that is no sum over
-   records.
-3. Opacus's own hooks compute each record's gradient, or its norm, on these records. Layers for
-   which Opacus's rule is wrong, or fails, get PyTorch's functional gradients. If these are wrong,
+1. Every trained layer gets as many rows as there are records. This is tested with two numbers of
+   records that are the size of no other axis. A layer that gets ``[time, batch, ...]`` has a row
+   for each time step, each of which would be clipped separately. If the batch is as large as the
+   sequences are long, nothing else reveals this.
+2. The network's output for a record, and the record's rows in every layer, do not change when other
+   records change. The gradient rows of records without a loss are zero. This fails if a network
+   takes a mean over the batch, sorts or flips rows for one layer and restores the order after it,
+   scales gradients in a hook by the largest one, or returns a loss of the batch that is not a sum
+   over records.
+3. Opacus's hooks compute each record's gradient, or its norm, correctly on these records. Layers
+   for which Opacus's rule is wrong or fails get PyTorch's functional gradients. If these are wrong,
    too, the network is refused: ``F.linear(x, self.embedding.weight)`` calls no layer, so that no
-   hook sees this part of the gradient. For ghost clipping, which scales losses down to clip their
-   gradients, gradients must grow with their record's loss.
+   hook sees this part of the gradient. Ghost clipping clips by smaller losses; with it, gradients
+   must be proportional to the loss of their record.
 
-Functions of your own that compute gradients per record (``register_grad_sampler``) are checked by
-what they compute. What a check on a few records cannot see is in docs/training_loops.rst.
+Functions of the user that compute gradients per record (``register_grad_sampler``) are checked by
+their results. The limits of a check on a few records are in docs/training_loops.rst.
 
-Then, if a run changes anything in the network: whether records of one batch act on the next, run
-once after that batch and once after one of other records. A step clips and hides what its own
-records do. What it reads of an earlier batch's, of a memory bank, a queue or a running mean, is in
-none of its bounds. What is kept and never read (attention weights to look at, say) is warned of by
-name: nothing clips or noises it, and whoever gets the network gets it.
+If a run changes anything in the network, a further check compares the same batch after two
+different batches. A step clips and noises the influence of its own records only. The influence of
+an earlier batch through a memory bank, a queue or a running mean is in none of its bounds. Tensors
+that are stored and not read (attention weights for plots, for example) cause a warning with their
+names, because they are neither clipped nor noised and leave with the network.
 
 >>> class Centred(nn.Linear):
 ...     def forward(self, x):
@@ -66,7 +66,7 @@ from opacus_shuffle.networks.running import (
     seed_draws,
 )
 from opacus_shuffle.networks.sample_input import (
-    KEPT,
+    TARGET,
     Call,
     extents,
     first_of,
@@ -75,25 +75,23 @@ from opacus_shuffle.networks.sample_input import (
 )
 
 SIZES = (5, 4, 6, 7, 8, 9, 10, 11)
-"""Numbers of records that are tried: some may be sizes of another axis, or not be taken."""
+"""Numbers of records that are tried: some may be sizes of another axis, or fail."""
 _HALF = (torch.bfloat16, torch.float16)
 SEED = 1
-"""Of draws: under it no ``torch.randperm`` of so few records leaves that one at its place."""
+"""The seed of runs. With it, ``torch.randperm`` of so few records moves the target record."""
 
 SORT_BEFORE = (
-    "so that what is clipped as one record is of several; sort and pick records in the loader's "
-    "collate_fn, and let every layer see all of them, in their order"
+    "so that gradients of several records are clipped as one record's; sort and select records in "
+    "the loader's collate_fn, and pass all of them to every layer, in their order"
 )
-"""The remedy where layers see records in another order."""
+"""The remedy if layers get records in another order."""
 
-_MODES = ("hooks", "ew", "functorch")
-"""Modes of computing gradients per record that are tried if the requested one is wrong."""
 _CALL_LAYERS = (
     "call each layer on one tensor with [batch, ...], nn.EmbeddingBag on indices and offsets, and "
     "none under torch.utils.checkpoint; do not write to a layer's output in place, as "
     "nn.ReLU(inplace=True) does; use nn.utils.parametrizations.weight_norm instead of "
-    "nn.utils.weight_norm, and no spectral_norm; give a layer of your own a rule by "
-    "opacus.grad_sample.register_grad_sampler; or freeze it"
+    "nn.utils.weight_norm, and no spectral_norm; register a rule for your own layers by "
+    "opacus.grad_sample.register_grad_sampler; or freeze the layer"
 )
 
 _SHOWN = 4
@@ -102,16 +100,16 @@ _SHOWN = 4
 
 @dataclasses.dataclass(frozen=True)
 class NetworkCheck:
-    """Whether a network's per-sample gradients are what clipping takes them for.
+    """The result of a check of a network's per-sample gradients.
 
     Attributes:
-        seen: Whether it ran on several records. If not, nothing is known of it.
-        problem: Why no network like this may be clipped: the module, what was seen, the remedy.
-            Empty if it may.
-        failure: What the network raised, if it was not seen for that.
-        kept: The buffers and attributes with tensors that a run changes, and no later batch reads.
-        functional: The layers for which Opacus's own rule is wrong, and PyTorch's functional
-            gradients are right.
+        seen: Whether the network ran on several records. If not, nothing was checked.
+        problem: Why the network is refused: the module, the observation, the remedy. Empty if it
+            may train.
+        failure: The error of the network, if it did not run.
+        kept: The buffers and attributes with tensors that a run changes and no later batch reads.
+        functional: The layers for which Opacus's rule is wrong and PyTorch's functional gradients
+            are right.
     """
 
     seen: bool
@@ -130,19 +128,19 @@ def per_sample_check(
     more: Sequence[int] = (),
     trained: Iterable[torch.Tensor] | None = None,
 ) -> NetworkCheck:
-    """Tells whether every record's gradient is its own, and lies where Opacus looks for it.
+    """Checks that every record's gradient is its own, and is in the row that Opacus uses.
 
     The network runs forwards on two numbers of records, and forwards and backwards twice on one of
-    these, from the same state and with the same random numbers each time.
+    them, each time from the same state and with the same random numbers.
 
     Args:
-        network: As it trains; left without a trace.
-        call: Its arguments for some records, of which some are taken, or all repeatedly.
-        axis: Where tensors have their records: 0, or 1 where layers see ``[time, batch, ...]``.
+        network: In the modes in which it trains. It is not changed.
+        call: Its arguments for some records, which are cut or repeated.
+        axis: The axis of records: 0, or 1 if layers get ``[time, batch, ...]``.
         mode: Opacus's ``grad_sample_mode``.
-        more: Numbers of records to try besides, should the network take only some.
-        trained: The parameters that are clipped; all others may have any rows. By default all that
-            need gradients.
+        more: Further numbers of records to try, for networks that accept only some.
+        trained: The parameters that are clipped; others are not checked. By default all that
+            require gradients.
     """
     runs = _Runs(network, axis, network.parameters() if trained is None else trained)
     whole = next((size for size in extents(call, axis) if size > 1), 0)
@@ -162,7 +160,7 @@ def per_sample_check(
         if wrong := {name: count for name, count in counts.items() if count != records}:
             return NetworkCheck(True, _wrong_counts(network, wrong, records, axis))
         calls[records] = of_records
-        # A number that another axis has as well does not tell whose rows are counted.
+        # If another axis has the same size, the counted rows may be rows of that axis.
         taken |= sizes - {records}
         calls = {size: call for size, call in calls.items() if size not in taken}
     if not calls:
@@ -182,34 +180,34 @@ def per_sample_check(
     return NetworkCheck(True, problem, kept=kept, functional=functional)
 
 
-# Runs, and what is seen of one record in them
+# Runs, and the rows of one record in them
 
 _Rows = dict[tuple[str, str], list[torch.Tensor]]
-"""What a run shows of the record that is kept, by kind and by the name of a module.
+"""The rows of the target record in a run, by kind and by the name of a module.
 
-Its rows of the network's ``"outputs"``; of what went ``"into"`` and came ``"out of"`` each module,
-innermost first; and, where it has a gradient in a trained layer, of what this was ``"given"``, and
-of its ``"gradients"``, divided by the factor of the record's loss. ``"astray"`` are gradients in
-rows of records whose loss was left out.
+``"outputs"`` are those of the network. ``"into"`` and ``"out of"`` are inputs and outputs of each
+module, innermost first. For trained layers in which the record has a gradient, ``"given"`` are the
+inputs, and ``"gradients"`` the gradients divided by the weight of the record's loss. ``"leaked"``
+are gradients in rows of records without a loss.
 """
 
 
 _ModuleCall = tuple[str, nn.Module, list[torch.Tensor], list[torch.Tensor]]
-"""One call of a module: its name, the module, the tensors that it was given, and gave."""
+"""One call of a module: its name, the module, its input tensors, its output tensors."""
 
 
 class _Runs:
     """Runs of a network, each from the same state and with the same random numbers.
 
     Args:
-        network: It is left as it is.
-        axis: Where layers have records.
+        network: It is not changed.
+        axis: The axis of records.
         trained: The parameters that are clipped.
 
     Attributes:
-        changed: The parameters, buffers and attributes that some run has changed, with whether
-            there are tensors in them.
-        functional: The layers that are to have PyTorch's functional gradients.
+        changed: The parameters, buffers and attributes that some run has changed, with whether they
+            contain tensors.
+        functional: The layers that get PyTorch's functional gradients.
         has_both: Whether the network returned a loss of the batch and also rows of records.
         losses_alone: Whether only such losses are trained, as with models of ``transformers``.
     """
@@ -222,7 +220,7 @@ class _Runs:
         self.names = {module: name for name, module in network.named_modules()}
         named, clipped = network.named_parameters(), set(trained)
         self.trained = {p: name for name, p in named if p.requires_grad and p in clipped}
-        # What Opacus computes gradients of: where it has no rule, of a module with all inside.
+        # The modules for which Opacus computes gradients; without a rule, a module with all inside.
         layers = {m for _, m in trainable_modules(network) if not isinstance(m, DPRNNBase)}
         whole = [m for m in layers if type(m) not in GradSampleHooks.GRAD_SAMPLERS]
         layers -= {part for module in whole for part in [*module.modules()][1:]}
@@ -231,10 +229,10 @@ class _Runs:
 
     @contextlib.contextmanager
     def from_start(self, *, hooked: bool = False) -> Iterator[None]:
-        """A block of runs, after which all is as it was.
+        """Restores the network after a block of runs.
 
         Args:
-            hooked: Whether Opacus's hooks run in it. Their changes do not count.
+            hooked: Whether Opacus's hooks run in the block. Their changes do not count.
         """
         with (
             rolled_back(self.network, self.start) as changed,
@@ -247,27 +245,27 @@ class _Runs:
 
     @contextlib.contextmanager
     def forwards(self, *batches: Call) -> Iterator[tuple[list[torch.Tensor], list[_ModuleCall]]]:
-        """Runs the network on batches, for a block that sees its outputs and calls on the last."""
+        """Runs the network on batches, and yields outputs and calls of modules for the last one."""
         calls = list[_ModuleCall]()
 
         def note(module: nn.Module, args: Any, keywords: Any, output: Any) -> Any:
             if module in self.names:
                 inputs, outputs = tensors_of((args, keywords)), tensors_of(output)
                 calls.append((self.names[module], module, inputs, outputs))
-            # Gradients come to Opacus after the hooks of what a layer gives, and before what is
-            # written into that in place.
+            # Opacus gets gradients after the hooks of a layer's output, and before operations that
+            # write to that output in place.
             clone = module in self.layers
             return tree_map_only(torch.Tensor, torch.clone, output) if clone else None
 
         with self.from_start(), register_module_forward_hook(note, with_kwargs=True):
-            for place, (args, keywords) in enumerate(batches):
+            for number, (args, keywords) in enumerate(batches):
                 calls.clear()
-                seed_draws(SEED + place)
+                seed_draws(SEED + number)
                 outputs = results(self.network(*args, **keywords))
             yield outputs, calls
 
     def clipped(self, calls: list[_ModuleCall]) -> list[tuple[_ModuleCall, int]]:
-        """Returns the calls that are clipped, with the axis on which Opacus looks for records."""
+        """Returns the calls that are clipped, with the axis that Opacus takes for records."""
         return [
             (call, 0 if type(module) is RNNLinear else self.axis)
             for call in calls
@@ -276,7 +274,7 @@ class _Runs:
         ]
 
     def count_rows(self, call: Call) -> tuple[dict[str, int], set[int]]:
-        """Returns how many rows each trained layer gives, and the sizes of all axes of a run."""
+        """Returns the number of output rows of each trained layer, and all axis sizes of a run."""
         with self.forwards(call) as (_, calls):
             counts: dict[str, int] = defaultdict(int)
             for (name, *_, outputs), axis in self.clipped(calls):
@@ -288,11 +286,11 @@ class _Runs:
         """Runs the network forwards and backwards.
 
         Args:
-            call: On these arguments.
-            factors: By what each record's rows of the outputs are multiplied in the loss.
+            call: The arguments.
+            factors: The weight of each record's output rows in the loss.
 
         Returns:
-            What is seen of the kept record, and whether the loss is of a row for each record.
+            The rows of the target record, and whether the loss has a row for each record.
         """
         rows: _Rows = defaultdict(list)
         with self.forwards(call) as (outputs, calls):
@@ -300,7 +298,7 @@ class _Runs:
             out_of = [("out of", name, gave) for name, _, _, gave in calls]
             for kind, name, tensors in [("outputs", "", outputs), *into, *out_of]:
                 by_record = _by_record(tensors, len(factors))
-                rows[kind, name] += [tensor[KEPT].detach().clone() for tensor in by_record]
+                rows[kind, name] += [tensor[TARGET].detach().clone() for tensor in by_record]
             losses = [output for output in outputs if not output.dim() and output.requires_grad]
             total, has_rows = _loss(losses if self.losses_alone else outputs, factors)
             self.has_both = has_rows and bool(losses)
@@ -316,35 +314,35 @@ class _Runs:
                 if sampler is not None and not str(sampler.__module__).startswith("opacus."):
                     parts += sampler(layer, given, parts[0]).values()
                 for part in parts:
-                    left_out = (factors == 0).to(part.device)[: len(part)] & has_rows
-                    if part[: len(factors)][left_out].nan_to_num(0.0, 0.0, 0.0).any():
-                        rows["astray", name].append(part)
-                if len(parts[0]) > KEPT and parts[0][KEPT].any():
-                    # The tokens of an embedding bag are no rows, but its offsets are.
+                    without_loss = (factors == 0).to(part.device)[: len(part)] & has_rows
+                    if part[: len(factors)][without_loss].nan_to_num(0.0, 0.0, 0.0).any():
+                        rows["leaked", name].append(part)
+                if len(parts[0]) > TARGET and parts[0][TARGET].any():
+                    # An embedding bag has rows of offsets, and tokens, which are not rows.
                     given = [tensor for tensor in given if len(tensor) == len(parts[0])]
-                    rows["given", name] += [tensor[KEPT].clone() for tensor in given]
-                    factor = float(factors[KEPT]) if has_rows else 1.0
-                    rows["gradients", name] += [part[KEPT] / factor for part in parts]
+                    rows["given", name] += [tensor[TARGET].clone() for tensor in given]
+                    factor = float(factors[TARGET]) if has_rows else 1.0
+                    rows["gradients", name] += [part[TARGET] / factor for part in parts]
         return rows, has_rows
 
     def second_batch(self, earlier: Call, call: Call) -> list[torch.Tensor]:
-        """Returns all that modules are given, and give, in the batch after an earlier one."""
+        """Returns inputs and outputs of all modules for a batch after an earlier one."""
         with self.forwards(earlier, call) as (outputs, calls):
             tensors = [*outputs, *tensors_of(calls)]
             return [t.detach().clone() for t in tensors if t.layout == torch.strided]
 
 
 def _by_record(tensors: list[torch.Tensor], records: int) -> list[torch.Tensor]:
-    """Returns those with a row for each record, records first; no other axis has their number."""
+    """Returns the tensors with an axis of records, which is moved to the front."""
     return [t.movedim(t.shape.index(records), 0) for t in tensors if records in t.shape]
 
 
 def _loss(outputs: list[torch.Tensor], factors: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Returns a random sum of outputs, by record if they are, and whether they are."""
+    """Returns a random weighted sum of outputs, and whether they have rows of records."""
     trained = [output for output in outputs if output.requires_grad]
     by_record = _by_record(trained, len(factors))
     draws, total = torch.Generator().manual_seed(0), torch.zeros(())
-    # Losses of the batch that come with rows of records are of the same records.
+    # If there are rows of records, losses of the batch are checked in a run of their own.
     for output in by_record or trained:
         weighted = output * torch.randn(output.shape, generator=draws, device="cpu").to(output)
         if by_record:
@@ -353,78 +351,75 @@ def _loss(outputs: list[torch.Tensor], factors: torch.Tensor) -> tuple[torch.Ten
     return total, bool(by_record)
 
 
-# What the runs tell
+# Conclusions from the runs
 
 
 def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
     """Returns how one record's outputs or gradients depend on other records, or an empty text.
 
     Raises:
-        Exception: What the network raises on these records, or all other ones.
+        Exception: The network fails on these records, or on all changed ones.
     """
     network = runs.network
-    # The losses of every other record count, so that the rows between have no gradients.
-    counted = torch.arange(records) % 2 == KEPT % 2
+    # Only every second record has a loss, so that the rows between must have no gradients.
+    counted = torch.arange(records) % 2 == TARGET % 2
     try:
         before, has_rows = runs.run(call, counted.float())
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
         return (
-            "module runs layers under torch.utils.checkpoint(use_reentrant=True), in which no hook "
-            "finds a record's gradient: pass use_reentrant=False, or do not use checkpointing"
+            "module runs layers under torch.utils.checkpoint(use_reentrant=True), in which hooks "
+            "get no gradients of records: pass use_reentrant=False, or do not use checkpointing"
         )
-    # By powers of two nothing is rounded.
+    # Products with powers of two are not rounded.
     factors = torch.where(counted, 0.0, 8.0)
-    factors[KEPT] = 2.0 if mode == "ghost" else 1.0
+    factors[TARGET] = 2.0 if mode == "ghost" else 1.0
     run = partial(runs.run, factors=factors)
     after, _ = with_others(run, call, records, runs.axis, counted=not has_rows)
     if _differing(before, after, "outputs"):
-        # The innermost module that gives other rows for the same record mixes it, or, where it is
-        # given other ones, a function between the modules does, of the module around.
-        place = next(iter(_differing(before, after, "out of")), "")
-        if place in _differing(before, after, "into"):
-            place = place.rpartition(".")[0]
+        # The innermost module with other output rows for the same record mixes records. If its
+        # input rows differ, too, a function in the module around it does.
+        name = next(iter(_differing(before, after, "out of")), "")
+        if name in _differing(before, after, "into"):
+            name = name.rpartition(".")[0]
         return (
-            f"module mixes records in {listed(network, [place])}: one record's output changes "
-            "when another record does, so that clipping bounds nobody's influence; compute what it "
-            "takes from the batch (a mean, a norm, a rank) within each record, as nn.LayerNorm and "
-            "nn.GroupNorm do"
+            f"module mixes records in {listed(network, [name])}: one record's output changes "
+            "when another record does, so that clipping does not bound a record's influence; "
+            "compute statistics (a mean, a norm, a rank) within each record and not over the "
+            "batch, as nn.LayerNorm and nn.GroupNorm do"
         )
-    layers = listed(network, _differing(before, after, "given", "gradients", "astray"))
+    layers = listed(network, _differing(before, after, "given", "gradients", "leaked"))
     if layers and not has_rows:
         remedy = " (or, where arguments are [time, batch, ...], pass batch_first=False)"
         return (
             "module returns a loss of the batch that is not a sum or mean of one number per "
-            "record: what one record's gradient is depends on the others, so that clipping bounds "
-            "nobody's influence; return one loss per record, or their sum or mean (for tokens "
+            "record: one record's gradient depends on the others, so that clipping does not bound "
+            "a record's influence; return one loss per record, or their sum or mean (for tokens "
             "opacus_shuffle.token_loss(logits, labels).mean(), without labels=...), and let every "
             f"layer see [batch, ...]{'' if runs.axis else remedy}"
         )
     if layers:
-        bent = (
-            ", or changes gradients on their way (by clamping or normalising them in a hook, say), "
-            "so that they do not shrink with the factors that grad_sample_mode='ghost' clips by: "
-            "use 'hooks', or take that out"
-        )
         return (
-            f"module shows records in another order than the batch's to {layers}, or scales one's "
-            f"gradient by others', {SORT_BEFORE}; a mean or norm of the batch may be taken of each "
-            f"record alone, as nn.LayerNorm and nn.GroupNorm do{bent * (mode == 'ghost')}"
+            f"module passes records in another order than the batch's to {layers}, or scales one "
+            f"record's gradient by others', {SORT_BEFORE}; take means and norms within each "
+            "record, as nn.LayerNorm and nn.GroupNorm do (with grad_sample_mode='ghost', gradients "
+            "must also shrink with their loss: do not clamp or normalise them in a hook, or use "
+            "'hooks')"
         )
-    if runs.losses_alone or not (wrong := _miscomputed(runs, call, records, mode)):
-        return ""
+    wrong = "" if runs.losses_alone else _miscomputed(runs, call, records, mode)
     if "Expanded Weights encountered" in wrong:
-        # As PyTorch does in every forward pass, where users of Opacus expect it.
+        # PyTorch raises this in every forward pass, as users of Opacus expect.
         raise RuntimeError(wrong)
-    right = [other for other in _MODES if not _miscomputed(runs, call, records, other)]
-    return f"{wrong}: " + f"use {' or '.join(map(repr, right))}, or " * bool(right) + _CALL_LAYERS
+    return (
+        wrong and f"{wrong}: use another mode of 'hooks', 'functorch' and 'ew', or {_CALL_LAYERS}"
+    )
 
 
 def _miscomputed(runs: _Runs, call: Call, records: int, mode: str) -> str:
     """Returns which of a network's gradients a mode computes wrongly, or an empty text.
 
-    Layers for which Opacus's rule fails, or gives another gradient than autograd, are added to
+    Layers for which Opacus's rule fails, or computes another gradient than autograd, are added to
     those with functional gradients, and the comparison is repeated.
     """
     while True:
@@ -437,13 +432,13 @@ def _miscomputed(runs: _Runs, call: Call, records: int, mode: str) -> str:
 
 
 def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set[nn.Module]]:
-    """Compares what Opacus computes for each record with autograd's gradient of its loss alone.
+    """Compares Opacus's gradients of each record with autograd's gradient of the record's loss.
 
-    Where the loss is one number, records' gradients must add up to its gradient, and their norms to
-    no less than its norm.
+    If the loss is one number, the records' gradients must add up to its gradient, and the sum of
+    their norms must not be below its norm.
 
     Returns:
-        What is wrong, and the layers where it is.
+        An error message, or an empty text, and the layers with wrong gradients.
     """
     ghost, parameters = mode == "ghost", list(runs.trained)
     with runs.from_start(hooked=True):
@@ -465,12 +460,11 @@ def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set
                 for value in f.f_locals.values()
                 if isinstance(value, nn.Module) and value in runs.names
             ]
-            place = passed[-1] if passed else runs.network  # the innermost one
-            alike = {layer for layer in runs.layers if _form(layer) == _form(place)}
+            failing = passed[-1] if passed else runs.network  # the innermost one
             return (
                 f"module cannot be trained with grad_sample_mode={mode!r} at "
-                f"{listed(runs.network, [runs.names[place]])} ({type(error).__name__}: {error})"
-            ), alike
+                f"{listed(runs.network, [runs.names[failing]])} ({type(error).__name__}: {error})"
+            ), {layer for layer in runs.layers if type(layer) is type(failing)}
         computed = [norms_of_records(p) if ghost else vars(p)["grad_sample"] for p in parameters]
     gaps, whole = dict.fromkeys(parameters, 0.0), 0.0
     with runs.forwards(call) as (outputs, _):
@@ -483,37 +477,28 @@ def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set
             for parameter, rows, gradient in zip(parameters, computed, gradients, strict=True):
                 truth = gradient.to_dense().norm() if ghost else gradient.to_dense()
                 found = torch.zeros_like(truth)
-                # A layer that ran again in the backward pass has a list of several batches.
+                # A layer that ran again in the backward pass has a list of several gradients.
                 if isinstance(rows, torch.Tensor):
                     found = rows[record] if has_rows else rows.sum(0)
                 bounded = ghost and not has_rows
                 gap = float(truth - found) if bounded else _distance(found, truth)
-                # If a record is not finite, so is the truth, and nothing is refused.
+                # If a record is not finite, neither is its gradient, and nothing is refused.
                 gaps[parameter] = max(gaps[parameter], gap * bool(truth.isfinite().all()))
-    # Relative to the whole gradient, as a parameter's own may cancel to rounding: eight roundings.
-    # Convolutions on a GPU round single precision to 11 bits, bfloat16 has 8.
+    # Relative to the whole gradient, because a parameter's own may cancel to rounding errors. Eight
+    # roundings: convolutions on a GPU round single precision to 11 bits, and bfloat16 has 8.
     share = 2**-5 if any(p.dtype in _HALF for p in parameters) else 2**-8
     odd = {p for p in parameters if gaps[p] > share * whole}
-    if mode == "ew" and not has_rows:
-        # Of rows in another order expanded weights make a gradient of the batch that is right.
-        own = [layer for layer in runs.layers if type(layer) not in GradSampleHooks.GRAD_SAMPLERS]
-        odd |= {parameter for layer in own for parameter in layer.parameters()}
     names = ", ".join(runs.trained[p] for p in parameters if p in odd)
     why = (
-        f"module uses {names} outside of the layer that it belongs to, or in a function that sees "
-        "other rows than the batch's, or scales its gradient by other records, so that "
+        f"module uses {names} outside of the layer that it belongs to, or in a function of rows "
+        "that are not records, or scales its gradient by other records, so that "
         f"grad_sample_mode={mode!r} computes a wrong gradient for each record"
     )
     return why * bool(odd), {m for m in runs.layers if not odd.isdisjoint(m.parameters())}
 
 
-def _form(layer: nn.Module) -> tuple[Any, ...]:
-    """Returns a key that layers share if Opacus's rule fails for them in the same way."""
-    return type(layer), *dict(layer.named_parameters())
-
-
 def _carried(runs: _Runs, call: Call, records: int) -> str:
-    """Returns by what the records of one batch act on the batch after it, or an empty text."""
+    """Returns how the records of one batch influence the next batch, or an empty text."""
     if not runs.changed:
         return ""
     plain = runs.second_batch(call, call)
@@ -522,23 +507,23 @@ def _carried(runs: _Runs, call: Call, records: int) -> str:
         pairs = zip_longest(plain, runs.second_batch(earlier, call), fillvalue=torch.empty(0))
         return [_distance(*pair) for pair in pairs]
 
-    # Kernels that race, and draws from other sources, give another result each time. But for these
-    # the computations and the numbers are the same, so that not even rounding may be another one:
-    # in a long queue the rows of one batch count little.
+    # Kernels with races, and draws from other sources, have another result each time. Otherwise the
+    # computations are the same, including their rounding, so that the tolerance is zero: in a long
+    # queue the rows of one batch have little weight.
     changed = with_others(gaps, call, records, runs.axis)
     usual = gaps(call) if any(changed) else []
     if any(gap > 10 * noise for gap, noise in zip_longest(changed, usual, fillvalue=0.0)):
         return (
             "module carries records of one batch into later ones by "
-            f"{', '.join(sorted(runs.changed))}: a step then depends on records that it did not "
-            "draw, which neither its clipping nor its noise accounts for; set it anew at the "
-            "beginning of each forward pass, compute it from public data, or leave it out"
+            f"{', '.join(sorted(runs.changed))}: a step then depends on records of earlier "
+            "batches, whose influence neither its clipping nor its noise covers; reset it at the "
+            "beginning of each forward pass, compute it from public data, or remove it"
         )
     return ""
 
 
 def _wrong_counts(network: nn.Module, counts: dict[str, int], records: int, axis: int) -> str:
-    """Returns which layers have another number of rows than there are records, and what to do."""
+    """Returns an error message about layers whose number of rows is not that of records."""
     positions = [
         name
         for name, count in counts.items()
@@ -546,19 +531,19 @@ def _wrong_counts(network: nn.Module, counts: dict[str, int], records: int, axis
     ]
     if positions:
         return (
-            "module has embeddings that see a batch of one whatever the batch is, "
+            "module has embeddings that see a batch of one for every batch, "
             f"{', '.join(positions)}, so Opacus cannot record their per-sample gradients; call "
             "opacus_shuffle.prepare_model(model) first, pass position ids of shape [batch, "
             "length], or freeze them"
         )
     seen = " or ".join(map(str, sorted(set(counts.values()))))
     return (
-        f"module shows {seen} row{'s' if seen != '1' else ''} for {records} records to "
-        f"{listed(network, counts)}: each row would be clipped as a record, and one record may "
-        "lie in several, or several in one; have these layers see "
-        f"{'[time, batch, ...]' if axis else '[batch, ...]'} (by batch_first=True where a layer "
-        "has it, or by transposing inside of the layer), let no layer turn one record into "
-        "several, write no number of records into the network, or freeze them"
+        f"module passes {seen} row{'s' if seen != '1' else ''} for {records} records to "
+        f"{listed(network, counts)}: each row would be clipped as a record, but a record may have "
+        "several rows, and a row several records; pass "
+        f"{'[time, batch, ...]' if axis else '[batch, ...]'} to these layers (by batch_first=True "
+        "if a layer has it, or by transposing inside of the layer), let no layer turn one record "
+        "into several, do not hard-code the number of records, or freeze them"
     )
 
 
@@ -574,14 +559,14 @@ def listed(network: nn.Module, names: Collection[str]) -> str:
 
 
 def _differing(before: _Rows, after: _Rows, *kinds: str) -> list[str]:
-    """Returns the modules that show a record otherwise among other records, beyond rounding."""
+    """Returns the modules in which a record's rows change with other records, beyond rounding."""
     gradients = [rows for (kind, _), rows in before.items() if kind == "gradients"]
-    # In one layer all may be rounding: what is left of gradients that cancel.
+    # Gradients of one layer may cancel, so that only rounding errors remain.
     slack = 1e-6 * max((_size(row) for rows in gradients for row in rows), default=0.0)
 
     def differ(kind: str, name: str) -> bool:
         ones, others = before.get((kind, name), []), after.get((kind, name), [])
-        return kind == "astray" or any(
+        return kind == "leaked" or any(
             _distance(one, other)
             > (1e-2 if one.dtype in _HALF else 1e-5) * (_size(one) + _size(other))
             + slack * (kind == "gradients")
@@ -592,7 +577,7 @@ def _differing(before: _Rows, after: _Rows, *kinds: str) -> list[str]:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns how far two tensors lie apart; infinity if one is finite where the other is not."""
+    """Returns the distance of two tensors; infinity if only one is finite at some entry."""
     if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
         return math.inf
     wide = torch.promote_types(one.dtype, torch.float64)
@@ -600,6 +585,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _size(tensor: torch.Tensor) -> float:
-    """Returns the length of a tensor, of which what is not finite does not count."""
+    """Returns the norm of a tensor, in which entries that are not finite count as zero."""
     wide = torch.promote_types(tensor.dtype, torch.float64)
     return float(tensor.to(wide).nan_to_num(0.0, 0.0, 0.0).norm())

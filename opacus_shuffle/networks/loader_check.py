@@ -1,7 +1,7 @@
-"""Checks of a network that need a loader: padding by its ``collate_fn``, and a criterion.
+"""Checks a loader's ``collate_fn``, a network's use of padding, and a criterion.
 
-A ``collate_fn`` that pads to the longest record lets this record choose the padding of all others.
-A network that reads padding, as a mean over time does, then mixes records before they are clipped.
+If a ``collate_fn`` pads to the longest record, this record determines the padding of all others. A
+network that reads padding, as a mean over time does, then mixes records before they are clipped.
 
 >>> class Mean(nn.Module):
 ...     def forward(self, x):
@@ -31,7 +31,7 @@ from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.networks.check import SEED
 from opacus_shuffle.networks.running import random_states_kept, results, seed_draws
 from opacus_shuffle.networks.sample_input import (
-    KEPT,
+    TARGET,
     Call,
     extents,
     first_records,
@@ -46,7 +46,7 @@ from opacus_shuffle.networks.training_check import MOST_RECORDS
 
 
 def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
-    """Refuses networks whose outputs depend on how far the other records of a batch are padded.
+    """Refuses networks whose outputs for a record depend on the padding by other records.
 
     The sequences of some records are cut to half the length of the shortest one, and collated.
     Then the longest record is collated in full with the others. The order of records may change.
@@ -64,15 +64,15 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
         records = first_records(data_loader, MOST_RECORDS, list)
         flat = [
             tree_flatten(
-                record,  # in which a list of numbers or words is one sequence
+                record,  # a list of numbers or words in it is one sequence
                 lambda v: (
                     isinstance(v, list) and isinstance(next(iter(v), None), int | float | str)
                 ),
             )
             for record in records
         ]
-    # Tokens, their mask and their labels have the same lengths in all records. An axis of a leaf is
-    # a column.
+    # Tokens, their mask and their labels have equal lengths in each record, so that axes with the
+    # same lengths in all records are cut together.
     leaves = [*map(list, zip(*(leaf for leaf, _ in flat), strict=False))]
     columns = [[*zip(*map(_sizes, leaf), strict=False)] for leaf in leaves]
     for lengths in {axis for column in columns for axis in column if min(axis) > 1}:
@@ -86,7 +86,7 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
         ]
         longest = lengths.index(max(lengths))
         long = [records[longest], *short[:longest], *short[longest + 1 :]]
-        # A mask or lengths that forward can do without may be among the entries of a tuple.
+        # The entries of a tuple may include a mask or lengths, which are optional in forward.
         found = [_reads_padding(partial(run, more=more), short, long) for more in range(3)]
         if any(found) and False not in found:
             break
@@ -94,7 +94,7 @@ def check_padding(network: nn.Module, data_loader: DataLoader) -> None:
         return
     raise ValueError(
         "module reads the padding of data_loader's collate_fn: one longer record in a batch "
-        "changes the network's outputs for the others, so that clipping bounds nobody's "
+        "changes the network's outputs for the others, so that clipping does not bound a record's "
         "influence; mask the padding (an attention mask, pack_padded_sequence, a mean over each "
         "record's own length), or pad all records to one constant length in collate_fn"
     )
@@ -133,9 +133,9 @@ def check_collate(data_loader: DataLoader) -> None:
     if mixed:
         raise ValueError(
             "data_loader's collate_fn mixes records: another record's content changes when one "
-            "record does, so that clipping bounds nobody's influence; leave mixup and statistics "
-            "of the batch out of collate_fn, and normalize each record by itself or by public "
-            "statistics"
+            "record does, so that clipping does not bound a record's influence; leave mixup and "
+            "statistics of the batch out of collate_fn, and normalize each record by its own or by "
+            "public statistics"
         )
 
 
@@ -153,8 +153,8 @@ def _cut(value: Any, cut: tuple[slice, ...]) -> Any:
 
 
 def _reads_padding(run: Callable[..., Any], short: Any, long: Any) -> bool | None:
-    """Whether outputs differ with a longer record in the batch; None if that cannot be told."""
-    with contextlib.suppress(Exception):  # a training loop may make other arguments of these
+    """Returns whether outputs differ with a longer record in the batch; None if unknown."""
+    with contextlib.suppress(Exception):  # a training loop may compute other arguments
         after, before, again = run(long, 0), run(short, 0), run(short, 1)
         if not any(map(_differ, before, again)):
             return any(map(_differ, before, after))
@@ -164,15 +164,14 @@ def _reads_padding(run: Callable[..., Any], short: Any, long: Any) -> bool | Non
 def _outputs(
     network: nn.Module, data_loader: DataLoader, records: Any, seed: int, more: int
 ) -> Any:
-    """Returns the tensors that a network gives for collated records, records first.
+    """Returns the output tensors of a network for collated records, records first.
 
     Args:
-        network: It is run.
-        data_loader: It collates.
-        records: Of the data set.
-        seed: Of draws.
-        more: How many entries of a tuple are passed besides what ``forward`` requires; never the
-            last one, the targets.
+        network: The network.
+        data_loader: Its ``collate_fn`` is used.
+        records: Records of the data set.
+        seed: The seed of random draws.
+        more: How many optional entries of a tuple are passed; never the last one, the targets.
     """
     with random_states_kept():
         seed_draws(seed)
@@ -287,9 +286,9 @@ def check_criterion(
         rows = [losses, *torch.autograd.grad(losses.sum(), outputs, materialize_grads=True)]
         if losses.dim() and not has_records(losses, records, 0):
             return []  # records are on another axis
-        return [row[KEPT].detach() for row in rows if has_records(row, records, 0)]
+        return [row[TARGET].detach() for row in rows if has_records(row, records, 0)]
 
-    if records <= KEPT:
+    if records <= TARGET:
         return False
     with random_states_kept(), torch.enable_grad():
         for shift in range(min(records, MOST_RECORDS)):  # two records may have the same label
@@ -299,9 +298,9 @@ def check_criterion(
             if any((a - b).norm() > _share(a) * (a.norm() + b.norm()) for a, b in pairs):
                 raise ValueError(
                     "criterion mixes records: one record's loss, or its gradient, changes when "
-                    "another record does, so that clipping bounds nobody's influence; compute each "
-                    "record's loss from its own output and target, without a divisor that depends "
-                    "on the batch's labels: use reduction='none' and .mean(), or "
+                    "another record does, so that clipping does not bound a record's influence; "
+                    "compute each record's loss from its own output and target, without a divisor "
+                    "that depends on the batch's labels: use reduction='none' and .mean(), or "
                     "opacus_shuffle.token_loss for tokens"
                 )
     return True

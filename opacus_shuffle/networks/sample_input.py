@@ -25,7 +25,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 IGNORED = -100
 """The label of tokens that do not count in a loss."""
-KEPT = 1
+TARGET = 1
 """The record that stays: not the first, with which others are compared, and early for few rows."""
 
 
@@ -230,7 +230,7 @@ def with_others(
             changed = torch.where(changed > 1, changed - 1, changed)
         if value.dtype == torch.int64 and (value == IGNORED).any():
             changed[..., :-1] = IGNORED
-        changed.select(axis, KEPT).copy_(value.select(axis, KEPT))
+        changed.select(axis, TARGET).copy_(value.select(axis, TARGET))
         return changed
 
     in_order = [{"numbers", "integers"}, {"numbers"}]

@@ -121,7 +121,7 @@ class TrainingCheck:
         try:
             batch = first_records(data_loader, MOST_RECORDS)
             args, named = from_batch(network, batch)
-        except Exception:  # a training loop may pass other arguments than the loader yields
+        except Exception:  # a training loop may pass other arguments than those of the loader
             return
         given = inspect.signature(network.forward).parameters
         labels = {name for name in named.keys() & given.keys() if "label" in name}
@@ -143,18 +143,18 @@ class TrainingCheck:
             self.checked = modes_of(network)
 
     def check(self, network: nn.Module, call: Call, batch: int | None = None) -> NetworkCheck:
-        """Checks per-sample gradients, and what stays in the network from batch to batch.
+        """Checks per-sample gradients, and tensors that the network stores between batches.
 
         Args:
-            network: What is trained.
-            call: Its arguments for some records, of which some are taken, or all repeatedly.
-            batch: How many there are in a batch, if that is known.
+            network: The network that is trained.
+            call: Its arguments for some records, which are cut or repeated.
+            batch: The batch size, if it is known.
 
         Raises:
-            ValueError: One record's gradient is not its own, or depends on an earlier batch's.
+            ValueError: A record's gradient depends on other records or on an earlier batch.
 
         Warns:
-            PrivacyAssumptionWarning: Something of the records stays in the network.
+            PrivacyAssumptionWarning: The network stores tensors that depend on the records.
         """
         check = per_sample_check(
             network,
@@ -220,7 +220,7 @@ class TrainingCheck:
             _warn_unseen(str(check.failure or "no argument has an axis of them"))
 
     def idle_layers(self, network: nn.Module) -> list[str]:
-        """Returns the trained layers in evaluation mode, in which Opacus's hooks do nothing."""
+        """Returns the trained layers in evaluation mode, in which Opacus's hooks are inactive."""
         trained = set(map(id, self.trained if self.mode != "ew" else ()))
         return [
             f"{name or 'the module itself'} ({type(layer).__name__})"
@@ -229,13 +229,13 @@ class TrainingCheck:
         ]
 
     def _keep_evaluated(self, network: nn.Module) -> None:
-        """Puts modules back that ``network.train()`` has taken out of evaluation mode."""
-        awake = [module for module in self._evaluated if module.training]
-        for module in awake:
+        """Restores the evaluation mode of modules that ``network.train()`` has changed."""
+        changed = [module for module in self._evaluated if module.training]
+        for module in changed:
             module.training = False
-        if awake and not self._has_warned:
+        if changed and not self._has_warned:
             self._has_warned = True
-            names = [name for name, module in network.named_modules() if module in awake]
+            names = [name for name, module in network.named_modules() if module in changed]
             warnings.warn(
                 f"modules {', '.join(names[:_SHOWN])} were in evaluation mode at make_private and "
                 "stay in it, also after model.train(), because the network was checked in it; "
@@ -258,8 +258,8 @@ class TrainingCheck:
         if any(module.training for module in self._evaluated):
             raise ValueError(
                 "modules that were in evaluation mode at make_private were put into training mode, "
-                "in which they were not checked: call the network itself, which puts them back, "
-                "or call their eval() after model.train()"
+                "in which they were not checked: call the network itself, which restores their "
+                "mode, or call their eval() after model.train()"
             )
         if not self.checked:
             self.checked = frozenset([()])

@@ -168,7 +168,8 @@ def test_the_defect_is_named_and_prepare_model_mends_it_without_changing_an_outp
     model, tokens = hugging_face(name), texts()
     before, place = model(tokens).logits, PLACES[name[:4]]
     assert re.search(
-        rf"is, {place}, .*call opacus_shuffle.prepare_model\(model\)", problem(model, tokens)
+        rf"every batch, {place}, .*call opacus_shuffle.prepare_model\(model\)",
+        problem(model, tokens),
     )
     assert prepare_model(model) is model
     assert not problem(model, tokens)
@@ -262,7 +263,7 @@ def test_several_choices_per_record_are_not_taken_for_records():
     prepare_model(model.bert)
     assert torch.equal(model(tokens).logits, before)
     assert lookups(model, tokens) == asked
-    assert f"batch of one whatever the batch is, {PLACES['Bert']}, so" in problem(model, tokens)
+    assert f"batch of one for every batch, {PLACES['Bert']}, so" in problem(model, tokens)
 
 
 def test_images_with_learned_places_are_mended():
