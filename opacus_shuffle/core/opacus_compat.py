@@ -424,13 +424,6 @@ def unknown_to_hooks(network: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def is_copy(network: nn.Module) -> bool:
-    """Tells whether a network is a copy of a private one, whose hooks do not see its parameters."""
-    return (
-        0 < len(unknown_to_hooks(network)) == sum(1 for _ in trainable_parameters(network))
-    )  # some may have been thawed
-
-
 def watches_gradients(module: Any) -> bool:
     """Tells whether a network's wrapper or hooks still compute gradients per record."""
     return hasattr(module, "autograd_grad_sample_hooks") or isinstance(

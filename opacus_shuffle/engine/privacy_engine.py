@@ -66,7 +66,6 @@ from opacus_shuffle.engine.network_checks import (
     check_network,
     check_supported,
     explain_missing_calls,
-    watch_packs,
 )
 from opacus_shuffle.engine.pickling import exclude_records
 from opacus_shuffle.engine.ranks import Ranks
@@ -356,7 +355,6 @@ class PrivacyEngine(CheckpointMixin):
             training_check.checked = training_check.checked and modes_of(unwrap(module))
         for part in (module, model):
             exclude_records(part)
-        watch_packs(unwrap(module))
         warn_on_unaccounted_weights(unwrap(module), self)
         self.runs += 1
         self.num_users = scheme.sampling.num_users
@@ -526,7 +524,7 @@ class PrivacyEngine(CheckpointMixin):
         skipped = [
             SKIPPED
             for reference in self.tickets
-            if (book := reference()) and book.left_out(at_step=False)
+            if (book := reference()) and book.passes_with_skips(at_step=False)
         ]
         if isinstance(self.accountant, ShuffleAccountant):
             report = self.accountant.report(

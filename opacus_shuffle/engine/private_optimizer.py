@@ -1,10 +1,10 @@
 """``PrivateOptimizer``: what one step of a private run does, from the first check to the update.
 
 Read :meth:`PrivateOptimizer.pre_step` and :meth:`PrivateOptimizer.step`: *check the parameters →
-take the ticket → clip → account → add noise → update*. How records are clipped and what noise is
-added are strategies (:mod:`~opacus_shuffle.engine.clipping`, :mod:`~opacus_shuffle.engine.noise`);
-all else is the same for every mechanism. Whatever is refused on the way is refused before anything
-of the batch is released, and its sum is thrown away.
+check the ticket → clip → take the ticket → account → add noise → update*. How records are clipped
+and what noise is added are strategies (:mod:`~opacus_shuffle.engine.clipping`,
+:mod:`~opacus_shuffle.engine.noise`). Everything else is the same for every mechanism. An error on
+the way comes before anything of the batch is released, and the sum is discarded.
 
 >>> weight = torch.nn.Parameter(torch.zeros(2))
 >>> sgd = torch.optim.SGD([weight], lr=1.0)
@@ -15,7 +15,7 @@ of the batch is released, and its sum is thrown away.
 >>> optimizer.step()
 Traceback (most recent call last):
     ...
-ValueError: parameters were frozen or thawed after make_private (frozen: one of shape (2,)): ...
+ValueError: parameters were frozen or thawed after make_private, ...: one of shape (2,); ...
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from opacus_shuffle.engine.noise import GaussianNoise, Noise, draw_gaussian
 from opacus_shuffle.engine.raw_gradients import names_of
 from opacus_shuffle.engine.sampling.tickets import TicketBook
 
-BY_ITSELF = "was called by itself: call optimizer.step(), which does all in its order"
-
 
 class PrivateOptimizer(OpenOptimizer):
     """Opacus's optimizer, which accounts for each step before it releases anything.
@@ -55,19 +53,20 @@ class PrivateOptimizer(OpenOptimizer):
             parameter.
 
     Attributes:
-        planned: The parameters that were trainable when this was made: steps train no others.
+        planned: The parameters that were trainable at ``make_private``; steps train no others.
         num_records: Records of the current logical batch that have been clipped and summed so far.
         tickets: Of the loader; None where Opacus lets users train on any batches.
         accountant: Of the engine that accounts for the steps.
         planned_rounds: How many rounds may be accounted before a step causes a warning.
-        before_release: Is called before each step is accounted, and may refuse it; None for not.
-        released: What this step has released for the update: each gradient, and how often it had
-            been written to.
-        batch_clip: c′, to which the sum over the shuffled parameters is clipped; None for not.
-        unshuffled_noise_ratio: σ₀/σ of the parameters that are not clipped so.
-        shuffled: Identities of those that are.
+        before_release: Is called before each step is accounted, and may refuse it; None for no
+            call.
+        released: The gradients that this step has released for the update, with their versions.
+        batch_clip: c′, to which the sum over the shuffled parameters is clipped; None for no
+            clipping.
+        unshuffled_noise_ratio: σ₀/σ of the other parameters.
+        shuffled: Identities of the shuffled parameters.
         training_check: Checks the network when its modes have changed; None for no check.
-        rank: Of several processes, which one this is.
+        rank: The rank of this process.
     """
 
     generator: torch.Generator | None
@@ -85,10 +84,8 @@ class PrivateOptimizer(OpenOptimizer):
     before_release: Callable[[], Any] | None = None
     _account: Callable[[Any], Any] | None = None
     _rehearse: Callable[[Any, int], Any]
-    _accounted: bool = False
-    _may_clip: bool = False
     _clipped_to: float | None = None
-    _step_supports_amp_scaling = True  # else GradScaler would skip steps of its own accord
+    _step_supports_amp_scaling = True  # else GradScaler would skip steps without calling step()
 
     def __init__(
         self,
@@ -169,17 +166,17 @@ class PrivateOptimizer(OpenOptimizer):
         Returns:
             Whether the batch has ended and was released, so that the update is to be made.
         """
-        self._accounted, self.released = False, {}
+        self.released = {}
         try:
             self.check_parameters()  # a closure may have frozen some
-            counts = self.check_ticket()
+            self.check_ticket()
             self.clip_and_accumulate()
-            if not self.take_ticket(counts):
+            if not self.take_ticket():
                 return False
             self.account()
             self.add_noise()
             self.scale_grad()
-            # What is in .grad now, and no other gradient, may move the parameters.
+            # The parameters may be moved by what is in .grad now, and by no other gradient.
             self._note_released(self.params)
             if self.step_hook:
                 self.step_hook(self)
@@ -187,8 +184,7 @@ class PrivateOptimizer(OpenOptimizer):
         except BaseException:
             self.released = {}
             if self.tickets is not None:
-                self._drop(drop_partial_batch)
-                self.tickets.void()
+                self._drop_batch()
             raise
 
     def check_parameters(self) -> None:
@@ -200,29 +196,22 @@ class PrivateOptimizer(OpenOptimizer):
         Raises:
             ValueError: If some were frozen or thawed.
         """
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        planned = set(map(id, self.planned))
-        frozen = [tensor for tensor in self.planned if not tensor.requires_grad]
-        thawed = [tensor for tensor in held if tensor.requires_grad and id(tensor) not in planned]
-        if frozen or thawed or not planned <= set(map(id, held)):
-            gone = "some are no longer the optimizer's"
-            changes = {"frozen": frozen, "thawed or added": thawed}
-            named = [f"{change}: {names_of(which)}" for change, which in changes.items() if which]
+        current = [parameter for group in self.param_groups for parameter in group["params"]]
+        trained = dict.fromkeys(parameter for parameter in current if parameter.requires_grad)
+        planned = dict.fromkeys(self.planned)
+        if changed := [p for p in {**planned, **trained} if (p in planned) != (p in trained)]:
             raise ValueError(
-                "parameters were frozen or thawed after make_private "
-                f"({'; '.join(named) or gone}): their gradients "
-                "are not those that are clipped and accounted for; undo it, or call make_private "
-                "again with a new optimizer"
+                "parameters were frozen or thawed after make_private, or added to the optimizer or "
+                f"removed from it: {names_of(changed)}; their gradients are not those that are "
+                "clipped and accounted for; undo it, or call make_private again with a new "
+                "optimizer"
             )
-        for parameter in held:
+        for parameter in current:
             if not parameter.requires_grad:
-                parameter.grad = None  # left from before; the update would move it by that
+                parameter.grad = None  # from before make_private; the update would use it
 
-    def check_ticket(self) -> set[int]:
+    def check_ticket(self) -> None:
         """Refuses gradients that are not those of the batch that was drawn last.
-
-        Returns:
-            How many records each parameter has gradients of.
 
         Raises:
             ValueError: If the batch is not fresh, another one than the network has seen, seen at
@@ -237,38 +226,39 @@ class PrivateOptimizer(OpenOptimizer):
                     "let no layer turn one record into several (or several into one) along the "
                     "batch axis"
                 )
-            return counts
+            return
+        if self.signalled(take=True):
+            raise ValueError(
+                "optimizer.signal_skip_step() is not for the batches of make_private's loader: "
+                "pass whole batches, and split large ones with BatchMemoryManager"
+            )
         if tickets.abandoned():
-            self._drop(drop_sum)
+            drop_sum(self)
+            self.forget_sum()
             tickets.void()
-        if (batches := waiting_batches(self)) > 1:
+        stacks = [getattr(parameter, "grad_sample", None) for parameter in self.params]
+        batches = max((len(stack) for stack in stacks if isinstance(stack, list)), default=1)
+        if batches > 1:
             raise ValueError(
                 f"gradients of {batches} batches were accumulated: a record might be in two of "
                 "them; call optimizer.step() and zero_grad() after each, or split batches with "
                 "BatchMemoryManager"
             )
-        counts = self.clipping.record_counts(self)
-        tickets.check(counts, more=self.signalled())
+        tickets.check(self.clipping.record_counts(self))
         if changed := tickets.changed_weights():
             raise ValueError(
                 f"{names_of(changed)} changed between the forward pass on this batch and "
-                "optimizer.step() (by a perturbation, a look-ahead or an update by hand): what one "
-                "record moves is no longer bounded by max_grad_norm; change weights between a step "
-                "and the next forward pass alone"
+                "optimizer.step() (by a perturbation, a look-ahead or an update by hand), so that "
+                "max_grad_norm no longer bounds the influence of one record; change weights only "
+                "between a step and the next forward pass"
             )
-        self._may_clip = True
-        return counts
 
     def clip_and_accumulate(self) -> None:
         """Clips one physical batch and adds it to the sum of the logical one.
 
         Raises:
-            ValueError: If it is called by hand, the norm is not positive, or norm or noise is not
-                finite.
+            ValueError: If the norm is not positive, or norm or noise is not finite.
         """
-        if self.tickets is not None and not self._may_clip:
-            raise ValueError(f"optimizer.clip_and_accumulate() {BY_ITSELF}")
-        self._may_clip = False
         records, norm = self.clipping.clip(self)
         # In the parameters' precision: an update that is infinite there would make them infinite.
         largest = min(torch.finfo(dtype).max for dtype in {p.dtype for p in self.params})
@@ -282,28 +272,25 @@ class PrivateOptimizer(OpenOptimizer):
         # Of two norms the larger counts: the noise must be made for it.
         self._clipped_to = norm if self._clipped_to is None else max(norm, self._clipped_to)
 
-    def take_ticket(self, counts: set[int]) -> bool:
+    def take_ticket(self) -> bool:
         """Notes that this physical batch was summed, and returns whether the logical one has ended.
 
-        Its ticket says so, else the signals of Opacus's ``BatchMemoryManager``.
+        Without tickets, Opacus's ``BatchMemoryManager`` signals this.
         """
-        more = self.signalled(take=True)
-        if self.tickets is not None:
-            self.tickets.take(counts, more=more)
-            more = more or not self.tickets.ends()
-        self.last_step_was_skipped = more
-        return not more
+        if self.tickets is None:
+            self.last_step_was_skipped = self.signalled(take=True)
+        else:
+            self.tickets.take()
+            self.last_step_was_skipped = not self.tickets.is_complete()
+        return not self.last_step_was_skipped
 
     def account(self) -> None:
         """Accounts for the release that is about to be made.
 
         Raises:
-            ValueError: If it is no whole batch, none of this run, clipped to another norm than the
-                noise is made for, to be divided by another number than was planned, or beyond a
-                budget.
+            ValueError: If the sum was clipped to another norm than the noise is made for, will be
+                divided by another number than was planned, or exceeds a budget.
         """
-        if self.tickets is not None:
-            self.tickets.check_release()
         if not math.isclose(self._clipped_to or 0.0, self.max_grad_norm, rel_tol=1e-6):
             raise ValueError(
                 f"max_grad_norm is {self.max_grad_norm} for the noise but reports of this batch "
@@ -314,14 +301,14 @@ class PrivateOptimizer(OpenOptimizer):
         if self.tickets is not None and self.expected_batch_size != self._divisor:
             raise ValueError(
                 f"expected_batch_size is {self.expected_batch_size}, make_private set "
-                f"{self._divisor}: a divisor that follows the batch would tell how many records it "
-                "has; leave it alone"
+                f"{self._divisor}: a divisor that follows the batch would reveal its number of "
+                "records; leave the attribute alone"
             )
         self.clipping.check_release(self)
         if self.training_check is not None and self.num_records:
             self.training_check.end_batch()
         if self.before_release is not None:
-            with contextlib.suppress(ReferenceError):  # what was to look is gone
+            with contextlib.suppress(ReferenceError):  # the object that checks is gone
                 self.before_release()
         if self._account is not None:
             self._account(self)
@@ -331,23 +318,15 @@ class PrivateOptimizer(OpenOptimizer):
             warnings.warn(
                 f"make_private_with_epsilon calibrated the noise for {self.planned_rounds} steps, "
                 f"and {accounted} are accounted, including this one: target_epsilon "
-                "is no longer guaranteed; end the training, or ask for more epochs",
+                "is no longer guaranteed; end the training, or plan more epochs",
                 stacklevel=4,
             )
             self.planned_rounds = math.inf
         if self.tickets is not None:
             self.tickets.release()
-        self._accounted = True
 
     def add_noise(self) -> None:
-        """Adds the noise, after clipping the batch's sum where that was asked for.
-
-        Raises:
-            ValueError: If it is called by hand, for a release that nobody has accounted.
-        """
-        if self._account is not None and not self._accounted:
-            raise ValueError(f"optimizer.add_noise() {BY_ITSELF}")
-        self._accounted = False
+        """Clips the batch's sum with ``batch_clip``, and adds the noise."""
         self.next_key()
         if self.batch_clip is not None:
             self._clip_sum(self.batch_clip)
@@ -357,7 +336,7 @@ class PrivateOptimizer(OpenOptimizer):
     def next_key(self) -> None:
         """Replaces the key of noise on a GPU.
 
-        Philox, which draws there, is no cipher: no two steps are drawn by one key of it.
+        The generator there, Philox, is not a cipher, so that no two steps may share a key.
         """
         if isinstance(self.generator, SecretGenerator) and self.generator.device.type != "cpu":
             self.generator.next_key()
@@ -392,8 +371,9 @@ class PrivateOptimizer(OpenOptimizer):
     ) -> None:
         """Sets that a batch's sum over some parameters is clipped, and others get more noise.
 
-        That is Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1, lines 12 to 16. Projecting
-        the sum on a ball brings no two sums further apart, so it costs no ε; nor does more noise.
+        Source: weight shuffling of Yang, Ji and Xiang (WS), Algorithm 1, lines 12 to 16. The
+        projection of the sum on a ball does not increase the distance of two sums, so that it costs
+        no ε. More noise does not either.
         """
         self.shuffled = frozenset(map(id, parameters))
         self.batch_clip, self.unshuffled_noise_ratio = batch_clip, unshuffled_noise_ratio
@@ -404,11 +384,11 @@ class PrivateOptimizer(OpenOptimizer):
         if not shuffled or batch_clip == math.inf:
             return
         sums = [parameter.summed_grad for parameter in shuffled]
-        for total in sums if self.distributed else ():  # the whole sum is clipped on one rank alone
+        for total in sums if self.distributed else ():  # the whole sum is clipped on rank 0 only
             torch.distributed.all_reduce(total)
             if self.rank:
                 total.zero_()
-        # In double precision: where a norm over- or underflows, this would be no projection.
+        # In double precision: with a norm that over- or underflows, this would be no projection.
         norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in sums]
         factor = batch_clip / torch.linalg.vector_norm(torch.stack(norms))
         for total in sums:
@@ -427,7 +407,7 @@ class PrivateOptimizer(OpenOptimizer):
     # ---- what may move the parameters --------------------------------------------------------
 
     def has_released(self, parameter: torch.Tensor) -> bool:
-        """Tells whether a parameter's gradient is what this step has released, unchanged."""
+        """Returns whether a parameter's gradient is the one that this step has released."""
         gradient, version = self.released.get(parameter, (None, -1))
         unchanged = parameter.grad is gradient and version_of(gradient)[1] == version
         return gradient is not None and unchanged
@@ -452,11 +432,10 @@ class PrivateOptimizer(OpenOptimizer):
 
     def forget_batch(self) -> None:
         """Drops an unfinished batch, because the weights that it belongs to were replaced."""
-        self._drop(drop_partial_batch)
+        self._drop_batch()
         self.zero_grad()
         self.forget_clipped()
         if self.tickets is not None:
-            self.tickets.void()
             self.tickets.issue(None)
 
     def forget_clipped(self) -> None:
@@ -470,9 +449,12 @@ class PrivateOptimizer(OpenOptimizer):
         """Whether a gradient that the criterion has clipped is waiting for its noise."""
         return self.clipping.in_backward and bool(self.clipping.record_counts(self))
 
-    def _drop(self, how: Callable[[Any], None]) -> None:
-        how(self)
+    def _drop_batch(self) -> None:
+        """Drops the sum, the gradients of records and the ticket's progress."""
+        drop_partial_batch(self)
         self.forget_sum()
+        if self.tickets is not None:
+            self.tickets.void()
 
     def renew(self) -> None:
         """Draws noise from a fresh secret in a forked process."""
@@ -482,15 +464,14 @@ class PrivateOptimizer(OpenOptimizer):
     # ---- refusals ----------------------------------------------------------------------------
 
     def check_scaler(self) -> None:
-        """Refuses a GradScaler, whose skipped steps would tell what is in the batch."""
+        """Refuses a GradScaler, because the steps that it skips depend on the batch's content."""
         if not hasattr(self, "found_inf"):
             return
         for name in ("grad_scale", "found_inf"):
             self.__dict__.pop(name, None)
         raise ValueError(
             "GradScaler.step(optimizer) skips steps and shows by its scale that it did, which no "
-            "noise hides: call optimizer.step() yourself, without a GradScaler (bfloat16 needs "
-            "none)"
+            "noise hides: call optimizer.step() without a GradScaler (bfloat16 needs none)"
         )
 
     def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> NoReturn:
@@ -501,35 +482,22 @@ class PrivateOptimizer(OpenOptimizer):
         """
         why = (
             "its layers ran forward more often than backward; call loss.backward() before the "
-            "step, let the loss use all that the network computes (or freeze the rest before "
-            "make_private), run what is not trained on under torch.no_grad() or in evaluation "
-            "mode, and nothing under torch.utils.checkpoint"
+            "step, let the loss use all outputs of the network (or freeze the rest before "
+            "make_private), run validation under torch.no_grad() or in evaluation mode, and "
+            "do not use torch.utils.checkpoint"
             if unfinished
-            else "no backward pass came to it since zero_grad(); call loss.backward() of what "
-            "the network of make_private answered, no copy of it, nor under "
-            "torch.utils.checkpoint; call layers, not their weights; or freeze it before "
-            "make_private"
+            else "no backward pass reached it since zero_grad(); call loss.backward() on outputs "
+            "of the network that make_private returned, which is no copy of it, without "
+            "torch.utils.checkpoint; call layers and do not use their weights elsewhere; or freeze "
+            "it before make_private"
         )
         raise ValueError(
             "optimizer.step() has no gradients of records for parameter "
             f"{names_of([parameter])}: {why}"
         )
 
-    def attach_step_hook(self, fn: Callable[[Any], None] | None) -> None:
-        """Adds a hook that runs after the noise, before the update; None takes off all.
-
-        Opacus has a single slot, in which a second hook would end the accounting.
-        """
-        previous = self.step_hook
-
-        def both(optimizer: Any) -> None:
-            previous(optimizer)
-            fn(optimizer)  # type: ignore[misc]
-
-        super().attach_step_hook(fn if fn is None or previous is None else both)
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses to be copied or pickled: steps of a copy would be accounted by nobody.
+        """Refuses copies and pickles, because steps of a copy would not be accounted for.
 
         Raises:
             ValueError: Always.
@@ -561,9 +529,3 @@ class AdaptivePrivateOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
             self.sample_size = max(1, self.sample_size)  # Opacus divides by it
             self.update_max_grad_norm()
         return released
-
-
-def waiting_batches(optimizer: Any) -> int:
-    """Returns how many batches' gradients are waiting for a step."""
-    waiting = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
-    return max((len(stack) for stack in waiting if isinstance(stack, list)), default=1)

@@ -1,17 +1,15 @@
 """Lets no raw gradient move a private network: one rule, checked before every optimizer's step.
 
-Between the backward pass and the private step ``.grad`` holds what nobody has clipped or noised,
-and any optimizer would take it: the one inside of the private one, called by itself, or another
-one, over the same parameters, over those that the private one leaves alone, or over layers that
-were put into the network since. So the rule asks for the network's parameters at the moment of
-the step: each may be moved by the gradient that the network's private optimizer has released for
-this update, and by nothing else. Gradients of two backward passes, which a record might be in
-twice, are refused, too.
+Between the backward pass and the private step, ``.grad`` is neither clipped nor noised, and any
+optimizer would use it: the plain optimizer inside of the private one, or another one over the same
+parameters, over parameters that the private one does not train, or over layers that were added to
+the network later. The rule therefore reads the network's parameters at the moment of the step. Each
+of them may be moved only by the gradient that the private optimizer has released for this update.
+Gradients of two backward passes, in both of which a record might be, are refused, too.
 
 The same rule holds outside of the network. A classification head, a loss with weights or an adapter
-that is no part of the network receives raw gradients of the records. So after a backward pass
-through a private network, no other optimizer may step on tensors that received a gradient in that
-pass.
+outside of the network receives raw gradients of the records. After a backward pass through a
+private network, no other optimizer may step on tensors that received a gradient in that pass.
 ``private.disable_hooks()`` exempts a pass that sees no records, such as a generator's.
 
 >>> from types import SimpleNamespace
@@ -20,7 +18,7 @@ pass.
 >>> private = GradSampleModule(network)
 >>> owner = SimpleNamespace(
 ...     has_released=lambda parameter: False, original_optimizer=None, planned=(), pending=False)
->>> hold(network, private, owner)
+>>> protect(network, private, owner)
 >>> sgd = torch.optim.SGD(network.parameters(), lr=1.0)
 >>> sgd.step()
 Traceback (most recent call last):
@@ -35,7 +33,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -45,20 +43,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opacus_shuffle.core.opacus_compat import is_copy, is_used, waits_for_step, wrapped_network
-from opacus_shuffle.engine.sampling.tickets import Origin, origin_of
+from opacus_shuffle.core.opacus_compat import waits_for_step, wrapped_network
 
 OWNER = "private_optimizer"
 """The attribute of a private network that holds the optimizer that trains it.
 
-It keeps that optimizer alive as long as the network: gradients that wait for its step do not become
-anybody's when a script forgets it.
+It keeps that optimizer alive as long as the network. Otherwise gradients that wait for its step
+would be unprotected after a script has deleted it.
 """
 NETWORK = "private_network"
 """The attribute of a trained parameter that refers to its private network."""
 END = "cleanup"
 """The method by which Opacus's wrappers and hooks end."""
-_HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_PROTECTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """All optimizers of the process, from the first private run on."""
 
@@ -68,8 +65,8 @@ _RAW: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakTensorKeyDic
 
 They are no attributes, which would be pickled with the leaf."""
 _latest = SimpleNamespace(number=-1, leaves=[], private=False)
-"""The latest backward pass: the leaves outside of private networks that it has reached so far, and
-whether it has reached a private network."""
+"""The latest backward pass: its number, the leaves outside of private networks that it has reached,
+and whether it has reached a private network."""
 
 
 def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -> None:
@@ -97,7 +94,7 @@ def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -
         _latest.leaves.append(leaf)
     for outside in _latest.leaves if _latest.private else ():
         if outside.grad is None:  # an optimizer has stepped within the pass
-            _refuse_outside("An optimizer.", [outside])
+            _refuse_outside("An optimizer", [outside])
         _RAW[outside] = weakref.ref(outside.grad)
 
 
@@ -113,78 +110,67 @@ def _is_watched(leaf: torch.Tensor) -> bool:
     return note_gradient in (leaf._post_accumulate_grad_hooks or {}).values()
 
 
-def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
-    """Holds a network: from now on only released gradients may move its parameters.
+def protect(network: nn.Module, private: Any, optimizer: Any) -> None:
+    """Protects a network: from now on only released gradients may move its parameters.
 
     Args:
         network: The network itself, without wrappers.
-        private: Opacus's wrapper or hooks; their ``cleanup()``, as of ``to_standard_module()``,
-            ends it.
-        optimizer: A private one, with a method ``has_released(parameter)`` and the parameters that
-            it trains, ``planned``; it is told their ``names``.
+        private: Opacus's wrapper or hooks; their ``cleanup()``, which ``to_standard_module()``
+            calls, ends the protection.
+        optimizer: The private optimizer, with a method ``has_released(parameter)`` and the
+            parameters that it trains, ``planned``. Its attribute ``names`` is set.
     """
-    _look_at_all_steps()
+    _watch_all_optimizers()
     vars(network)[OWNER], optimizer.wrapper = optimizer, weakref.ref(private)
     optimizer.names = {id(parameter): name for name, parameter in network.named_parameters()}
-    vars(private)[END] = functools.partial(_end, weakref.ref(private), weakref.ref(network))
+    vars(private)[END] = functools.partial(_release, weakref.ref(private), weakref.ref(network))
     for parameter in optimizer.planned:
         vars(parameter)[NETWORK] = weakref.ref(network)
         _RAW.pop(parameter, None)
     watch_leaves()
-    _HELD.add(network)
+    _PROTECTED.add(network)
 
 
-def hold_copy(network: nn.Module) -> None:
-    """Holds a copy of a private network: nothing may move its parameters."""
-    _HELD.add(network)
-
-
-def _end(private: Callable[[], Any], network: Callable[[], nn.Module | None]) -> None:
-    """Ends a private run: removes Opacus's hooks, and lets go of the network."""
-    held = network()
-    owner = None if held is None else vars(held).pop(OWNER, None)
-    waits = owner is not None and any(map(waits_for_step, owner.planned))
-    if owner is not None and (waits or owner.pending):
-        owner.forget_batch()  # what waits for a step that will not come is raw
+def _release(private: Callable[[], Any], network: Callable[[], nn.Module | None]) -> None:
+    """Ends a private run: removes Opacus's hooks and the protection of the network."""
+    released = network()
+    owner = None if released is None else vars(released).pop(OWNER, None)
+    if owner is not None and (owner.pending or any(map(waits_for_step, owner.planned))):
+        owner.forget_batch()  # raw gradients, whose step will not come
     type(private()).cleanup(private())
-    _HELD.discard(held)  # type: ignore[arg-type]
+    _PROTECTED.discard(released)  # type: ignore[arg-type]
 
 
-def held_parameters() -> Iterator[tuple[nn.Module, torch.Tensor]]:
-    """Yields network and parameter for every parameter of every held network."""
-    for network in list(_HELD):
-        owner = vars(network).get(OWNER)
-        if owner is not None or is_copy(network):
-            # A layer that was taken out may be put back.
-            parameters = (*network.parameters(), *getattr(owner, "planned", ()))
-            for parameter in {id(parameter): parameter for parameter in parameters}.values():
-                yield network, parameter
+def protected_parameters() -> Iterator[tuple[nn.Module, torch.Tensor, Any]]:
+    """Yields every parameter of every protected network, with the network and its optimizer."""
+    for network in list(_PROTECTED):
+        if (owner := vars(network).get(OWNER)) is not None:
+            # A planned parameter may be in a layer that was removed, and be put back later.
+            for parameter in dict.fromkeys((*network.parameters(), *owner.planned)):
+                yield network, parameter, owner
 
 
 def private_optimizers(module: Any) -> list[Any]:
     """Returns the private optimizers that train parameters of a module."""
-    own = set(map(id, module.parameters())) if isinstance(module, nn.Module) else set()
-    owners = [vars(network).get(OWNER) for network in list(_HELD)]
-    return [owner for owner in owners if owner and not own.isdisjoint(map(id, owner.planned))]
+    parameters = set(module.parameters()) if isinstance(module, nn.Module) else set()
+    owners = [vars(network).get(OWNER) for network in list(_PROTECTED)]
+    return [owner for owner in owners if owner and not parameters.isdisjoint(owner.planned)]
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> str:
     """Returns the names of parameters in a private network, or else their shapes."""
-    known: dict[int, str] = {}
-    for network in list(_HELD):
-        known |= getattr(vars(network).get(OWNER), "names", {})
-        known |= {id(parameter): name for name, parameter in network.named_parameters()}
-    names = [
-        known.get(id(parameter), f"one of shape {tuple(parameter.shape)}")
-        for parameter in parameters
-    ]
+    by_id: dict[int, str] = {}
+    for network in list(_PROTECTED):
+        by_id |= getattr(vars(network).get(OWNER), "names", {})
+        by_id |= {id(parameter): name for name, parameter in network.named_parameters()}
+    names = [by_id.get(id(each), f"one of shape {tuple(each.shape)}") for each in parameters]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @functools.cache
-def _look_at_all_steps() -> None:
+def _watch_all_optimizers() -> None:
     """Finds all optimizers of the process, and registers the check before their steps."""
-    # Compiled steps ask outside of their graph, or it would hold the answer of the first one.
+    # Compiled steps call it outside of their graph, which would keep the result of the first call.
     register_optimizer_step_pre_hook(torch.compiler.disable(_check_raw))  # type: ignore[no-untyped-call]
     add_group = torch.optim.Optimizer.add_param_group
 
@@ -209,26 +195,22 @@ def _check_raw(
     Returns:
         The arguments, with closures that check the gradients that they compute.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # A parameter without a gradient may get one from a closure.
-    moved = {id(p) for p in held if p.requires_grad or p.grad is not None}
-    # A closure would make other gradients.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # A closure would compute other gradients, also of parameters that have none yet.
+    moved = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
     closure = any(value is not None for value in (*args[1:], *keywords.values()))
-    raw, inside = [], ""
-    for network, parameter in held_parameters():
-        owner = vars(network).get(OWNER)
-        released = owner is not None and owner.has_released(parameter) and not closure
-        if id(parameter) in moved and not released:
-            raw.append(parameter)
-            if owner is not None and owner.original_optimizer is optimizer and not owner.released:
-                inside = "was called on the optimizer inside of a private one, and "
+    raw = [
+        parameter
+        for _, parameter, owner in protected_parameters()
+        if id(parameter) in moved and (closure or not owner.has_released(parameter))
+    ]
     if raw:
         raise ValueError(
-            f"{type(optimizer).__name__}.step() {inside}would move parameters of a private run by "
+            f"{type(optimizer).__name__}.step() would move parameters of a private run by "
             f"gradients that are neither clipped, noised nor accounted ({names_of(raw)}): call "
-            "step() of the optimizer that make_private returned, and let it hold all that is to be "
-            "trained, which must be in the network, adapters too, before make_private; "
-            "model.to_standard_module() ends the private run, for training on public data"
+            "step() of the optimizer that make_private returned; add everything that is to be "
+            "trained, adapters too, to the network and to that optimizer before make_private; for "
+            "training on public data, end the private run by model.to_standard_module()"
         )
     _check_outside(optimizer)
     checked = functools.partial(_checked, optimizer)
@@ -236,7 +218,7 @@ def _check_raw(
 
 
 def _checked(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
-    """Returns a step's closure that raises if it has computed gradients that may move nothing."""
+    """Returns a step's closure that also refuses raw gradients outside of the network."""
 
     def evaluate() -> Any:
         loss = closure()
@@ -260,11 +242,11 @@ def _check_outside(optimizer: torch.optim.Optimizer) -> None:
         if leaf.grad is not None
         and ((_RAW and leaf in _RAW) or (_latest.private and not _is_watched(leaf)))
     ]:
-        _refuse_outside(f"{type(optimizer).__name__}.", raw)
+        _refuse_outside(type(optimizer).__name__, raw)
 
 
 def _refuse_outside(optimizer: str, raw: Iterable[torch.Tensor]) -> NoReturn:
-    """Refuses to move leaves by gradients of records, and names them.
+    """Refuses to move tensors outside of the network by gradients of records, and names them.
 
     Raises:
         ValueError: Always.
@@ -277,98 +259,53 @@ def _refuse_outside(optimizer: str, raw: Iterable[torch.Tensor]) -> NoReturn:
     }
     shown = [names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}") for leaf in raw]
     raise ValueError(
-        f"{optimizer}step() would move {', '.join(shown[:4])}, outside of the "
-        "private network, by gradients of records from a backward pass through that network, which "
-        "nothing has clipped, noised or accounted: put these parameters into the module before "
-        "make_private, and let its optimizer hold them; for a pass that sees no records, such as a "
-        "generator's, call model.disable_hooks() before and model.enable_hooks() after it"
+        f"{optimizer}.step() would move {', '.join(shown[:4])}, outside of the private network, by "
+        "gradients of records from a backward pass through that network, which are neither "
+        "clipped, noised nor accounted: add these parameters to the module and to its optimizer "
+        "before make_private; for a pass that sees no records, such as a generator's, call "
+        "model.disable_hooks() before and model.enable_hooks() after it"
     )
 
 
-def cause_of_accumulation(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
-    """Returns the likely cause of accumulated gradients, and what to do about it.
-
-    Args:
-        passes: The forward passes on the latest batch, with the one whose gradients come now.
-        used: The gradients that wait have been released by a step.
-        outside: They are of parameters that the optimizer does not hold, and of no others.
-    """
-    if outside:
-        return (
-            "the optimizer does not hold these parameters, so that optimizer.zero_grad() leaves "
-            "theirs: freeze them by requires_grad_(False) before make_private, let the optimizer "
-            "hold them, or call model.zero_grad() too"
-        )
-    if "a network" in passes:
-        return (
-            "a pass went through the output of another network, as a generator's step does: put "
-            "the generator's pass between model.disable_hooks() and model.enable_hooks()"
-        )
-    if "a leaf" in passes:
-        return (
-            "a pass was for gradients of its inputs: put it between model.disable_hooks() and "
-            "model.enable_hooks(), or call optimizer.zero_grad() after it"
-        )
-    if used:
-        return (
-            "optimizer.step() has used those: call optimizer.zero_grad() for each batch, "
-            "model.zero_grad() is not enough"
-        )
-    if len(passes) > 1:
-        return (
-            "the network had two backward passes on this batch: call loss.backward() once for each "
-            "optimizer.step(), of the sum of all losses of one forward pass"
-        )
-    return (
-        "those of an earlier batch wait still: call optimizer.step() and optimizer.zero_grad() for "
-        "each batch; for larger ones take a larger batch_size, and split them with "
-        "BatchMemoryManager where memory is short"
-    )
-
-
-def check_second_pass(
-    module: Any, parameters: Iterable[torch.Tensor], current: Sequence[Origin] = ()
-) -> None:
+def check_second_pass(module: Any, parameters: Iterable[torch.Tensor]) -> None:
     """Refuses a backward pass that would add to gradients of records that wait for a step.
 
     Args:
         module: Opacus's wrapper or hooks.
-        parameters: Those that it comes to now.
-        current: What the pass is of, where its forward pass has not begun.
+        parameters: The parameters that the pass reaches.
 
     Raises:
-        ValueError: If it would.
+        ValueError: Gradients of records wait at some of them.
     """
-    stale = [parameter for parameter in parameters if _waits(parameter)]
-    if not stale:
+    waiting = [each for each in parameters if getattr(each, "grad_sample", None) is not None]
+    if not waiting:
         return
-    network = wrapped_network(module)
-    optimizers = private_optimizers(network)
+    optimizers = private_optimizers(wrapped_network(module))
     planned = {id(parameter) for optimizer in optimizers for parameter in optimizer.planned}
-    books = [optimizer.tickets for optimizer in optimizers if optimizer.tickets is not None]
-    unfinished = [layer for layer in network.modules() if vars(layer).get("activations")]
-    waiting = [tensor for layer in unfinished for tensor in layer._parameters.values()]
-    concerned = (*stale, *filter(_waits, waiting))
-    cause = cause_of_accumulation(
-        [*(origin for book in books for origin in book.passes), *current],
-        used=any(map(is_used, stale)),
-        outside=planned.isdisjoint(map(id, concerned)),
+    remedy = (
+        "call loss.backward() once for each batch, on the sum of all losses, then optimizer.step() "
+        "and optimizer.zero_grad() (model.zero_grad() is not enough); for larger batches use a "
+        "larger batch_size, and BatchMemoryManager if memory is short; put passes that train "
+        "nothing here, such as those of a generator or for gradients of inputs, between "
+        "model.disable_hooks() and model.enable_hooks()"
     )
+    if planned.isdisjoint(map(id, waiting)):
+        remedy = (
+            "the optimizer does not hold these parameters, so that optimizer.zero_grad() does not "
+            "clear them: freeze them by requires_grad_(False) before make_private, add them to the "
+            "optimizer, or call model.zero_grad() too"
+        )
     raise ValueError(
-        f"gradient accumulation is refused, for a record might be in it twice ({names_of(stale)} "
-        f"hold gradients still): {cause}"
+        "gradient accumulation is refused, because a record might be in both batches: "
+        f"{names_of(waiting)} have gradients already; {remedy}"
     )
 
 
-def check_second_expansion(module: nn.Module, args: Any, keywords: Any) -> None:
+def check_second_expansion(module: nn.Module, _: Any) -> None:
     """Refuses a forward pass with expanded weights while gradients of records wait for a step.
 
     Raises:
         ValueError: Gradients of records wait.
     """
     if torch.is_grad_enabled():
-        check_second_pass(module, module.parameters(), [origin_of((args, keywords))])
-
-
-def _waits(parameter: torch.Tensor | None) -> bool:
-    return getattr(parameter, "grad_sample", None) is not None
+        check_second_pass(module, module.parameters())

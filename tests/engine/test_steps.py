@@ -375,7 +375,7 @@ def test_a_step_over_two_batches_is_accounted_at_twice_the_rate():
     run.backward(batches[1])
     run.optimizer.step()
     assert run.engine.accountant.history == [(2.0, 0.25, 8), (2.0, 0.5, 1)]
-    with run.refused("inside of a private one"):
+    with run.refused("neither clipped, noised nor accounted"):
         run.plain.step()
 
 

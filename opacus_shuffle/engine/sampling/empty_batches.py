@@ -1,8 +1,8 @@
 """Prepares loaders and networks for batches of no records, which Poisson sampling draws.
 
-Opacus learns the form of batches from the first that has records. Where an empty one comes before
-it, a list of zeros takes its place, whatever the form is; and where batches hold text or named
-tuples, it fails in the middle of an epoch.
+Opacus learns the form of batches from the first one that has records. If an empty batch is drawn
+before, Opacus yields a list of zeros instead. If batches contain text or named tuples, it fails in
+the middle of an epoch.
 
 >>> loader = DataLoader([{"x": torch.ones(3), "text": "a record"}] * 40, batch_size=4)
 >>> from opacus.data_loader import DPDataLoader
@@ -34,29 +34,29 @@ from opacus_shuffle.networks.running import random_states_kept
 from opacus_shuffle.networks.sample_input import first_records
 
 NEVER = 1e-9
-"""An empty batch that is less likely than that in an epoch is not waited for."""
+"""Empty batches are ignored if an epoch has one with a lower probability."""
 
 
 class CollateText(CollateFnWithEmpty):
-    """Opacus's collate function, whose empty batches may hold text and named tuples, too."""
+    """Opacus's collate function, extended to empty batches with text and named tuples."""
 
     def __call__(self, batch: list[Any]) -> Any:
-        """Returns the records as a batch; of no records, one of the form of the first batch."""
+        """Returns the records as a batch; an empty one has the form of the first batch."""
         if batch or self.first_batch is None or self.rand_on_empty:
             return super().__call__(batch)
         return without_records(self.first_batch, 0 if self.batch_first else 1)
 
 
 def without_records(batch: Any, axis: int, path: str = "") -> Any:
-    """Returns a batch of the same form that holds no records.
+    """Returns a batch of the same form without records.
 
     Args:
         batch: Tensors and lists of text, in mappings, lists, tuples and named tuples.
-        axis: Along which tensors hold records; the last one where they have fewer axes.
-        path: Where the batch is in a larger one, for the error.
+        axis: The axis of records; for tensors with fewer axes the last one.
+        path: The path to this entry of the batch, for the error.
 
     Raises:
-        ValueError: Something in it cannot be emptied. The message names it, and no more.
+        ValueError: An entry cannot be emptied. The message is its type and path.
     """
     if isinstance(batch, torch.Tensor) and batch.dim():
         shape = list(batch.shape)
@@ -68,25 +68,25 @@ def without_records(batch: Any, axis: int, path: str = "") -> Any:
         }
     if type(batch) in (list, tuple) and all(isinstance(entry, str) for entry in batch):
         return type(batch)()
-    # Packed sequences are named tuples, too, but none of them is empty.
+    # Packed sequences are named tuples, too, but cannot be empty.
     if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
         entries = [
-            without_records(entry, axis, f"{path}[{place}]") for place, entry in enumerate(batch)
+            without_records(entry, axis, f"{path}[{index}]") for index, entry in enumerate(batch)
         ]
         return getattr(batch, "_make", type(batch))(entries)
     raise ValueError(f"a {type(batch).__name__} at a batch{path}")
 
 
 def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: SamplingPlan) -> None:
-    """Shows a loader of Poisson batches one batch, so that it can make empty ones.
+    """Sets the first batch of a loader of Poisson batches, from which it makes empty ones.
 
     Args:
-        loader: Of Opacus; any other is left alone.
-        original: The user's.
+        loader: A loader of Opacus's; others are not changed.
+        original: The user's loader.
         sampling: How batches are drawn.
 
     Raises:
-        ValueError: Batches hold what cannot be emptied, and some will be empty.
+        ValueError: Batches cannot be emptied, and some will be empty.
     """
     collate: Any = loader.collate_fn
     if not isinstance(collate, CollateFnWithEmpty) or collate.first_batch is not None:
@@ -94,7 +94,7 @@ def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: Sa
     collate.__class__ = CollateText
     try:
         collate.first_batch = first_records(original)
-    except Exception:  # the first batch will tell
+    except Exception:  # the first batch of training sets it
         return
     absent = sampling.num_users * math.log1p(-min(sampling.sample_rate, 1 - 1e-16))
     chance = sampling.steps_per_epoch * math.exp(absent)
@@ -104,10 +104,10 @@ def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: Sa
     except Exception as error:
         if chance > NEVER:
             raise ValueError(
-                f"data_loader yields batches with {error}, of which none can be made for a batch "
-                f"of no records, and Poisson sampling draws such batches (about {chance:.2g} per "
-                "epoch): let collate_fn return tensors and lists of text only, in tuples, lists "
-                "and dictionaries, or use a larger batch_size"
+                f"data_loader yields batches with {error}, which cannot be made for a batch of no "
+                f"records, and Poisson sampling draws such batches (about {chance:.2g} per epoch): "
+                "let collate_fn return tensors and lists of text only, in tuples, lists and "
+                "dictionaries, or use a larger batch_size"
             ) from error
 
 
@@ -115,12 +115,11 @@ def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:
     """Lets a private network run on batches of no records.
 
     Args:
-        wrapped: Opacus's wrapper or hooks. PyTorch refuses such batches where it holds expanded
-            weights.
-        network: What it wraps. Embeddings would fail where functorch computes their gradients.
+        wrapped: Opacus's wrapper or hooks. PyTorch's expanded weights refuse such batches.
+        network: The network inside. Functional gradients of embeddings would fail.
     """
     if isinstance(wrapped, GradSampleModuleExpandedWeights):
-        # Bound to the instance, so that deep copies call their own weights.
+        # Bound to the instance: a deep copy must call the copied weights.
         wrapped.forward = types.MethodType(_forward, wrapped)
     for layer in network.modules():
         compute = vars(layer).get("ft_compute_sample_grad")
@@ -144,7 +143,7 @@ def _forward(module: GradSampleModuleExpandedWeights, *args: Any, **keywords: An
     return wrapped_network(module)(*args, **keywords)
 
 
-_forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus's own
+_forward.__name__ = "forward"  # so that an unpickled copy has Opacus's method of this name
 
 
 def _unless_empty(

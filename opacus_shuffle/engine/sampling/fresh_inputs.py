@@ -1,10 +1,11 @@
 """Refuses to train a private network on any batch but the one that was drawn last.
 
-A step checks its ticket, but not what the gradients are of: a batch that was kept would pass under
-the ticket of another one. So a network in training refuses tensors that the loader yielded before,
-and a backward pass through what it answered to them, alone or added to the loss of the next batch.
-What a pass has left that was never finished would be added, row by row, to the gradients of the
-next batch: it is forgotten when that one comes.
+A step checks its ticket, but not which records the gradients are of: a batch that was kept would
+pass under the ticket of another one. Therefore a network in training refuses tensors that the
+loader yielded before. A backward pass through an output for an earlier batch is refused, too, also
+if its loss was added to the loss of the next batch. A forward pass without a backward pass is
+forgotten when the next batch is drawn. Otherwise its rows would be added to the gradients of that
+batch.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.utils.hooks import RemovableHandle
 
 from opacus_shuffle.core.opacus_compat import forget_unfinished_passes, watches_gradients
+from opacus_shuffle.engine.network_checks import check_packs
 from opacus_shuffle.engine.raw_gradients import note_gradient, watch_leaves
-from opacus_shuffle.engine.sampling.tickets import REMEDY, TicketBook, origin_of
+from opacus_shuffle.engine.sampling.tickets import REMEDY, TicketBook
 from opacus_shuffle.networks.running import results
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = (
@@ -29,13 +30,13 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = (
 
 
 class FreshInputs:
-    """Hooks that look at every forward pass of a private network.
+    """Hooks that check every forward pass of a private network.
 
     Args:
         tickets: Of the loader.
-        private: What ``make_private`` returned for the network; once its hooks are gone, nothing is
-            checked any more.
-        network: The network itself; what else is called is a layer of it.
+        private: What ``make_private`` returned for the network. Nothing is checked after its hooks
+            are removed.
+        network: The network itself. The hook runs before its layers, too.
     """
 
     def __init__(
@@ -48,38 +49,38 @@ class FreshInputs:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def before(self, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Refuses inputs of an earlier batch, and notes the weights that the pass sees.
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Refuses inputs of an earlier batch, and notes the weights that the pass uses.
 
         Raises:
-            ValueError: If a tensor belongs to an earlier batch.
+            ValueError: If a tensor belongs to an earlier batch, or a recurrent layer gets records
+                in another order.
         """
-        tickets = self._tickets
+        tickets, is_whole = self._tickets, module is self._network()
         if not self._watches():
             return
-        if part is self._network():
+        if is_whole:
             watch_leaves()
+        check_packs(module, inputs)
         if tickets is None:
             return
-        if part.training and tickets.is_stale((inputs, keywords)):
+        if module.training and tickets.is_stale((inputs, keywords)):
             raise ValueError(
                 "the model was given a batch that was drawn before the last one, or by another "
-                "data loader: its records are accounted no more; " + REMEDY
+                "data loader: its records are no longer accounted for; " + REMEDY
             )
-        if not is_tracing():  # type: ignore[no-untyped-call]
-            tickets.see()
-            if part is self._network():
-                tickets.passes.append(origin_of((inputs, keywords)))
+        tickets.note_versions()
+        tickets.forward_passes += is_whole
 
     def after(
         self, network: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any
     ) -> None:
-        """Has a backward pass through this output refused once the next batch is drawn."""
+        """Refuses a backward pass through this output after the next batch was drawn."""
         tickets = self._tickets
         if not self._watches():
             return
-        # Expanded weights have gradients of records in evaluation mode too, where old batches may
-        # be looked at.
+        # Expanded weights have gradients of records in evaluation mode, too, in which the network
+        # may run on old batches.
         latest = tickets and tickets.latest
         stale = tickets is not None and tickets.is_stale((inputs, keywords))
 
@@ -87,9 +88,9 @@ class FreshInputs:
             note_gradient(None, network)  # expanded weights accumulate no gradient in any parameter
             if stale or (tickets and tickets.latest) is not latest:
                 raise ValueError(
-                    "loss.backward() goes through what the model answered to a batch before the "
+                    "loss.backward() goes through an output of the model for a batch before the "
                     "last one (a loss that is kept, or added up over several batches), whose "
-                    "records are accounted no more; " + REMEDY
+                    "records are no longer accounted for; " + REMEDY
                 )
 
         for tensor in results(output):
@@ -103,24 +104,24 @@ class FreshInputs:
             forget_unfinished_passes(network)
 
     def _watches(self) -> bool:
-        """Tells whether a forward pass now would lead to gradients of records."""
+        """Returns whether a forward pass now would lead to gradients of records."""
         private = self._private()
         return private is not None and torch.is_grad_enabled() and watches_gradients(private)
 
 
 def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -> None:
-    """Attaches the hooks to a network, in the place of earlier ones."""
+    """Attaches the hooks to a network, and removes those of an earlier call."""
     for earlier in _HANDLES.pop(network, ()):
         earlier.remove()
     _stay_out_of_graphs()
     fresh = FreshInputs(tickets, private, network)
     if tickets is not None:
         tickets.when_issued = fresh.forget_unfinished
-    # Layers with hooks of their own may be called without the whole network; expanded weights know
-    # the whole alone. Opacus keeps nothing of what layers without parameters see.
-    alone = network.modules() if hasattr(private, "autograd_grad_sample_hooks") else ()
-    entrances = {network, *(layer for layer in alone if layer._parameters)}
-    before = [part.register_forward_pre_hook(fresh.before, with_kwargs=True) for part in entrances]
+    # Layers with hooks of Opacus's may be called without the whole network. Expanded weights know
+    # only the whole. Opacus keeps nothing of what layers without parameters see.
+    layers = network.modules() if hasattr(private, "autograd_grad_sample_hooks") else ()
+    entrances = {network, *(layer for layer in layers if layer._parameters)}
+    before = [each.register_forward_pre_hook(fresh.before, with_kwargs=True) for each in entrances]
     after = network.register_forward_hook(fresh.after, with_kwargs=True)
     _HANDLES[network] = *before, after
 

@@ -1,15 +1,14 @@
 """Data loaders that issue a ticket with every batch that they yield.
 
-Workers may have drawn the batch long before.
+The ticket is issued when the batch is yielded, because workers may have drawn it long before.
 
 >>> import torch
 >>> from torch.utils.data import TensorDataset
->>> from opacus_shuffle.engine.raw_gradients import names_of
-from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
+>>> from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
 >>> plain = DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4)
 >>> sampler = FixedSizeSampler(num_samples=10, batch_size=4, steps=3)
 >>> loader = with_batch_sampler(plain, sampler, TicketBook())
->>> [loader.tickets.fresh().waiting for _ in loader]
+>>> [loader.tickets.fresh().size for _ in loader]
 [4, 4, 4]
 """
 
@@ -30,14 +29,14 @@ from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
 from opacus_shuffle.core.randomness import for_pytorch
 from opacus_shuffle.engine.raw_gradients import names_of
 from opacus_shuffle.engine.sampling.samplers import OwnBatches, SplitBatches, TicketedSampler
-from opacus_shuffle.engine.sampling.tickets import Part, TicketBook
+from opacus_shuffle.engine.sampling.tickets import PhysicalBatch, TicketBook
 
 
 class TicketedLoader(DataLoader):
-    """A loader whose batch sampler leaves tickets.
+    """A loader that issues the tickets of the batches that its sampler draws.
 
     Attributes:
-        tickets: Where they are issued. Deep copies and pickles have a book of their own, which no
+        tickets: Where they are issued. Deep copies and pickles get another book, which no
             optimizer knows.
     """
 
@@ -46,13 +45,8 @@ class TicketedLoader(DataLoader):
     def __iter__(self) -> Any:
         if self.tickets is None:
             return super().__iter__()
-        if not getattr(self, "in_order", True):
-            raise ValueError(
-                "in_order must be True, for batches are accounted in the order in which they were "
-                "drawn; got False"
-            )
-        # PyTorch draws the workers' seed where torch.set_default_device says, which need not be
-        # where the loader's generator is.
+        # PyTorch draws the workers' seed on the default device, which need not be the device of the
+        # loader's generator.
         with torch.device("cpu"):
             batches: Any = super().__iter__()  # has the sampler begin to note what it draws
         return _with_tickets(self, batches, getattr(self.batch_sampler, "drawn", None))
@@ -63,11 +57,11 @@ class TicketedDPDataLoader(TicketedLoader, DPDataLoader):
 
 
 def _with_tickets(
-    loader: TicketedLoader, batches: Iterator[Any], drawn: deque[Part] | None
+    loader: TicketedLoader, batches: Iterator[Any], drawn: deque[PhysicalBatch] | None
 ) -> Iterator[Any]:
     """Yields a loader's batches, each with its ticket, in the order in which they were drawn.
 
-    A pass ends with its first error: with workers nobody knows whether a batch was lost by it.
+    A pass ends with its first error, because with workers a batch may have been lost by it.
     """
     tickets: Any = loader.tickets
     while True:
@@ -87,20 +81,20 @@ def _with_tickets(
                 "next, or leave out persistent_workers=True"
             )
         try:
-            batch = next(batches)
+            content = next(batches)
         except StopIteration:
             tickets.end_pass()
             return
         except BaseException:
             tickets.issue(None)
             raise
-        part = drawn.popleft() if drawn else None
-        tickets.issue(part, batch)
+        batch = drawn.popleft() if drawn else None
+        tickets.issue(batch, content)
         try:
-            yield batch
+            yield content
         except GeneratorExit:  # the loop was left, by a break or by next(iter(loader))
-            if part is not None:
-                part.ticket.epoch.end = "left"
+            if batch is not None:
+                batch.ticket.epoch.end = "left"
             raise
 
 
@@ -108,21 +102,22 @@ def with_batch_sampler(
     data_loader: DataLoader,
     sampler: TicketedSampler,
     tickets: TicketBook,
-    kind: type[TicketedLoader] = TicketedLoader,
+    loader_class: type[TicketedLoader] = TicketedLoader,
 ) -> DataLoader:
-    """Copies a loader, with another batch sampler and with tickets."""
+    """Returns a copy of a loader with another batch sampler and with tickets."""
     loader: Any = copy.copy(data_loader)
-    # The sampler draws the order; this generator draws the workers' seeds, which hide nobody.
+    # The sampler draws the order. The loader's generator draws only the workers' seeds, which need
+    # not be secret.
     vars(loader).update(
         _iterator=None, in_order=True, tickets=tickets, generator=for_pytorch(loader.generator)
     )
     _set_batch_sampler(loader, sampler)
-    loader.__class__, tickets.loader = kind, weakref.ref(loader)
+    loader.__class__, tickets.loader = loader_class, weakref.ref(loader)
     return loader  # type: ignore[no-any-return]
 
 
 def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
-    """Copies the user's own loader, with tickets.
+    """Returns a copy of the user's loader, with the same batches and with tickets.
 
     Raises:
         ValueError: If it yields batches in another way than a plain ``DataLoader``.
@@ -136,7 +131,7 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
 
 
 def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoader:
-    """Copies a loader that draws its order and its workers' seeds from this generator."""
+    """Returns a copy of a loader that draws order and workers' seeds from this generator."""
     loader: Any = copy.copy(data_loader)
     vars(loader).update(_iterator=None, generator=for_pytorch(loader.generator or generator))
     order = getattr(loader.batch_sampler, "sampler", None)
@@ -148,7 +143,7 @@ def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoad
 
 
 def _set_batch_sampler(loader: DataLoader, sampler: Any) -> None:
-    """Sets a loader's batch sampler, which ``DataLoader`` forbids after it was made."""
+    """Sets the batch sampler of a loader; ``DataLoader`` itself forbids that after its creation."""
     object.__setattr__(loader, "batch_sampler", sampler)
 
 
@@ -159,16 +154,16 @@ def _physical_loader(
     tickets: TicketBook | None = getattr(batch_sampler.optimizer, "tickets", None)
     if tickets is None or not isinstance(batch_sampler.sampler, TicketedSampler):
         return DataLoader(dataset, batch_sampler=batch_sampler, **keywords)
-    if isinstance(batch_sampler.sampler, SplitBatches):
+    whole = tickets.loader()
+    if (
+        whole is None
+        or batch_sampler.sampler is not whole.batch_sampler
+        or dataset is not whole.dataset
+    ):
         raise ValueError(
-            "data_loader is split already: pass the loader that make_private returned to "
-            "BatchMemoryManager"
-        )
-    own = tickets.loader()
-    if own is None or batch_sampler.sampler is not own.batch_sampler or dataset is not own.dataset:
-        raise ValueError(
-            "data_loader is not the one that make_private returned with this optimizer, whose "
-            "batches are those that are accounted: pass both of the same call to BatchMemoryManager"
+            "data_loader is not the one that make_private returned with this optimizer, or is "
+            "split already, so that its batches are not those that are accounted: pass loader and "
+            "optimizer of the same call to BatchMemoryManager"
         )
     split = SplitBatches(
         sampler=batch_sampler.sampler,

@@ -1,9 +1,9 @@
 """The samplers that draw which records are in each batch, and the plan of how many there are.
 
-For every batch that they draw, they leave a ticket with the loader that yields it. How many there
-are is decided before anything is touched, in exact integers. Stock Opacus divides floats: ``int(1 /
-(1 / L))`` is L − 1 for L = 93, and ``int(n * (1 / L))`` is 0 for n = 49, B = 1. Here the number of
-steps is the loader's own length, and the averaging batch size is ``round(n / L)``.
+Each batch that they draw has a ticket, which the loader issues when it yields the batch. The number
+of batches is computed in exact integers. Stock Opacus divides floats: ``int(1 / (1 / L))`` is L − 1
+for L = 93, and ``int(n * (1 / L))`` is 0 for n = 49, B = 1. Here the number of steps is the length
+of the loader, and the batch size for averages is ``round(n / L)``.
 
 >>> sampler = FixedSizeSampler(
 ...     num_samples=10, batch_size=4, steps=3, generator=torch.Generator().manual_seed(0))
@@ -44,64 +44,34 @@ from opacus_shuffle.core.participation import allocate, bernoulli_indices, subse
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.sampling.tickets import Part, Pass, parts_of
+from opacus_shuffle.engine.sampling.tickets import Pass, PhysicalBatch, physical_batches
 
 Kind = Literal["poisson", "fixed_size", "random_allocation", "own"]
 INDEPENDENT: tuple[Kind, ...] = ("poisson", "random_allocation")
-"""Kinds of which each record draws for itself, so that sizes of batches are random, and secret."""
+"""Kinds of sampling with an independent draw for each record: batch sizes are random and secret."""
 
 ALONE = Ranks()
-
-_SETTINGS = ("num_samples", "sample_rate", "batch_size", "drop_last", "ranks", "steps")
 
 
 class TicketedSampler(Sampler[Any]):
     """A mixin for batch samplers that notes each batch that it draws.
 
     Attributes:
-        drawn: Of the latest iterator, the parts that were drawn and not yet yielded; workers
-            prefetch, in order.
+        drawn: The batches of the latest iterator that were drawn and not yet yielded, in order.
+            There may be several, because workers prefetch.
     """
 
-    drawn: deque[Part]
-    _planned: tuple[Any, ...] | None = None
-
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self._planned = self._settings()
+    drawn: deque[PhysicalBatch]
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn = deque()  # now, not at the first batch: the loader asks for it
+        self.drawn = deque()  # now and not at the first batch, because the loader reads it
         return self._noting(self.drawn)
 
-    def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
+    def _noting(self, drawn: deque[PhysicalBatch]) -> Iterator[Any]:
         epoch = Pass()
-        for records in self.as_planned():
-            drawn.extend(parts_of(len(records), epoch=epoch))
-            yield records
-
-    def as_planned(self) -> Iterator[Any]:
-        """Yields the batches of an epoch; refuses if the sampler was changed.
-
-        Raises:
-            ValueError: If the sampler was changed.
-        """
         for records in self.draw():
-            if self._planned not in (None, self._settings()):
-                changes = zip(_SETTINGS, self._planned or (), self._settings(), strict=True)
-                changed = [
-                    f"{name} from {old} to {new}" for name, old, new in changes if old != new
-                ]
-                raise ValueError(
-                    f"the sampler of the data loader was changed ({', '.join(changed)}), or its "
-                    "data, so that its batches are not those that are accounted: pass another "
-                    "loader to make_private"
-                )
+            drawn.extend(physical_batches(len(records), epoch=epoch))
             yield records
-
-    def _settings(self) -> tuple[Any, ...]:
-        """Returns the numbers that decide how batches are drawn."""
-        return tuple(getattr(self, name, None) for name in _SETTINGS)
 
     def draw(self) -> Iterable[Any]:
         """Draws the batches of an epoch."""
@@ -116,7 +86,7 @@ class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
     def renew(self) -> None:
         """Draws by a fresh secret seed in a forked process.
 
-        The stream that drew the seed is kept, so that it is renewed in a fork of that process.
+        The stream that drew the seed is kept and renewed in a fork of that process.
         """
         if self.generator is None:
             self.generator = self.__dict__.setdefault("stream", SecretGenerator()).of_pytorch
@@ -126,8 +96,8 @@ class ExactPoissonSampler(PoissonSampler):
     """Draws Poisson samples at the accounted rate to 2⁻⁵³, where Opacus compares 24 bits.
 
     Args:
-        ranks: The processes that draw, each for its own share of the records.
-        **keywords: As Opacus's.
+        ranks: The processes, each of which draws from its own share of the records.
+        **keywords: As in Opacus.
     """
 
     def __init__(self, *, ranks: Ranks = ALONE, **keywords: Any) -> None:
@@ -143,9 +113,9 @@ class ExactPoissonSampler(PoissonSampler):
 
 
 class EpochSampler(TicketedSampler, BatchSampler):
-    """Draws an epoch's batches; derived classes say how, by :meth:`draw`.
+    """Draws an epoch's batches; derived classes implement :meth:`draw`.
 
-    It is a ``BatchSampler``, so that Opacus's ``BatchMemoryManager`` knows its length.
+    Opacus's ``BatchMemoryManager`` knows the length of a ``BatchSampler`` only.
 
     Args:
         num_samples: n, the size of the data set.
@@ -155,7 +125,7 @@ class EpochSampler(TicketedSampler, BatchSampler):
         ranks: The processes that train together.
 
     Attributes:
-        sampling: What accountants ask for.
+        sampling: The name of this way of sampling in accountants.
 
     Raises:
         ValueError: If a number is out of range.
@@ -189,8 +159,8 @@ class EpochSampler(TicketedSampler, BatchSampler):
 class FixedSizeSampler(EpochSampler):
     """Draws batches of exactly B distinct records, each a fresh uniform subset.
 
-    That is the sampling of ``subsampled_shuffle``. All ranks draw alike, each for its own share of
-    every batch.
+    The accountant ``subsampled_shuffle`` needs it. All ranks draw the same batch, of which each
+    takes its own share.
     """
 
     sampling = "fixed_size"
@@ -203,10 +173,10 @@ class FixedSizeSampler(EpochSampler):
 
 
 class RandomAllocationSampler(EpochSampler):
-    """Lets each record fall into one of an epoch's batches, anew and in secret for every epoch.
+    """Assigns each record to one batch of the epoch, by a secret draw that is new in every epoch.
 
-    All records are in an epoch exactly once; how many a batch has is binomial, and may be none.
-    Each rank draws for its own share of the records.
+    Each record is in an epoch exactly once. Batch sizes are binomial and may be zero. Each rank
+    draws for its own share of the records.
     """
 
     sampling = "random_allocation"
@@ -228,37 +198,49 @@ class RandomAllocationSampler(EpochSampler):
 
 
 class OwnBatches(TicketedSampler, BatchSampler):
-    """Yields a user's own batches, as long as their sizes stay the same."""
+    """Yields the batches of the user's loader, while data and batch size stay the same."""
 
     def __init__(self, batches: BatchSampler) -> None:
-        self.batches = batches
         super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self.batches, self.planned = batches, self.sizes(batches)
 
-    def _settings(self) -> tuple[Any, ...]:
-        own: Any = self.batches
-        return len(own.sampler), None, own.batch_size, own.drop_last, None, None
+    def sizes(self, batches: Any) -> tuple[int, int, bool]:
+        """Returns the number of records, the batch size, and whether the last one is dropped."""
+        return len(batches.sampler), batches.batch_size, batches.drop_last
 
-    def draw(self) -> Iterable[list[int]]:
-        """Yields the user's own batches."""
-        return self.batches
+    def draw(self) -> Iterator[list[int]]:
+        """Yields the user's batches.
+
+        Raises:
+            ValueError: If data or batch size have changed.
+        """
+        for records in self.batches:
+            if (sizes := self.sizes(self.batches)) != self.planned:
+                raise ValueError(
+                    "the data or the batch sampler of data_loader was changed after make_private: "
+                    f"(records, batch_size, drop_last) were {self.planned} and are {sizes}, so "
+                    "that its batches are not those that are accounted; pass the new loader to "
+                    "make_private"
+                )
+            yield records
 
 
 class SplitBatches(TicketedSampler, BatchSplittingSampler):
     """Splits batches into physical ones for ``BatchMemoryManager``, as Opacus does.
 
-    They carry parts of tickets, so nothing is signalled to the optimizer: signals of batches that
-    were prefetched and never yielded would be obeyed by later ones.
+    The ticket tells the optimizer when a batch is complete. Opacus's signals would be wrong for
+    batches that were prefetched and never yielded.
     """
 
-    def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
+    def _noting(self, drawn: deque[PhysicalBatch]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
         epoch = Pass()
-        for records in inner.as_planned():
+        for records in inner.draw():
             count = max(1, math.ceil(len(records) / self.max_batch_size))
             pieces = np.array_split(np.asarray(records, dtype=np.int64), count)
-            parts = parts_of(*map(len, pieces), epoch=epoch)
-            for part, piece in zip(parts, pieces, strict=True):
-                drawn.append(part)
+            batches = physical_batches(*map(len, pieces), epoch=epoch)
+            for batch, piece in zip(batches, pieces, strict=True):
+                drawn.append(batch)
                 yield piece.tolist()
 
 
@@ -266,7 +248,7 @@ _SAMPLERS: dict[Kind, Any] = {
     "poisson": POISSON_SAMPLERS,
     "random_allocation": RandomAllocationSampler,
 }
-"""Which batch samplers of a loader may be replaced, for each way of drawing batches."""
+"""The batch samplers of a loader that may be replaced, for each way of drawing batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,14 +270,15 @@ def plan_sampling(
     expected: bool = False,
     distributed: bool = False,
 ) -> SamplingPlan:
-    """Plans the batches of an epoch from this loader's data.
+    """Plans the batches of an epoch from the data of a loader.
 
     Args:
         accountant: Its name, for messages.
         data_loader: A map-style loader with a batch size, in sequential or shuffled order.
-        kind: How batches are drawn. With ``"own"`` the loader's batches must all have one size.
-        expected: Opacus's own accountants take the expected size of a batch, whatever the sampler.
-        distributed: A ``DistributedSampler`` may be there, too; it is replaced, as every one is.
+        kind: How batches are drawn. With ``"own"`` all batches of the loader must have one size.
+        expected: Whether the expected size of a batch is enough for any sampler, as with Opacus's
+            accountants.
+        distributed: Whether the loader may have a ``DistributedSampler``, which is replaced.
 
     Raises:
         ValueError: If the accountant does not cover these batches.
@@ -329,7 +312,7 @@ def plan_sampling(
 def _check_sampler(
     accountant: str, kind: Kind, data_loader: DataLoader, *, distributed: bool
 ) -> None:
-    """Refuses samplers that would be replaced without a word, such as a weighted one."""
+    """Refuses samplers that must not be replaced silently, such as a weighted one."""
     sampler: Any = data_loader.sampler
     if data_loader.batch_size is None:  # a batch sampler of its own
         sampler = data_loader.batch_sampler

@@ -36,7 +36,7 @@ from opacus_shuffle.engine.clipping import HALF, AdaptiveClipping, Clipping, cli
 from opacus_shuffle.engine.noise import Noise, noise_for
 from opacus_shuffle.engine.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
 from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.raw_gradients import hold
+from opacus_shuffle.engine.raw_gradients import protect
 from opacus_shuffle.engine.sampling.empty_batches import prepare_empty_batches
 from opacus_shuffle.engine.sampling.fresh_inputs import watch_inputs
 from opacus_shuffle.engine.sampling.loaders import (
@@ -533,7 +533,7 @@ class Scheme:
         watch_inputs(module, model, tickets)
         optimizer.account_with(self.accountant, self.account, self.rehearse, tickets)
         self.report_user_generators(optimizer, noise_generator, loader_generator)
-        hold(unwrap(module), model, optimizer)
+        protect(unwrap(module), model, optimizer)
         generator = self.shuffling.generator
         if generator is None and self.engine.seed is not None:
             generator = self.fresh_generator("permutations")
@@ -613,7 +613,7 @@ class Scheme:
                 look at shapes in this way.
         """
         tickets, is_first, self._took_step = optimizer.tickets, not self._took_step, True
-        passes = tickets.left_out() if tickets is not None else []
+        passes = tickets.passes_with_skips() if tickets is not None else []
         if self.sampling.kind not in INDEPENDENT or not passes:
             return
         looked_at_shapes = is_first and [one.end for one in passes] == ["left"]
