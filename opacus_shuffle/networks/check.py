@@ -68,8 +68,8 @@ from opacus_shuffle.networks.running import (
 from opacus_shuffle.networks.sample_input import (
     TARGET,
     Call,
-    extents,
-    first_of,
+    sizes_along,
+    take_records,
     tensors_of,
     with_others,
 )
@@ -143,7 +143,7 @@ def per_sample_check(
             require gradients.
     """
     runs = _Runs(network, axis, network.parameters() if trained is None else trained)
-    whole = next((size for size in extents(call, axis) if size > 1), 0)
+    whole = next((size for size in sizes_along(call, axis) if size > 1), 0)
 
     taken = {size for t in (*network.parameters(), *network.buffers()) for size in t.shape}
     calls: dict[int, Call] = {}
@@ -152,7 +152,7 @@ def per_sample_check(
         if records in taken or len(calls) > 1:
             continue
         try:
-            of_records = first_of(call, whole, records, axis)
+            of_records = take_records(call, whole, records, axis)
             counts, sizes = runs.count_rows(of_records)
         except Exception as error:
             failure = error
@@ -167,7 +167,7 @@ def per_sample_check(
         return NetworkCheck(False, failure=failure)
     records, of_records = next(iter(calls.items()))
     try:
-        problem = _dependence(runs, of_records, records, mode) or _carried(
+        problem = _dependence(runs, of_records, records, mode) or _carry_over(
             runs, of_records, records
         )
         if runs.has_both and not problem:
@@ -377,19 +377,19 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
     factors[TARGET] = 2.0 if mode == "ghost" else 1.0
     run = partial(runs.run, factors=factors)
     after, _ = with_others(run, call, records, runs.axis, counted=not has_rows)
-    if _differing(before, after, "outputs"):
+    if _changed_modules(before, after, "outputs"):
         # The innermost module with other output rows for the same record mixes records. If its
         # input rows differ, too, a function in the module around it does.
-        name = next(iter(_differing(before, after, "out of")), "")
-        if name in _differing(before, after, "into"):
+        name = next(iter(_changed_modules(before, after, "out of")), "")
+        if name in _changed_modules(before, after, "into"):
             name = name.rpartition(".")[0]
         return (
-            f"module mixes records in {listed(network, [name])}: one record's output changes "
+            f"module mixes records in {name_modules(network, [name])}: one record's output changes "
             "when another record does, so that clipping does not bound a record's influence; "
             "compute statistics (a mean, a norm, a rank) within each record and not over the "
             "batch, as nn.LayerNorm and nn.GroupNorm do"
         )
-    layers = listed(network, _differing(before, after, "given", "gradients", "leaked"))
+    layers = name_modules(network, _changed_modules(before, after, "given", "gradients", "leaked"))
     if layers and not has_rows:
         remedy = " (or, where arguments are [time, batch, ...], pass batch_first=False)"
         return (
@@ -407,7 +407,7 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
             "must also shrink with their loss: do not clamp or normalise them in a hook, or use "
             "'hooks')"
         )
-    wrong = "" if runs.losses_alone else _miscomputed(runs, call, records, mode)
+    wrong = "" if runs.losses_alone else _wrong_gradients(runs, call, records, mode)
     if "Expanded Weights encountered" in wrong:
         # PyTorch raises this in every forward pass, as users of Opacus expect.
         raise RuntimeError(wrong)
@@ -416,14 +416,14 @@ def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
     )
 
 
-def _miscomputed(runs: _Runs, call: Call, records: int, mode: str) -> str:
+def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str) -> str:
     """Returns which of a network's gradients a mode computes wrongly, or an empty text.
 
     Layers for which Opacus's rule fails, or computes another gradient than autograd, are added to
     those with functional gradients, and the comparison is repeated.
     """
     while True:
-        why, layers = _compare(runs, call, records, mode)
+        why, layers = _compare_gradients(runs, call, records, mode)
         rules = GradSampleHooks.GRAD_SAMPLERS
         more = {layer for layer in layers - runs.functional if type(layer) in rules}
         if not more:
@@ -431,7 +431,9 @@ def _miscomputed(runs: _Runs, call: Call, records: int, mode: str) -> str:
         runs.functional |= more
 
 
-def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set[nn.Module]]:
+def _compare_gradients(
+    runs: _Runs, call: Call, records: int, mode: str
+) -> tuple[str, set[nn.Module]]:
     """Compares Opacus's gradients of each record with autograd's gradient of the record's loss.
 
     If the loss is one number, the records' gradients must add up to its gradient, and the sum of
@@ -463,7 +465,8 @@ def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set
             failing = passed[-1] if passed else runs.network  # the innermost one
             return (
                 f"module cannot be trained with grad_sample_mode={mode!r} at "
-                f"{listed(runs.network, [runs.names[failing]])} ({type(error).__name__}: {error})"
+                f"{name_modules(runs.network, [runs.names[failing]])} "
+                f"({type(error).__name__}: {error})"
             ), {layer for layer in runs.layers if type(layer) is type(failing)}
         computed = [norms_of_records(p) if ghost else vars(p)["grad_sample"] for p in parameters]
     gaps, whole = dict.fromkeys(parameters, 0.0), 0.0
@@ -497,7 +500,7 @@ def _compare(runs: _Runs, call: Call, records: int, mode: str) -> tuple[str, set
     return why * bool(odd), {m for m in runs.layers if not odd.isdisjoint(m.parameters())}
 
 
-def _carried(runs: _Runs, call: Call, records: int) -> str:
+def _carry_over(runs: _Runs, call: Call, records: int) -> str:
     """Returns how the records of one batch influence the next batch, or an empty text."""
     if not runs.changed:
         return ""
@@ -539,15 +542,15 @@ def _wrong_counts(network: nn.Module, counts: dict[str, int], records: int, axis
     seen = " or ".join(map(str, sorted(set(counts.values()))))
     return (
         f"module passes {seen} row{'s' if seen != '1' else ''} for {records} records to "
-        f"{listed(network, counts)}: each row would be clipped as a record, but a record may have "
-        "several rows, and a row several records; pass "
+        f"{name_modules(network, counts)}: each row would be clipped as a record, but a record "
+        "may have several rows, and a row several records; pass "
         f"{'[time, batch, ...]' if axis else '[batch, ...]'} to these layers (by batch_first=True "
         "if a layer has it, or by transposing inside of the layer), let no layer turn one record "
         "into several, do not hard-code the number of records, or freeze them"
     )
 
 
-def listed(network: nn.Module, names: Collection[str]) -> str:
+def name_modules(network: nn.Module, names: Collection[str]) -> str:
     """Returns some modules in the network's order."""
     named = [
         f"{name or 'the module itself'} ({type(module).__name__})"
@@ -558,7 +561,7 @@ def listed(network: nn.Module, names: Collection[str]) -> str:
     return ", ".join(named[:_SHOWN]) + more
 
 
-def _differing(before: _Rows, after: _Rows, *kinds: str) -> list[str]:
+def _changed_modules(before: _Rows, after: _Rows, *kinds: str) -> list[str]:
     """Returns the modules in which a record's rows change with other records, beyond rounding."""
     gradients = [rows for (kind, _), rows in before.items() if kind == "gradients"]
     # Gradients of one layer may cancel, so that only rounding errors remain.

@@ -33,13 +33,13 @@ from opacus_shuffle.networks.running import random_states_kept, results, seed_dr
 from opacus_shuffle.networks.sample_input import (
     TARGET,
     Call,
-    extents,
     first_records,
     from_batch,
     has_records,
+    roll_records,
     run_quietly,
+    sizes_along,
     tensors_of,
-    turned,
     with_others,
 )
 from opacus_shuffle.networks.training_check import MOST_RECORDS
@@ -277,7 +277,7 @@ def check_criterion(
     call: Call = tree_map_only(
         torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, keywords)
     )
-    records = next(iter(extents(call, 0)), 0)
+    records = next(iter(sizes_along(call, 0)), 0)
 
     def kept(call: Call) -> list[torch.Tensor]:
         seed_draws(SEED)
@@ -292,7 +292,7 @@ def check_criterion(
         return False
     with random_states_kept(), torch.enable_grad():
         for shift in range(min(records, MOST_RECORDS)):  # two records may have the same label
-            turn = partial(turned, shift=shift, records=records)
+            turn = partial(roll_records, shift=shift, records=records)
             first: Call = tree_map_only(torch.Tensor, turn, call)
             pairs = zip(kept(first), with_others(kept, first, records, 0), strict=True)
             if any((a - b).norm() > _share(a) * (a.norm() + b.norm()) for a, b in pairs):

@@ -1,4 +1,4 @@
-"""Running networks and leaving no trace: without wrappers, and put back as they were afterwards.
+"""Runs networks without their wrappers, and restores them afterwards.
 
 >>> network = torch.nn.Linear(2, 1)
 >>> before = network.weight.detach().clone()
@@ -34,7 +34,7 @@ from opacus_shuffle.core.randomness import SecretGenerator
 Result = TypeVar("Result")
 _WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
 _CLOSED = (nn.Module, ModuleType, FunctionType, type, str, bytes)
-"""What is not looked into for tensors."""
+"""Objects in which no tensors are searched."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -50,16 +50,16 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's name without what wrappers have put before it."""
+    """Returns a parameter's name without the prefixes of wrappers."""
     return _WRAPPERS.sub("", name)
 
 
 def without_graph(run: Callable[[], Result]) -> Result:
-    """Returns what a run gives without noting anything for gradients, if it takes none itself."""
+    """Returns the result of a run without a graph, unless the run itself computes gradients."""
     try:
         with torch.no_grad():
             return run()
-    except RuntimeError:  # also what has another reason, and comes again
+    except RuntimeError:  # an error for another reason is raised again by the second run
         with torch.enable_grad():
             return run()
 
@@ -68,16 +68,16 @@ def seed_draws(seed: int) -> None:
     """Seeds the global random states of Python, NumPy, and PyTorch on the devices in use."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  (networks may draw from the global one)
-    # torch.manual_seed would also seed GPUs that are yet to be used.
+    # torch.manual_seed would also seed GPUs that are not in use yet.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 
 def results(outputs: Any) -> list[torch.Tensor]:
-    """Returns the tensors in what a network returned, wherever they are, in no promised order."""
+    """Returns all tensors inside of a network's output, in no particular order."""
     tensors: list[torch.Tensor] = []
-    seen: dict[int, Any] = {}  # held, so that no identity is given anew
+    seen: dict[int, Any] = {}  # the references prevent that an identity is used again
     waiting = [outputs]
     while waiting:
         value = waiting.pop()
@@ -89,22 +89,22 @@ def results(outputs: Any) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         else:
-            waiting += gc.get_referents(value)  # what a container or another object holds
+            waiting += gc.get_referents(value)  # the contents of a container or another object
     return tensors
 
 
 _UNNAMED = ("_modules", "_parameters", "_buffers")
-"""Attributes of modules whose entries have the names that users know."""
+"""Attributes of modules whose entries are named without the attribute."""
 _ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What all modules have; hooks among them."""
+"""Attributes that every module has, such as its hooks."""
 
 
 class Snapshot:
-    """What networks, optimizers and other objects hold at one moment, to be put back once or often.
+    """The state of networks, optimizers and other objects, which can be restored repeatedly.
 
     Args:
-        *owners: Modules and optimizers with all that is inside of them, or other objects with their
-            attributes. Copies of tensors are kept on the CPU.
+        *owners: Modules and optimizers with all their contents, or other objects with their
+            attributes. Copies of tensors are on the CPU.
     """
 
     def __init__(self, *owners: Any) -> None:
@@ -112,100 +112,100 @@ class Snapshot:
         self._containers: list[tuple[str, Any, Any]] = []
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._known: dict[int, Any] = {}  # held, so that no identity is given anew
+        self._known: dict[int, Any] = {}  # the references prevent that an identity is used again
         for owner in owners:
             self._remember(owner, "")
 
     def restore(self) -> dict[str, bool]:
-        """Puts all back.
+        """Restores the state.
 
         Returns:
-            The names of the parameters, buffers and attributes that had changed, with whether there
-            are tensors in them.
+            The names of the parameters, buffers and attributes that had changed, with whether they
+            contain tensors.
         """
         changed: dict[str, bool] = {}
         for generator, state in self._generators:
             generator.set_state(state)
-        for place, container, held in self._containers:
-            now, before = _entries(container), _entries(held)
+        for path, container, content in self._containers:
+            now, before = _entries(container), _entries(content)
             keys = [key for key in now | before if now.get(key, now) is not before.get(key, before)]
             if keys:
                 container.clear()
-                getattr(container, "extend" if hasattr(container, "extend") else "update")(held)
+                getattr(container, "extend" if hasattr(container, "extend") else "update")(content)
             for key in keys:
-                name, values = _name_of(place, key), [now.get(key), before.get(key)]
+                name, values = _name_of(path, key), [now.get(key), before.get(key)]
                 tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values))
                 changed[name] = tensors or changed.get(name, False)
-        for place, tensor, memory, content in self._tensors:
+        for path, tensor, memory, content in self._tensors:
             # Averages of weights are used by exchanging the memory of the parameters. The tensor
-            # itself is not written to: gradients under way take notice of its versions.
+            # itself is not written to, because that changes its version, which backward() checks.
             same = tensor.data_ptr() == memory.data_ptr()
             if not same or not torch.equal(memory.to("cpu"), content):
                 tensor.data = memory
                 memory.copy_(content)
-                changed[place] = True
-        for parameter, gradient in self._gradients:  # which is no entry of its attributes
+                changed[path] = True
+        for parameter, gradient in self._gradients:  # .grad is not in vars(parameter)
             parameter.grad = gradient
         return {name: tensors for name, tensors in changed.items() if "\0" not in name}
 
-    def _remember(self, value: Any, place: str, *, inside: bool = False) -> None:
-        """Notes what a value holds.
+    def _remember(self, value: Any, path: str, *, inside: bool = False) -> None:
+        """Stores the content of a value.
 
         Args:
-            value: Anything that a network or an optimizer may hold.
-            place: The name of the value; with a zero in it if nobody asks whether it has changed.
-            inside: Whether an object that is neither module nor optimizer holds it: what it refers
-                to is not followed, as it may be others'.
+            value: Any content of a network or an optimizer.
+            path: The name of the value. It contains a null character if changes are not reported.
+            inside: Whether the value belongs to an object that is neither module nor optimizer. Its
+                references are not followed, because it may share the objects with others.
         """
         if id(value) in self._known:
             return
         self._known[id(value)] = value
         whole = isinstance(value, nn.Module | torch.optim.Optimizer)
-        pythons_own = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+        is_builtin = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
         if isinstance(value, torch.Tensor):
-            if isinstance(value, nn.Parameter):  # to which Opacus adds attributes, and gradients
+            if isinstance(value, nn.Parameter):  # Opacus adds attributes to it
                 self._containers.append(("\0", vars(value), dict(vars(value))))
                 self._gradients.append((value, value.grad))
                 self._remember(value.grad, "\0")
             if value.layout == torch.strided and value.device.type != "meta" and not is_lazy(value):
                 copied = value.data.to("cpu", copy=True)
-                self._tensors.append((place, value, value.data, copied))
+                self._tensors.append((path, value, value.data, copied))
         elif isinstance(value, torch.Generator):
             self._generators.append((value, value.get_state()))
         elif isinstance(value, list | tuple | dict | set | deque):
             for key, entry in _entries(value).items():
-                self._remember(entry, _name_of(place, key), inside=inside)
+                self._remember(entry, _name_of(path, key), inside=inside)
             if not isinstance(value, tuple):
-                self._containers.append((place, value, value.copy()))
-        # A secret generator stays: its state, put back, would make its stream repeatable.
+                self._containers.append((path, value, value.copy()))
+        # The state of a secret generator is not restored, which would repeat its stream.
         elif not isinstance(value, SecretGenerator) and (
-            whole or (hasattr(value, "__dict__") and not inside and not pythons_own)
+            whole or (hasattr(value, "__dict__") and not inside and not is_builtin)
         ):
-            self._remember(vars(value), place, inside=not whole)
+            self._remember(vars(value), path, inside=not whole)
 
 
 def _entries(container: Any) -> dict[Any, Any]:
     return dict(container) if isinstance(container, dict) else dict(enumerate(container))
 
 
-def _name_of(place: str, key: Any) -> str:
+def _name_of(path: str, key: Any) -> str:
     """Returns the name of an entry of a container or of an object's attribute."""
     if not isinstance(key, str) or key in _UNNAMED:
-        return place
+        return path
     if key in _ATTRIBUTES:
         return "\0"
-    return f"{place}.{key}" if place else key
+    return f"{path}.{key}" if path else key
 
 
 @contextlib.contextmanager
 def rolled_back(network: nn.Module, before: Snapshot | None = None) -> Iterator[dict[str, bool]]:
-    """A block after which a network is as it was: tensors, modes, attributes, hooks, random states.
+    """Restores a network after a block: tensors, modes, attributes, hooks and random states.
 
-    In the block it has no hooks of an earlier ``make_private``, which would note what is run there.
+    In the block it has no hooks of an earlier ``make_private``, which would record these runs.
 
     Args:
-        network: It is put back.
-        before: A snapshot of it as it is now, if there is one.
+        network: The network.
+        before: A snapshot of its current state, if there is one.
 
     Yields:
         What :meth:`Snapshot.restore` returns, filled at the end of the block.
@@ -228,7 +228,7 @@ def rolled_back(network: nn.Module, before: Snapshot | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def rolled_back_if_refused(*owners: Any) -> Iterator[None]:
-    """Puts modules, optimizers and other objects back as they were if the block raises.
+    """Restores modules, optimizers and other objects if the block raises an error.
 
     Args:
         *owners: As of :class:`Snapshot`.

@@ -170,8 +170,8 @@ def _on_device_of(module: nn.Module, call: Call) -> Call:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(first.device), call)
 
 
-def extents(value: Any, axis: int) -> list[int]:
-    """Returns the extents along an axis of the tensors in containers."""
+def sizes_along(value: Any, axis: int) -> list[int]:
+    """Returns the sizes_along along an axis of the tensors in containers."""
     # Packed sequences of several records lie in one tensor, which cannot be cut into them.
     leaves = tree_leaves(value, is_leaf=lambda part: isinstance(part, PackedSequence))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -183,12 +183,12 @@ def has_records(value: Any, records: int, axis: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
-def turned(tensor: torch.Tensor, shift: int, records: int, axis: int = 0) -> torch.Tensor:
+def roll_records(tensor: torch.Tensor, shift: int, records: int, axis: int = 0) -> torch.Tensor:
     """Returns a tensor with its records rolled by ``shift``, if it has so many."""
     return tensor.roll(shift, axis) if has_records(tensor, records, axis) else tensor
 
 
-def first_of(call: Call, whole: int, records: int, axis: int) -> Call:
+def take_records(call: Call, whole: int, records: int, axis: int) -> Call:
     """Returns the first records of a call of ``whole`` ones, which are repeated to be enough."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,16 +30,16 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.opacus_compat import compute_functionally
-from opacus_shuffle.networks.check import NetworkCheck, listed, per_sample_check
+from opacus_shuffle.networks.check import NetworkCheck, name_modules, per_sample_check
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import (
     IGNORED,
     Call,
-    extents,
     first_records,
     from_batch,
+    roll_records,
+    sizes_along,
     tensors_of,
-    turned,
 )
 
 MOST_RECORDS = 6
@@ -179,8 +179,9 @@ class TrainingCheck:
         self.functional = [network.get_submodule(name) for name in check.functional]
         if self.functional:
             warnings.warn(
-                f"Opacus's per-sample gradients of {listed(network, check.functional)} differ "
-                "from PyTorch's gradients: these layers get PyTorch's functional gradients instead",
+                f"Opacus's per-sample gradients of {name_modules(network, check.functional)} "
+                "differ from PyTorch's gradients: these layers get PyTorch's functional gradients "
+                "instead",
                 stacklevel=2,
             )
         return check
@@ -205,12 +206,12 @@ class TrainingCheck:
             modes |= {IGNORED} if first is not None else set()
         if modes <= self.checked or self.idle_layers(network):
             return
-        sizes = extents((args, keywords), self.axis)
+        sizes = sizes_along((args, keywords), self.axis)
         if sizes and max(sizes) < 2:
             return
         # The check takes the first records, so a record with a label of −100 is moved to the front.
         records = next(iter(sizes), 0)
-        turn = partial(turned, shift=-(first or 0), records=records, axis=self.axis)
+        turn = partial(roll_records, shift=-(first or 0), records=records, axis=self.axis)
         call: Call = tree_map_only(torch.Tensor, turn, (args, keywords))
         check = self.check(network, call)
         for layer in self.functional:

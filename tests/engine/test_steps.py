@@ -248,17 +248,23 @@ def test_a_record_moves_a_release_by_its_clipped_gradient_over_a_public_number(
         assert 0.0 in moved or grid  # after one more rounding all later draws are others
 
 
+SPOILT = [
+    *(("shuffled_checkin", *mode, math.nan) for mode in (MODES[0], *MODES[4:])),
+    ("rdp", "ghost", "flat", math.inf),
+    ("shuffled_sums", "functorch", "flat", math.inf),
+    ("shuffled_sums", "ghost", "flat", math.nan),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "clipping", "bad"),
     [
-        *(("shuffled_checkin", *mode, math.nan) for mode in MODES),
-        ("rdp", "ghost", "flat", math.inf),
+        *(("shuffled_checkin", *mode, math.nan) for mode in MODES[1:4]),
         ("subsampled_shuffle", "hooks", "flat", 3e38),  # whose norm overflows
         ("shuffled_sums", "hooks", "flat", math.nan),
-        ("shuffled_sums", "functorch", "flat", math.inf),
-        ("shuffled_sums", "ghost", "flat", math.nan),
         ("shuffled_sums", "ghost", "flat", 3e38),
         ("rdp", "no wrapper", "per_layer", math.nan),
+        *(pytest.param(*row, marks=pytest.mark.zoo) for row in SPOILT),
     ],
 )
 def test_a_record_that_cannot_be_clipped_reports_zero_and_nothing_tells_of_it(

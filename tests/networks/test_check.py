@@ -572,7 +572,9 @@ def test_layers_that_would_fail_in_training_are_refused_by_name(name, mode):
     assert re.search(why, problem(make(), numbers(5), mode))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.zoo)]
+)
 def test_rounding_in_half_precision_is_no_use_of_a_weight_beside_its_layer(dtype):
     """One rounding of a norm is up to 0.4 %."""
     for seed in range(8):
@@ -656,7 +658,7 @@ def test_a_network_that_does_not_run_is_said_to_be_unseen():
     assert "shapes cannot be multiplied" in str(check.failure)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(st.floats(-3, 3), min_size=3, max_size=3), st.integers(0, 10_000))
 def test_no_sum_over_records_is_refused_whatever_its_terms_and_numbers_are(factors, seed):
     torch.manual_seed(seed)
@@ -667,38 +669,6 @@ def test_no_sum_over_records_is_refused_whatever_its_terms_and_numbers_are(facto
         return sum(factor * term(h).sum() for factor, term in pairs) + h.sum() * 0
 
     assert not problem(loss(total), labelled())
-
-
-def counted():
-    """Has everything that could change: a buffer, an attribute, dropout."""
-
-    def run(net, x):
-        net.seen += len(x)
-        net.last = x
-        return net.body(x)
-
-    network = Net(run, body=nn.Sequential(nn.Linear(5, 6), nn.Dropout(), nn.Linear(6, 3)))
-    network.register_buffer("seen", torch.zeros(()))
-    network.last = None
-    return network
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ew", "ghost"])
-@pytest.mark.parametrize("used", [True, False])
-def test_looking_leaves_no_trace(mode, used):
-    """Least of all raw gradients of the records that it looks at."""
-    network = counted()
-    if used:
-        network.body(torch.randn(2, 5)).sum().backward()
-    before = copy.deepcopy(network.state_dict())
-    gradients = [copy.deepcopy(parameter.grad) for parameter in network.parameters()]
-    state = torch.get_rng_state()
-    assert not problem(network, ((torch.ones(6, 5),), {}), mode)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert network.last is None
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    for parameter, gradient in zip(network.parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient) if used else parameter.grad is None
 
 
 # Of make_private
@@ -926,19 +896,6 @@ def test_sequences_sorted_within_the_network_are_refused_and_sorted_ones_trained
     with pytest.raises(ValueError, match=r"enforce_sorted=False.*enforce_sorted=True"):
         model(next(iter(loader))[0])
     assert_trains(sentences(kind, is_sorted=True), **options)
-
-
-def text():
-    def run(net, x):
-        return net.head(F.dropout(net.norm(net.cell(net.words(x))[0]))).softmax(-1).mean(1)
-
-    parts = {"cell": DPLSTM(4, 6, batch_first=True), "norm": nn.LayerNorm(6)}
-    return Net(run, words=nn.Embedding(9, 4, padding_idx=0), **parts, head=nn.Linear(6, 3))
-
-
-def test_padded_texts_are_trained():
-    data = TensorDataset(torch.randint(0, 3, (12, 6)), torch.randint(3, (12,)))
-    assert_trains(text(), "ghost", data_loader=DataLoader(data, batch_size=6))
 
 
 def places():
