@@ -249,7 +249,7 @@ ROWS: dict[str, tuple[str, float, str, tuple[int, ...]]] = {
     "strongly convex, smooth (Thm 4.8)": ("cancer + ridge", -2.0, "phases", SEQUENTIAL),
     "strongly convex, full (Thm 4.9)": ("cancer + ridge", -2.0, "full phases", FULL_PHASES),
 }
-"""Population, the theorem's exponent of n in privacy's price, method, numbers of users."""
+"""Population, the theorem's exponent of n in the cost of privacy, method, numbers of users."""
 
 
 def slope(counts: tuple[int, ...], values: np.ndarray) -> tuple[float, float]:

@@ -50,9 +50,9 @@ ROUND = 1
 SERVER = "the-secret-of-the-server"
 KINDS = {"rsa": ["rsa:2048"], "ec": ["ec", "-pkeyopt", "ec_paramgen_curve:P-256"]}
 SAMPLES = 64
-"""Different reports, which clients send by turns."""
+"""Number of different reports, which the clients send in turn."""
 PIECES = {"strangers": 65_536, "slow": 1}
-"""Bytes that an attacker sends at a time, the former every 10 ms, the latter every second."""
+"""Bytes that an attacker sends at a time: the first every 10 ms, the second every second."""
 ATTACKERS = {"silent": 500, "strangers": 40, "slow": 400}
 
 
@@ -158,7 +158,7 @@ def serving(
 
 
 async def ask(url: str, tls: Any, secret: str, body: bytes) -> bytes:
-    """Sends a report over a connection of its own; the answer's first line."""
+    """Sends a report over its own connection and returns the first line of the response."""
     address = urllib.parse.urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=tls)
     try:

@@ -22,7 +22,7 @@ from opacus_shuffle.permutation.moving.gather import Move, gather_
 
 Shape = tuple[int, ...]
 Axes = tuple[str | None, str | None]
-"""Names of the permutations of the rows and of the columns; ``*`` is the layer's own."""
+"""Names of the permutations of rows and columns; ``*`` is a separate one for each layer."""
 
 STREAM = "stream"
 

@@ -43,7 +43,7 @@ SETTINGS: tuple[Setting, ...] = (
 )
 
 Epsilons = tuple[float | None, float]
-"""A lower value of ε, where there is one, and an upper one."""
+"""A lower value of ε, if there is one, and an upper value."""
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:

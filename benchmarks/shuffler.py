@@ -44,9 +44,9 @@ SIZES = [
     (1_000, 1_000_000),
 ]
 MOST = 3e9
-"""Bytes of reports that a round may hold here; larger rounds are left out."""
+"""Largest size of a round's reports in bytes; larger rounds are skipped."""
 SAMPLES = 16
-"""Different reports, which clients send by turns."""
+"""Number of different reports, which the clients send in turn."""
 
 
 def format_of(kind: str, *, clients: int, dimension: int) -> ReportFormat:

@@ -39,7 +39,7 @@ from small_cnn import PHYSICAL_BATCH, SmallCNN, accuracy
 
 SAMPLE_RATE, CLIPPING_NORM, NOISE_MULTIPLIER, ROUNDS = 0.1, 0.01, 5.0, 5540
 PIECE = 100
-"""Rounds that begin from one seed."""
+"""Number of rounds that share one seed."""
 
 
 def train(model: nn.Module, data: Any, *, rounds: int, learning_rate: float, seed: int) -> None:

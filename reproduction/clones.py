@@ -40,13 +40,13 @@ from opacus_shuffle.core.validation import (
 )
 
 MAX_USERS = 10**10
-"""A larger number of users is computed as this one, because more users hide better.
+"""A larger number of users is computed as this one, because more users give more privacy.
 
 The binomial tails were checked up to this number.
 """
 LARGEST_LOCAL_EPSILON = 500.0
 SMALLEST_DELTA = 1e-300
-"""Beyond these two limits double precision ends, and the local bound is the answer."""
+"""Double precision is insufficient beyond these two limits; the local bound is returned."""
 BINS, COARSE_BINS = 4096, 192
 MARGIN = 1e-9
 """Relative error allowed to every binomial probability.

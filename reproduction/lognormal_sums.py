@@ -47,11 +47,11 @@ LARGEST_COUNT = 2**53
 _LARGEST_STD = 100.0
 _LARGEST_MEAN = 1e6
 _CHUNK = 2**19
-"""Draws held in memory at a time."""
+"""Number of draws in memory at a time."""
 _STRIDE = 200
 """Equal terms are added one by one up to twice this number.
 
-Then in strides of one part in so many.
+After n terms, further terms are added in strides of n divided by this number.
 """
 _BERRY_ESSEEN = 0.4748
 """Shevtsova 2011, equal terms."""
