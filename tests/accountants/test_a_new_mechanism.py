@@ -3,8 +3,6 @@
 ``helpers/laplace_reports.py`` has them.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Mechanisms, bounds and accountants answer whatever one of their arguments is, or name it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

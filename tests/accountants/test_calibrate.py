@@ -1,7 +1,5 @@
 """The one calibrator: it ends within the budget, close to it, or says why it cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

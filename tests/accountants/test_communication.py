@@ -1,7 +1,5 @@
 """What one user sends over a run, and where it is said."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What dp_accounting makes of an exported run is at least the truth, and hardly more."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -6,8 +6,6 @@ The curve is Balle and Wang's (2018, Theorem 8), with 40 digits and no part of t
 docs/proofs/10_*.md.
 """
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 

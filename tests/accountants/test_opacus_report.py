@@ -1,7 +1,5 @@
 """What is reported of runs that Opacus's own accountants account for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan states noise that keeps its budget."""
 
-from __future__ import annotations
-
 import json
 import math
 

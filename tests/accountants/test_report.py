@@ -1,7 +1,5 @@
 """The ladder of bounds: what it holds, how it reads, and its picture."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 Each bound is held against a reference of its own, and what it says it is worth.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

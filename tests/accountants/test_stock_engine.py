@@ -1,7 +1,5 @@
 """The stock ``opacus.PrivacyEngine`` with our accountants, after ``import opacus_shuffle``."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -3,8 +3,6 @@
 It is never below the truth where it nears zero.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

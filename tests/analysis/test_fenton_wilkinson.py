@@ -4,8 +4,6 @@ What solving it for ε promises is here, too. That the formula is no bound is sh
 ``tests/accountants/test_shuffled_fw.py``, whose report denies it.
 """
 
-from __future__ import annotations
-
 import math
 
 import mpmath

@@ -1,7 +1,5 @@
 """Few kinds for many different rounds."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np

@@ -6,8 +6,6 @@ True values: closed forms for one report, quadrature for two, an adversary's sum
 What is tested is proved in docs/proofs/09_replacement.md.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

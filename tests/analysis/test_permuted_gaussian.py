@@ -3,8 +3,6 @@
 Its exact ε against integrals, and against a test that anyone can make.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -3,8 +3,6 @@
 It is also held against brute force and simulation.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

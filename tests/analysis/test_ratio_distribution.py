@@ -3,8 +3,6 @@
 Quadrature, exact moments and simulation are others' references.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -3,8 +3,6 @@
 Proofs: docs/proofs/13_linear_reports.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

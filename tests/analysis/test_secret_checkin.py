@@ -3,8 +3,6 @@
 Proofs: docs/proofs/12_secret_checkin.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Binomial numbers by inversion have the binomial's chances, to 2⁻¹²⁸."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Hints at optional packages name extras that there are."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import re

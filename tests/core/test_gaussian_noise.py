@@ -1,7 +1,5 @@
 """Noise for tensors: of the right size and type; in secure mode on a grid that tells nothing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is relied on of Opacus's inside, name by name, and what must stay true of it."""
 
-from __future__ import annotations
-
 import inspect
 
 import opacus

@@ -1,7 +1,5 @@
 """The known defects of Opacus: found by what they do, refused by name, not imagined."""
 
-from __future__ import annotations
-
 import contextlib
 
 import opacus

@@ -1,7 +1,5 @@
 """Who takes part is drawn at the accounted rate to 2⁻⁵³; all samples are equally likely."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What is said to be plain is read back as it was without running code; the rest is named."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections import Counter, OrderedDict

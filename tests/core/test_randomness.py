@@ -1,7 +1,5 @@
 """Secrets of a process are its own, not a forked child's or a copy's; seeds repeat."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import copy
 import hashlib

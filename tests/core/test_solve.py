@@ -1,7 +1,5 @@
 """The safe root: the point returned meets its condition, next to where that starts to hold."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks of arguments name the argument; tests/test_bad_input.py tries many more values, slowly."""
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

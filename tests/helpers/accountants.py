@@ -1,7 +1,5 @@
 """The accountants that plain numbers describe, for tests that all of them pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.toy import ONE_NOISE

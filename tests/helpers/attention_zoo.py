@@ -1,7 +1,5 @@
 """Transformers of the zoo: one stack of blocks, many ways to write attention."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Calls with one bad argument each: they answer, or raise an error that names it, and soon."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -4,8 +4,6 @@ No part of SciPy's binomial or of the library. A δ from losses on a grid is com
 rounded up and rounded down, so the truth lies between.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

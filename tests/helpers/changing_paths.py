@@ -1,7 +1,5 @@
 """Networks whose path depends on their input, with a sample and inputs with other paths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

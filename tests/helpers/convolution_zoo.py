@@ -1,7 +1,5 @@
 """Convolutional and recurrent networks of the zoo."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from opacus.layers import DPGRU, DPLSTM

@@ -1,7 +1,5 @@
 """The distribution of a coordinate's count, by hand, a χ² test of counts, and bits by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Hockey sticks of the Gaussian mechanism, and of a distribution of the likelihood ratio R."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

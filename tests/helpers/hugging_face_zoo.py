@@ -1,7 +1,5 @@
 """Tiny Hugging Face transformers: real code, random weights, a mask that hides something."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Single operations on parameters, their permutations, and a check of these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

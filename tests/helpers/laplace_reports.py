@@ -4,8 +4,6 @@ A report carries Laplace noise of its own, and everyone takes part in every roun
 b cost T·Δ/b.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

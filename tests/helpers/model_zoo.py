@@ -4,8 +4,6 @@ All weights are random (a LayerNorm with scale 1 and shift 0 would hide an error
 and sizes differ where they may. :func:`build` returns an entry that is ready for use.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

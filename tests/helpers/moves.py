@@ -1,7 +1,5 @@
 """Tensors of every dtype to be moved, and a check of the result, bit for bit."""
 
-from __future__ import annotations
-
 import torch
 
 from opacus_shuffle.permutation.moving.gather import Move, gather_

@@ -1,7 +1,5 @@
 """Random networks: hidden units sent through a random chain of operations on their axes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Cutting the line into cells and looking at the cells only is post-processing, so
 *cells* is at most the true δ. It is a finite sum.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """All networks of the zoo with their permutations, and those that default tests use."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

@@ -1,7 +1,5 @@
 """What finds, describes and applies permutations answers, or names the bad argument."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.bad_calls import require_named_refusals

@@ -1,7 +1,5 @@
 """What is found keeps the function where the network takes another path."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

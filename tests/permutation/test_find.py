@@ -1,7 +1,5 @@
 """What find_permutations finds keeps the function, and nothing is left behind."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

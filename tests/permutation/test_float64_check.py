@@ -1,7 +1,5 @@
 """The check of a PermutationSpec has teeth: every mistake shows, at initialisation too."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

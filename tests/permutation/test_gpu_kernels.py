@@ -4,8 +4,6 @@ No GPU is needed: tensors that only say that they lie on one choose its kernels,
 have to compute, stand-ins do.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

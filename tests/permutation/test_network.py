@@ -1,7 +1,5 @@
 """Networks as they are: results and caches, shared memory, odd parts, computed weights."""
 
-from __future__ import annotations
-
 import math
 import types
 from collections import deque

@@ -1,7 +1,5 @@
 """What a calibration promises, against all outcomes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 Proofs: docs/proofs/13_linear_reports.md. All is compared exactly: nothing is drawn.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.report_ratios import FAR, RATIOS, integral

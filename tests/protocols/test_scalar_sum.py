@@ -1,7 +1,5 @@
 """Sums of numbers: (ε, δ) by sums over all outcomes, draws against their exact distribution."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

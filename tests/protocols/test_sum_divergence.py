@@ -4,8 +4,6 @@ Every coordinate's distribution is built from scratch (neighbouring binomial pro
 user's random rounding); outcomes that a window leaves out count in full towards δ.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

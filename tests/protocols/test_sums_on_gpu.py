@@ -4,8 +4,6 @@ PyTorch's operations run on a CPU, too; the kernel is interpreted there, and com
 Where there is one, all of it runs on it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math

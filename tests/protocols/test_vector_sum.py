@@ -1,7 +1,5 @@
 """``ShuffleVectorSum``: the paper's constants, what it says of itself, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

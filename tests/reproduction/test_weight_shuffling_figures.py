@@ -1,18 +1,252 @@
-"""The figures' numbers: what they must be whatever the paper's open settings are.
+"""WS's figures: sums of log-normal terms against their definitions, and the noise of the runs.
 
-What is written can be read.
+References: the moments of S with hundreds of digits (Fenton–Wilkinson), integrals that use neither
+the trapezoid rule nor Stein's lemma (Schwartz–Yeh), and sums with every term drawn (Monte Carlo).
+Two samples of sizes m and n from one distribution have empirical CDFs that are further apart than
+1.95·√(1/m + 1/n) with probability 1e-3 (Kolmogorov); the seeds are fixed.
 """
 
-from __future__ import annotations
-
 import csv
+import itertools
 import json
+import math
 
+import mpmath
 import numpy as np
 import pytest
 import weight_shuffling_figures as figures
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lognormal_sums import (
+    NormalDistribution,
+    SampledDistribution,
+    fenton_wilkinson,
+    kernel_density,
+    largest_error,
+    least_squares,
+    log_sum_of_two,
+    monte_carlo,
+    schwartz_yeh,
+)
+from scipy.integrate import quad
+from scipy.stats import gaussian_kde
 
 from opacus_shuffle.analysis.fenton_wilkinson import compute_delta
+
+KOLMOGOROV = 1.95
+
+stds = st.floats(1e-3, 20.0)
+groups = st.lists(st.tuples(st.floats(-500, 500), st.integers(1, 10**12)), min_size=1, max_size=4)
+distributions = st.builds(NormalDistribution, st.floats(-50, 50), stds)
+
+
+def distance(samples, others):
+    """The largest difference of two empirical CDFs."""
+    both = np.concatenate([samples, others])
+    return np.abs(
+        SampledDistribution(samples).cdf(both) - SampledDistribution(others).cdf(both)
+    ).max()
+
+
+def distance_to(distribution, samples):
+    """The largest difference of an empirical CDF and a distribution's."""
+    places = np.sort(samples)
+    steps = np.arange(len(places) + 1) / len(places)
+    return max(
+        np.abs(distribution.cdf(places) - steps[:-1]).max(),
+        np.abs(distribution.cdf(places) - steps[1:]).max(),
+    )
+
+
+def agreement(samples, others=math.inf):
+    return KOLMOGOROV * math.sqrt(1 / samples + 1 / others)
+
+
+# ---- Fenton and Wilkinson
+# ----------------------------------------------------------------------
+
+
+# WS Lemma 1.
+@pytest.mark.zoo
+@settings(max_examples=150)
+@given(groups, stds)
+def test_fenton_wilkinson_has_the_sums_own_mean_and_variance(terms, std):
+    means, counts = zip(*terms, strict=True)
+    distribution = fenton_wilkinson(means, std, counts)
+    with mpmath.workdps(800):  # the exponentials span e^{±1000}
+        s2 = mpmath.mpf(std) ** 2
+        first = sum(n * mpmath.exp(mpmath.mpf(m) + s2 / 2) for m, n in terms)
+        second = sum(n * mpmath.exp(2 * mpmath.mpf(m) + s2) * mpmath.expm1(s2) for m, n in terms)
+        variance = mpmath.log1p(second / first**2)
+        mean = mpmath.log(first) - variance / 2
+        # 2⁻⁵² of each of some ten terms, none larger than 1500.
+        assert abs(distribution.mean - float(mean)) <= 1e-11
+        assert distribution.std == pytest.approx(float(mpmath.sqrt(variance)), rel=1e-11)
+
+
+@given(st.floats(-1e5, 1e5), stds)
+def test_one_term_is_its_own_distribution(mean, std):
+    for distribution in (fenton_wilkinson(mean, std), schwartz_yeh(mean, std)):
+        assert distribution.mean == pytest.approx(mean, abs=1e-10)
+        assert distribution.std == pytest.approx(std, rel=1e-12)
+
+
+# ---- Schwartz and Yeh
+# ----------------------------------------------------------------------
+
+
+def moments_of_two(one, other):
+    """Mean and std of log(e^{Y1} + e^{Y2}).
+
+    It is by w = Y2 − Y1 and Y1's regression on w, by adaptive quadrature.
+    """
+    deviation = math.hypot(one.std, other.std)
+    centre = other.mean - one.mean
+    bends = [(w - centre) / deviation for w in (-30.0, 0.0, 30.0)]
+    ends = sorted({-14.0, -8.0, -4.0, 0.0, 4.0, 8.0, 14.0} | {z for z in bends if abs(z) < 14})
+
+    def mean_of(function):
+        def integrand(z):
+            return function(z) * math.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+
+        return sum(
+            quad(integrand, *part, epsabs=1e-14, epsrel=1e-13, limit=200)[0]
+            for part in itertools.pairwise(ends)
+        )
+
+    def logarithm(z):  # E[log S | w] less the larger of the two means, w = centre + deviation·z
+        w = centre + deviation * z
+        larger = deviation * z if w > 0 else 0.0
+        larger += min(centre, 0.0) if w > 0 else -max(centre, 0.0)
+        return larger + math.log1p(math.exp(-abs(w))) - one.std**2 / deviation * z
+
+    mean = mean_of(logarithm)
+    left = (one.std * other.std / deviation) ** 2  # Var(Y1 | w): what of log S does not depend on w
+    return max(one.mean, other.mean) + mean, math.sqrt(
+        left + mean_of(lambda z: (logarithm(z) - mean) ** 2)
+    )
+
+
+@settings(max_examples=40)
+@given(distributions, distributions)
+def test_two_terms_have_their_exact_mean_and_variance(one, other):
+    distribution, (mean, std) = log_sum_of_two(one, other), moments_of_two(one, other)
+    assert distribution.mean == pytest.approx(mean, abs=1e-11)
+    assert distribution.std == pytest.approx(std, rel=1e-9)
+    turned = log_sum_of_two(other, one)
+    assert (turned.mean, turned.std) == pytest.approx(
+        (distribution.mean, distribution.std), rel=1e-12, abs=1e-14
+    )
+
+
+# ---- Monte Carlo
+# ----------------------------------------------------------------------
+
+
+def test_samples_are_sums_of_their_own_terms():
+    means, counts, std = np.array([0.0, 2.0, -1.0]), np.array([5, 1, 3]), 1.5
+    samples = monte_carlo(
+        means, std, counts, repetitions=20_000, generator=np.random.default_rng(1)
+    )
+    draws = np.random.default_rng(2).normal(np.repeat(means, counts), std, size=(20_000, 9))
+    assert distance(samples, np.log(np.exp(draws).sum(axis=1))) < agreement(20_000, 20_000)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(
+    ("std", "count", "largest"), [(4.0, 10**8, 10_000), (0.25, 10**8, 1000), (20.0, 10**6, 1000)]
+)
+def test_the_split_error_is_berry_and_esseens(std, count, largest):
+    share = largest / count
+    level = float(mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * mpmath.mpf(share)))
+
+    def mean_of(function, bend=0.0):
+        def integrand(z):
+            return (
+                function(math.exp(std * z))
+                * math.exp(-(z**2) / 2)
+                / (math.sqrt(2 * math.pi) * (1 - share))
+            )
+
+        ends = sorted({-13.0, -6.0, -3.0, 0.0, bend, level - 1, level - 0.1, level})
+        return sum(
+            quad(integrand, *part, epsabs=0, epsrel=1e-10, limit=200)[0]
+            for part in itertools.pairwise(ends)
+        )
+
+    mean = mean_of(lambda x: x)
+    variance = mean_of(lambda x: (x - mean) ** 2)
+    third = mean_of(lambda x: abs(x - mean) ** 3, bend=math.log(mean) / std)
+    bound = 0.4748 * third / variance**1.5 / math.sqrt(count)
+    assert bound <= largest_error(std, count, largest) <= 1.03 * bound
+
+
+# ---- fits
+# ----------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=50, unique=True))
+def test_no_other_line_is_nearer(values):
+    distribution = least_squares(values)
+    scores = np.array(
+        [
+            float(mpmath.sqrt(2) * mpmath.erfinv((2 * i + 1) / len(values) - 1))
+            for i in range(len(values))
+        ]
+    )
+
+    def squares(mean, std):
+        return float(((np.sort(values) - mean - std * scores) ** 2).sum())
+
+    best = squares(distribution.mean, distribution.std)
+    nudge = 1e-3 * distribution.std
+    for mean, std in ((nudge, 0), (-nudge, 0), (0, nudge), (0, -nudge)):
+        assert squares(distribution.mean + mean, distribution.std + std) >= best
+
+
+def test_kernel_density_is_scipys():
+    samples = np.random.default_rng(1).normal(size=200)
+    distribution, scipys = kernel_density(samples), gaussian_kde(samples)
+    places = np.linspace(-4, 4, 30).reshape(5, 6)
+    expected = np.vectorize(lambda x: scipys.integrate_box_1d(-np.inf, x))(places)
+    np.testing.assert_allclose(distribution.cdf(places), expected, atol=1e-12)
+
+
+# ---- refusals
+# ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("means", lambda: fenton_wilkinson([], 1.0)),
+        ("means", lambda: schwartz_yeh([0.0, math.nan], 1.0)),
+        ("means", lambda: monte_carlo([[0.0]], 1.0)),
+        ("means", lambda: fenton_wilkinson(math.inf, 1.0)),
+        ("std", lambda: fenton_wilkinson(0.0, 0.0)),
+        ("std", lambda: schwartz_yeh(0.0, math.nan)),
+        ("std", lambda: monte_carlo(0.0, 101.0)),
+        ("std", lambda: largest_error(-1.0, 100, 100)),
+        ("counts", lambda: fenton_wilkinson(0.0, 1.0, 0)),
+        ("counts", lambda: fenton_wilkinson(0.0, 1.0, 1.5)),
+        ("counts", lambda: schwartz_yeh([0.0, 1.0], 1.0, [1])),
+        ("counts", lambda: monte_carlo(0.0, 1.0, math.inf)),
+        ("counts", lambda: fenton_wilkinson(0.0, 1.0, math.nan)),
+        ("combine", lambda: schwartz_yeh(0.0, 1.0, combine="thirds")),
+        ("repetitions", lambda: monte_carlo(0.0, 1.0, repetitions=0)),
+        ("generator", lambda: monte_carlo(0.0, 1.0, generator=3)),
+        ("largest", lambda: monte_carlo(0.0, 1.0, 1000, largest=10)),
+        ("samples", lambda: least_squares([1.0])),
+        ("samples", lambda: least_squares([1.0, 1.0])),
+        ("samples", lambda: kernel_density([1.0, math.nan])),
+        ("samples", lambda: SampledDistribution(np.zeros((2, 2)))),
+        ("bandwidth", lambda: SampledDistribution(np.zeros(2), -1.0)),
+    ],
+)
+def test_bad_input_is_named(name, call):
+    with pytest.raises(ValueError, match=rf"^{name} must"):
+        call()
+
 
 NORMS = [figures.NORMS[0], *(pytest.param(n, marks=pytest.mark.zoo) for n in figures.NORMS[1:])]
 

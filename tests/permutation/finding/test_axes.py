@@ -1,7 +1,5 @@
 """The algebra of labels: products and sums of axes, and what becomes one."""
 
-from __future__ import annotations
-
 import pytest
 
 from opacus_shuffle.permutation.finding.axes import (

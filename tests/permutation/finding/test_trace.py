@@ -1,7 +1,5 @@
 """Values that leave PyTorch or are kept after the pass keep their axes in place."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import types

@@ -1,7 +1,5 @@
 """The Triton kernel: interpreted, compiled without a GPU, and on one where there is one."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

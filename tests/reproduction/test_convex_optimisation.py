@@ -1,9 +1,8 @@
-"""The noise of a pan-private run, what an intruder sees of it, and its excess loss."""
-
-from __future__ import annotations
+"""SCO's printed formulas, and the pan-private run: its noise, an intruder's view, its loss."""
 
 import math
 
+import printed_formulas
 import pytest
 import torch
 from helpers.convex_problems import Quadratic, mean_excesses, seeded, solve
@@ -12,7 +11,10 @@ from scipy.stats import chi2
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.sco import L2Ball, Objective, PrivacyBudget
+from opacus_shuffle.sco import L2Ball, Objective, PrivacyBudget, Problem
+from opacus_shuffle.sco.accelerated_sgd import (
+    accelerated_step_sizes,
+)
 
 BUDGET = {"epsilon": 0.9, "delta": 1e-6}
 COMMON = {"constraint": L2Ball(1.0), "lipschitz": 1.0, "smoothness": 1.0, **BUDGET}
@@ -88,3 +90,55 @@ def test_the_mean_excess_is_below_the_bound(published):
 def test_a_budget_that_does_not_suit_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         solve(pan_private_accelerated_sgd, Quadratic(2), torch.zeros(100, 2), **COMMON | change)
+
+
+def ac_sa(steps):
+    """AC-SA as Lan (2012) writes it on θ²/2 from 1, slowly."""
+    theta = aggregate = 1.0
+    for t, size in enumerate(steps, 1):
+        alpha = 2 / (t + 2)
+        theta -= (alpha * theta + (1 - alpha) * aggregate) / size
+        aggregate = alpha * theta + (1 - alpha) * aggregate
+    return aggregate
+
+
+@pytest.mark.parametrize("rounds", [10, 100])
+def test_the_printed_steps_diverge_where_ours_converge(rounds):
+    options = {"rounds": rounds, "smoothness": 1.0, "deviation": 0.0}
+    printed = printed_formulas.accelerated_step_sizes(problem(), **options)
+    ours = accelerated_step_sizes(distance=1.0, **options)
+    assert abs(ac_sa(printed)) > 5
+    assert abs(ac_sa(ours)) < 1e-5
+
+
+def problem(users=5000, dimension=7, lipschitz=1.5, diameter=2.5):
+    """A ball about the start."""
+    data, ball = torch.zeros(1, dimension).expand(users, dimension), L2Ball(diameter / 2)
+    return Problem(Quadratic(dimension), data, constraint=ball, lipschitz=lipschitz, smoothness=1.0)
+
+
+def test_the_printed_formulas_are_the_papers():
+    n, d, lip, diam, eps, delta, beta = 5000, 7, 1.5, 2.5, 0.7, 1e-5, 3.0
+    both, p = (problem(n, d, lip, diam), PrivacyBudget(eps, delta)), printed_formulas
+    log = math.log(d / delta)
+    assert p.sgd_batch_size(*both) == round(math.sqrt(d) * log / eps)
+    assert p.sgd_step_size(*both, batch_size=60, rounds=83) == pytest.approx(
+        eps * 60 * diam / (lip * math.sqrt(83) * (eps * 60 + math.sqrt(d) * lip * log))
+    )
+    assert p.accelerated_batch_size(*both, smoothness=beta) == round(
+        n**0.6 * d**0.2 * lip**0.4 * log**0.4 / (eps**0.4 * beta**0.4 * diam**0.4)
+    )
+    assert p.accelerated_smoothing(*both) == pytest.approx(
+        eps ** (2 / 3) * n ** (2 / 3) * lip / (d ** (1 / 3) * diam * log ** (2 / 3))
+    )
+    assert p.accelerated_deviation(*both, batch_size=60) == pytest.approx(
+        math.sqrt(lip**2 / 60 + d * lip**2 * log**2 / (60**2 * eps**2))
+    )
+    full = math.log(n * d / delta)
+    assert p.descent_rounds(*both) == min(n, round(eps**2 * n**2 / (d * full**2)))
+    assert p.descent_step_size(both[0], rounds=50) == pytest.approx(diam / (lip * math.sqrt(50)))
+    assert p.descent_smoothing(*both) == pytest.approx(
+        lip / diam * min(math.sqrt(n), eps * n / (math.sqrt(d) * full**1.5))
+    )
+    steps = p.accelerated_step_sizes(both[0], rounds=3, smoothness=2.0, deviation=0.5)
+    assert steps[1] == pytest.approx((5**1.5 * 0.5 / diam + 2.0) / 3)
