@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 from helpers.accountants import compute_baseline
-from helpers.binomial_enumeration import binomial_distribution, both_ways
+from helpers.binomial_enumeration import binomial_distribution, both_ways, rounded
 from helpers.changed_files import through_json
 from helpers.hockey_sticks import gaussian_delta
 from opacus.accountants import create_accountant
@@ -250,10 +250,7 @@ def counts(values):
         masses = binomial_distribution(noise.trials, noise.probability)[1]
         for value in sample:
             place = (value + 1) * grid / 2
-            whole = math.floor(place)
-            rounded = np.zeros(grid + 2)
-            rounded[whole : whole + 2] = 1 - (place - whole), place - whole
-            masses = np.convolve(masses, rounded)
+            masses = np.convolve(masses, rounded(place, grid + 2))
         total += masses / len(samples)
     return total
 

@@ -32,19 +32,18 @@ def binomial_distribution(trials, probability, reach=math.inf):
     return first, masses / masses.sum()
 
 
+def rounded(value, size):
+    """Probabilities of 0, 1, ... for a value that is rounded at random to a neighbour."""
+    return np.maximum(1 - np.abs(np.arange(size) - value), 0)
+
+
 def moved_pair(distribution, one, other):
     """Distributions of the sums under two values of one user, each rounded at random."""
     first, masses = distribution
     low = min(math.floor(one), math.floor(other))
-    size = len(masses) + max(math.floor(one), math.floor(other)) - low + 1
-    pair = []
-    for value in (one, other):
-        whole, fraction = math.floor(value), value - math.floor(value)
-        sums = np.zeros(size)
-        sums[whole - low : whole - low + len(masses)] += (1 - fraction) * masses
-        sums[whole - low + 1 : whole - low + 1 + len(masses)] += fraction * masses
-        pair.append(sums)
-    return first + low, pair[0], pair[1]
+    width = max(math.floor(one), math.floor(other)) - low + 2
+    p, q = (np.convolve(masses, rounded(value - low, width)) for value in (one, other))
+    return first + low, p, q
 
 
 def exact_delta(pairs, epsilon):

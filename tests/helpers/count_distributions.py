@@ -10,6 +10,7 @@ from published_sums import with_plan
 from scipy.stats import chi2
 
 from helpers import binomial_enumeration
+from helpers.binomial_enumeration import rounded
 from opacus_shuffle.protocols.calibration import GridPlan
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -30,25 +31,13 @@ def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
     )
 
 
-def rounded(masses, value, low, size):
-    """The distribution of noise and one rounded value, on the outcomes low, low + 1, …"""
-    whole, fraction = math.floor(value), value - math.floor(value)
-    distribution = np.zeros(size)
-    distribution[whole - low : whole - low + len(masses)] += (1 - fraction) * masses
-    if fraction:
-        distribution[whole - low + 1 : whole - low + 1 + len(masses)] += fraction * masses
-    return distribution
-
-
 def count_distribution(values, plan, reports):
     """(first, probabilities) of a coordinate's count: everybody's rounding, and the noise."""
     first, distribution = binomial_distribution(reports * plan.noise_bits, plan.bit_probability)
     for value in values:
         place = (value + 1) * plan.granularity / 2
         first += math.floor(place)
-        distribution = np.convolve(
-            distribution, [1 - (place - math.floor(place)), place - math.floor(place)]
-        )
+        distribution = np.convolve(distribution, rounded(place - math.floor(place), 2))
     return first, distribution
 
 

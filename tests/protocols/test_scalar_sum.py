@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.binomial_enumeration import both_ways, moved_pair
 from helpers.count_distributions import (
     assert_of_distribution,
     binomial_distribution,
     count_distribution,
-    rounded,
 )
 from published_sums import published_scalar_sum, with_plan
 
@@ -21,10 +21,8 @@ from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
 def exact_delta(protocol, places, epsilon):
     """δ(ε) between a user at one place of the grid and another, by the honest users' noise."""
     honest = math.ceil(protocol.honest_fraction * protocol.num_users - 1e-9)
-    _, noise = binomial_distribution(honest * protocol.noise_bits, protocol.bit_probability)
-    size = len(noise) + math.floor(max(places)) + 2
-    p, q = (rounded(noise, place, 0, size) for place in places)
-    return max(float(np.maximum(a - math.exp(epsilon) * b, 0).sum()) for a, b in ((p, q), (q, p)))
+    noise = binomial_distribution(honest * protocol.noise_bits, protocol.bit_probability)
+    return both_ways([moved_pair(noise, *places)[1:]], epsilon)
 
 
 CASES = [

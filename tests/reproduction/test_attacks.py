@@ -118,6 +118,7 @@ def test_audits_exceed_the_exact_epsilon_of_the_pair_no_more_often_than_stated(p
     assert errors <= stats.binom.isf(1e-9, audits, 1 - confidence)
 
 
+# WS Table VI.
 @pytest.mark.parametrize(("pair", "least"), [("all_but_one", 5.0), ("oblique", 4.0)])
 def test_the_sum_shows_more_than_the_formula_claims(pair, least):
     result = audit_published_setting(target_epsilon=0.5, pair=pair, trials=20_000, seed=1)
