@@ -38,7 +38,7 @@ def test_epochs_cost_over_there_what_they_cost_here(batches, sigma, epochs, delt
     assert bound.lower <= exported.get_epsilon_for_delta(delta) <= 1.001 * bound.epsilon
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("sigma", [pytest.param(0.5, marks=pytest.mark.zoo), 1.0, 4.0])
 @pytest.mark.parametrize(("mechanism", "close"), [(RandomAllocation, 1.0005), (ShuffleGauss, 1.01)])
 def test_one_report_is_the_gaussian_mechanism(sigma, mechanism, close):
     """Its δ is at least as large at every ε, below 0 too."""
@@ -79,13 +79,17 @@ SUMS = ShuffledSums.build(noise_multiplier=3.0, num_users=1000, dimension=10)
 
 @pytest.mark.parametrize(
     ("rounds", "adjacency"),
-    [([(SUMS, 2)], "zero_out"), ([(SUMS, 2)], "replace"), (allocated(50, 1.5, 100), "replace")],
+    [
+        ([(SUMS, 2)], "zero_out"),
+        pytest.param([(SUMS, 2)], "replace", marks=pytest.mark.zoo),
+        (allocated(50, 1.5, 100), "replace"),
+    ],
 )
 def test_sums_of_bits_and_replaced_records_have_their_certified_epsilon(rounds, adjacency):
     exported = to_dp_accounting(rounds, adjacency=adjacency)
     ((mechanism, count),) = rounds
     thrice = exported.self_compose(3)
-    for delta in (1e-3, 1e-5, 1e-8):
+    for delta in (1e-3, 1e-8):
         for composed, steps in ((exported, count), (thrice, 3 * count)):
             bound = compute_bound([(mechanism, steps)], delta=delta, adjacency=adjacency)
             epsilon = composed.get_epsilon_for_delta(delta)

@@ -19,7 +19,6 @@ from opacus_shuffle import compute_noise_multiplier
 from opacus_shuffle.accountants import compute_bound
 from opacus_shuffle.accountants.mechanisms import (
     RandomAllocation,
-    SecretCheckIn,
     ShuffledCheckIn,
     ShuffledWeights,
     ShuffleGauss,
@@ -160,48 +159,6 @@ def test_a_sample_that_is_seen_costs_its_share_of_the_hockey_stick(sigma, delta,
     baseline_epsilon = compute_bound(rounds, delta=delta, adjacency=adjacency).epsilon
     assert rate * hockey_stick(adjacency.distance / sigma, baseline_epsilon) <= delta * (1 + 1e-15)
     assert baseline_epsilon == 0 or rate > delta
-
-
-@settings(max_examples=15)
-@given(sigma=st.floats(0.5, 30.0), delta=st.floats(1e-6, 0.3), rate=st.floats(0.05, 0.95))
-def test_a_report_whose_coin_is_secret_is_a_sampled_gaussian(sigma, delta, rate):
-    """One user checks in secretly: R = 1 − q + qX, whose hockey sticks are closed forms."""
-    rounds = [
-        (
-            SecretCheckIn(noise_multiplier=sigma, num_users=1, sample_rate=rate, report="gaussian"),
-            1,
-        )
-    ]
-    epsilon = compute_bound(rounds, delta=delta).epsilon
-    with mpmath.workdps(40):
-        tau = mpmath.exp(epsilon)
-        forward = rate * hockey_stick(1 / sigma, mpmath.log(1 + (tau - 1) / rate))
-        below = 1 - (1 - 1 / tau) / rate
-        reverse = mpmath.mpf(0)
-        if below > 0:  # E(1 − τR)₊ = τq·E(s − X)₊, where 1 − q + qs = 1/τ
-            reverse = tau * rate * below * hockey_stick(1 / sigma, -mpmath.log(below))
-        assert max(forward, reverse) <= delta
-
-
-@given(sigma=logarithmic, delta=deltas, rate=st.floats(0.01, 1))
-def test_a_step_of_which_a_sample_is_hidden_costs_less_in_both_orders(sigma, delta, rate):
-    """Lemma 10.8, whose step may be any: here a Gaussian one, sampled by a coin."""
-    whole = gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
-    epsilon = advanced_composition.subsample(whole, sample_rate=rate)
-    with mpmath.workdps(40):
-        ratio = 1 + (mpmath.exp(epsilon) - 1) / rate
-        forward = rate * hockey_stick(1 / sigma, mpmath.log(ratio))
-        left = mpmath.exp(-epsilon) - (
-            1 - rate
-        )  # 1 > e^ε·(1 − γ + γX) where X is below this over γ
-        reverse = mpmath.mpf(0)
-        if left > 0:
-            scale = mpmath.exp(epsilon) * rate
-            reverse = scale * (left / rate) * hockey_stick(1 / sigma, -mpmath.log(left / rate))
-        for baseline_epsilon in (forward, reverse):
-            assert baseline_epsilon <= rate * delta * (
-                1 + mpmath.mpf(10) ** -12
-            )  # e^ε in double precision
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100])

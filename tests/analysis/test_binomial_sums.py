@@ -241,7 +241,7 @@ def slope_by_definition(noise, lowest, highest):
         *((trials, p, shift, 2e-9) for trials, p, shift in ((3000, 0.5, 20), (3001, 0.2, 9))),
         *((trials, p, shift, 2e-9) for trials, p, shift in ((900, 0.7, 30), (5000, 0.05, 3))),
         # More than 2^16 outcomes are taken in blocks, which the module says cost 0.3 % at most.
-        (10**9, 0.5, 1000, 3e-3),
+        (10**8, 0.5, 300, 3e-3),
         pytest.param(2 * 10**9, 0.1, 20_000, 3e-3, marks=pytest.mark.zoo),
     ],
 )

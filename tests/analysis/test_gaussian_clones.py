@@ -3,14 +3,11 @@
 Few users: the line is cut into cells. Looking at the cells only is post-processing, so δ of the
 shuffled cells is at most the true δ. It is a finite sum, so the only tolerance is ``ROUNDING``.
 
-Many users, and two or three dimensions: the true values use no part of the library.
-    * With the other records all at v, the adversary adds up a score of whole numbers over the
-      reports (modulo a power of two) and looks at the sum only: post-processing, its distribution
-      is a power of one FFT, for any n.
-    * In two and three dimensions the likelihood ratio of the shuffled reports is a quotient of
-      permanents; δ is then a mean over random reports, with its standard error.
+Many users: with the other records all at v, the adversary adds up a score of whole numbers over
+the reports (modulo a power of two) and looks at the sum only. That is post-processing, and the
+sum's distribution is a power of one FFT, for any n. No part of the library is used.
 
-The proofs are in docs/proofs/01_gaussian_clones.md.
+The proofs, for any dimension, are in docs/proofs/01_gaussian_clones.md.
 """
 
 import itertools
@@ -45,7 +42,7 @@ both_kinds = pytest.mark.parametrize("clones", KINDS)
 
 
 @pytest.mark.parametrize("adjacency", ["zero_out", pytest.param("replace", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
+@pytest.mark.parametrize("sampling", ["fixed_size", pytest.param("poisson", marks=pytest.mark.zoo)])
 def test_few_clones_are_not_thrown_away(sampling, adjacency):
     """Rounds with less than half a clone on average counted as unshuffled.
 
@@ -207,7 +204,7 @@ def test_a_search_that_does_not_settle_begins_again_where_gaussian_mixtures_do()
     )  # 9.32 on the way from zero alone
 
 
-@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+@pytest.mark.parametrize("adjacency", ["zero_out", pytest.param("replace", marks=pytest.mark.zoo)])
 @both_kinds
 def test_a_coarse_certificate_promises_no_more_than_a_fine_one_and_little_less(clones, adjacency):
     fine, coarse = (
@@ -217,11 +214,6 @@ def test_a_coarse_certificate_promises_no_more_than_a_fine_one_and_little_less(c
         for coarse in (False, True)
     )
     assert fine <= coarse <= 1.1 * fine
-
-
-# A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are
-# fixed).
-ERRORS = 4
 
 
 # ---- the other records all in one place
@@ -405,71 +397,3 @@ def test_a_thousand_rounds_are_certified_as_in_the_table(clones):
     rounds = one_round(9.48, 60_000, repetitions=1000)
     epsilon = compute_epsilon(rounds, delta=1 / 60_000, clones=clones)
     assert pair_epsilon(rounds, delta=1 / 60_000)[0] < epsilon <= 0.0584
-
-
-# ---- two and three dimensions
-# ----------------------------------------------------------------------
-
-
-def likelihoods(reports, point, sigma):
-    """N(point)/N(0) at the reports, shape (samples, users)."""
-    return np.exp((2 * reports @ point - point @ point) / (2 * sigma**2))
-
-
-def shuffled_ratio(reports, moved, still, others, sigma):
-    """P/Q of shuffled reports: quotient of permanents, by all orders of the other records."""
-    slots = range(reports.shape[1])
-    rows = [likelihoods(reports, point, sigma) for point in others]
-    own = [likelihoods(reports, point, sigma) for point in (moved, still)]
-    totals = [np.zeros(len(reports)), np.zeros(len(reports))]
-    for slot in slots:
-        rest = [j for j in slots if j != slot]
-        minor = sum(
-            math.prod(row[:, j] for row, j in zip(rows, order, strict=True))
-            for order in itertools.permutations(rest)
-        )
-        totals = [
-            total + likelihood[:, slot] * minor
-            for total, likelihood in zip(totals, own, strict=True)
-        ]
-    return totals[0] / totals[1]
-
-
-def sampled_delta(ratio, own, other, records, epsilon, sigma, samples, seed):
-    """δ(ε) of own ‖ other, by reports drawn with user 1 at ``own``.
-
-    The estimate and its standard error.
-    """
-    means = np.vstack([own, *records])
-    reports = means + sigma * np.random.default_rng(seed).standard_normal((samples, *means.shape))
-    values = np.maximum(1 - math.exp(epsilon) / ratio(reports, own, other), 0.0)
-    return values.mean(), values.std() / math.sqrt(samples)
-
-
-def on_the_sphere(rng, count, dimensions):
-    points = rng.standard_normal((count, dimensions))
-    return points / np.linalg.norm(points, axis=1, keepdims=True)
-
-
-@pytest.mark.parametrize("dimensions", [2, 3])
-def test_five_others_anywhere_on_the_sphere_are_certified(dimensions):
-    rng = np.random.default_rng(dimensions)
-    zero = np.zeros(dimensions)
-    for sigma, delta in ((3.0, 0.03), (10.0, 0.01)):
-        rounds = one_round(sigma, 6)
-        others = on_the_sphere(rng, 5, dimensions)
-        centre = others.mean(axis=0)
-        moved = -centre / np.linalg.norm(centre)
-        for p, q in ((moved, zero), (zero, moved)):
-            for clones in KINDS:
-                epsilon = compute_epsilon(rounds, delta=delta, clones=clones)
-                assert epsilon < unshuffled_epsilon(rounds, delta=delta)
-                estimate, error = sampled_delta(
-                    lambda reports, p, q, others=others, sigma=sigma: shuffled_ratio(
-                        reports, p, q, others, sigma
-                    ),
-                    *(p, q, others, epsilon, sigma),
-                    samples=10_000,
-                    seed=7,
-                )
-                assert estimate - ERRORS * error <= delta, (sigma, delta, clones)

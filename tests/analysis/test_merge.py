@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from helpers.hockey_sticks import hockey_stick
 
-from opacus_shuffle.accountants import bounds_of, compute_bound
-from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.analysis.merge import grouped, merge
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_SHUFFLED_TYPES, ShuffledRound, coarsen
@@ -88,46 +86,3 @@ def test_a_larger_sample_of_fewer_users_tells_more():
 
     for quiet, telling in (((60, 6), (50, 6)), ((60, 6), (60, 9)), ((60, 30), (20, 20))):
         assert np.all(sticks(*quiet) <= sticks(*telling) * 1.01)
-
-
-FIELDS = {
-    "shuffle_gauss": {"num_users": 6000},
-    "subsampled_shuffle": {"num_users": 6000, "sample_rate": 0.1},
-    "shuffled_checkin": {"num_users": 6000, "sample_rate": 0.1},
-    "shuffled_fw": {"dimension": 1000, "sample_rate": 0.02},
-    "shuffled_sums": {"dimension": 4, "num_users": 10_000},
-}
-VARIED = {
-    "shuffle_gauss": ("num_users", range(1000, 2000)),
-    "subsampled_shuffle": ("sample_rate", np.linspace(0.05, 0.2, 1000).tolist()),
-    "shuffled_checkin": ("sample_rate", np.linspace(0.05, 0.2, 1000).tolist()),
-    "shuffled_fw": ("sample_rate", np.linspace(0.02, 0.1, 1000).tolist()),
-    "shuffled_sums": ("sample_rate", np.linspace(0.02, 0.1, 100).tolist()),
-}
-CASES = [
-    *((name, "certified", adjacency) for name in VARIED for adjacency in ("zero_out", "replace")),
-    *((name, bound, None) for name in FIELDS for bound in bounds_of(MECHANISMS[name])),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mechanism", "bound", "adjacency"),
-    [case for case in CASES if case[2] or case[0] != "shuffled_sums"],
-)
-def test_a_history_of_a_thousand_different_rounds_lies_between_its_ends(
-    mechanism, bound, adjacency
-):
-    """Of sample rates or sizes, or of noises; minutes before, or no answer."""
-    fixed = {"noise_multiplier": 4.0, **FIELDS[mechanism]}
-    name, values = VARIED[mechanism]
-    if adjacency is None:
-        name, values = "noise_multiplier", np.linspace(5, 2, 1000).tolist()
-
-    def epsilon(chosen):
-        rounds = [(MECHANISMS[mechanism].build(**{**fixed, name: value}), 1) for value in chosen]
-        asked = {"bound": bound, "adjacency": adjacency or "zero_out"}
-        return compute_bound(rounds, delta=1e-5, **asked).epsilon
-
-    least, most = sorted(epsilon([end] * len(values)) for end in (values[0], values[-1]))
-    assert least <= epsilon(values) <= most * (1 + 1e-3)

@@ -72,39 +72,6 @@ def test_what_is_computed_for_two_reports_is_close_to_what_they_tell(sigma):
 
 
 @given(
-    sigma=st.floats(0.5, 5.0),
-    epsilon=st.floats(-2.0, 2.0),
-    x=st.floats(-1.0, 1.0),
-    other=st.floats(-1.0, 1.0),
-    rate=st.floats(0.1, 1),
-)
-@settings(max_examples=60)
-@pytest.mark.zoo
-def test_no_other_two_records_are_as_easy_to_tell_apart_as_opposite_ones(
-    sigma, epsilon, x, other, rate
-):
-    tau = math.exp(epsilon)
-    worst, any_two = (two_reports(tau, sigma, *pair, rate) for pair in ((1.0, -1.0), (x, other)))
-    assert any_two <= worst * (1 + 1e-9) + 1e-12
-
-
-@pytest.mark.parametrize("angle", [0.3, 0.7, 0.95])
-def test_opposite_records_are_worse_than_records_at_an_angle(angle):
-    # Ten reports in the plane, a million draws of which both means are made: the difference is
-    # known better than either.
-    random = np.random.default_rng(5)
-    first, second = random.standard_normal((2, 200_000, 5))
-    sigma, tau = 1.5, 1.5
-    turned = -(1 - angle) * first + math.sqrt(1 - (1 - angle) ** 2) * second
-    gains = [
-        np.maximum((ratio(1, sigma, first) - tau * ratio(1, sigma, other)).mean(1), 0)
-        for other in (-first, turned)
-    ]
-    difference = gains[0] - gains[1]
-    assert difference.mean() > 4 * difference.std() / math.sqrt(len(difference))
-
-
-@given(
     sigma=st.floats(0.3, 1000.0),
     users=st.integers(1, 300),
     rate=st.floats(1e-3, 1.0),
@@ -120,7 +87,7 @@ def test_both_directions_are_equal(sigma, users, rate, factor):
         assert forward == pytest.approx(reverse, rel=1e-6, abs=1e-15)
 
 
-@pytest.mark.parametrize("users", [1, 10, 1000])
+@pytest.mark.parametrize("users", [1, pytest.param(10, marks=pytest.mark.zoo), 1000])
 @pytest.mark.parametrize("epsilon", [pytest.param(25.0, marks=pytest.mark.zoo), 15.0, 45.0])
 @pytest.mark.parametrize("sigma", [0.1, 0.0465, 0.04])
 def test_where_noise_is_little_an_attack_stays_below_at_every_epsilon(sigma, users, epsilon):

@@ -1,4 +1,4 @@
-"""Random allocation against exact integrals and against records that choose what they show.
+"""Random allocation against exact integrals.
 
 Sums of bits with random allocation are enumerated with the best adaptive record, and compared with
 the Gaussian for many bits. Proofs: docs/proofs/11_random_allocation.md.
@@ -36,8 +36,8 @@ from opacus_shuffle.analysis.random_allocation import (
 from opacus_shuffle.core.rounding import round_up
 
 SETTINGS = [
-    *((0.5, 1e-3), (1.0, 1e-5), (3.0, 0.02)),
-    *(pytest.param(*one, marks=pytest.mark.zoo) for one in [(1.0, 0.05), (3.0, 1e-6)]),
+    *((0.5, 1e-3), (3.0, 0.02)),
+    *(pytest.param(*one, marks=pytest.mark.zoo) for one in [(1.0, 1e-5), (1.0, 0.05), (3.0, 1e-6)]),
 ]
 DIRECTIONS = ("moved against zero", "zero against moved")
 
@@ -149,50 +149,6 @@ def test_known_values(batches, sigma, epochs, delta, interval):
         delta=delta,
     )
     assert interval[0] <= bound.lower <= bound.epsilon <= interval[1]
-
-
-# ---- a record that chooses what it shows by what it has seen ----------------------------------
-
-STEP = 0.025
-Z = np.arange(-9, 9, STEP)
-WEIGHTS = STEP * norm.pdf(Z)  # of smooth functions exact to 1e-12
-
-
-def shown(lengths, sigma):
-    """Ratios of a step that shows vectors of these lengths, against noise alone: (lengths, z)."""
-    scaled = np.asarray(lengths)[..., None] / sigma
-    return np.exp(scaled * Z - scaled**2 / 2)
-
-
-def strategies(count):
-    """Adaptive choices at t = 2: a first length, and a second one for each first noise."""
-    random = np.random.default_rng(0)
-    for _ in range(count):
-        first = random.uniform(-1, 1) if random.random() < 0.5 else 1.0
-        cuts, values = np.sort(random.uniform(-4, 4, 3)), random.choice([-1, 0, 0.5, 1], 4)
-        yield first, values[np.searchsorted(cuts, Z)]
-
-
-@pytest.mark.parametrize("sigma", [0.7, pytest.param(1.5, marks=pytest.mark.zoo)])
-def test_no_adaptive_record_costs_more(sigma):
-    """A record that chooses its second vector by what the first step showed, zeroed or replaced.
-
-    Where the hockey stick has its edge its slope changes by at most 2τ/σ, at a density of at most
-    0.4, so that sums over the grid are off by at most 0.1·τ·STEP²/σ.
-    """
-    taus = np.exp([0.1, 1.0])
-    plain = [largest(math.log(tau), sigma) for tau in taus]
-    replaced = [two_batches_replaced(math.log(tau), sigma) for tau in taus]
-    chosen = list(strategies(6))
-    for (first, second), (other, otherwise) in zip(chosen, reversed(chosen), strict=True):
-        here = (shown(first, sigma)[:, None] + shown(second, sigma)) / 2
-        there = (shown(other, sigma)[:, None] + shown(otherwise, sigma)) / 2
-        for tau, bound, bound_replaced in zip(taus, plain, replaced, strict=True):
-            error = 0.1 * tau * STEP**2 / sigma
-            for gap in (here - tau, 1 - tau * here):
-                assert WEIGHTS @ np.maximum(gap, 0) @ WEIGHTS <= bound + error
-            gap = np.maximum(here - tau * there, 0)
-            assert WEIGHTS @ gap @ WEIGHTS <= bound_replaced + error
 
 
 # ---- steps become epochs ----------------------------------------------------------------------

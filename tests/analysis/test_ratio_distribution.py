@@ -1,9 +1,8 @@
 """The discrete distributions of the mean ratio against closed forms.
 
-Quadrature, exact moments and simulation are others' references.
+Two and three users are integrated in tests/analysis/test_permuted_gaussian.py.
 """
 
-import itertools
 import math
 
 import numpy as np
@@ -11,8 +10,6 @@ import pytest
 from helpers.hockey_sticks import hockey_stick, reverse_hockey_stick
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
-from scipy.special import ndtr
 
 from opacus_shuffle.analysis import gaussian, mean_ratio
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
@@ -23,29 +20,6 @@ rates = st.floats(1e-3, 1.0)
 
 def both_sides(**numbers):
     return mean_distribution(side="lower", **numbers), mean_distribution(side="upper", **numbers)
-
-
-def call(spot, strike, u):
-    """E(spot·X − strike)₊ for X = e^{√u z − u/2}: Black and Scholes."""
-    if strike <= 0:
-        return spot - strike
-    d = (math.log(spot / strike) + u / 2) / math.sqrt(u)
-    return spot * ndtr(d) - strike * ndtr(d - math.sqrt(u))
-
-
-def call_on_the_mean_of_two(threshold, u):
-    """E((X₁ + X₂)/2 − threshold)₊ by quadrature over z₁."""
-
-    def given_first(z):
-        first = math.exp(math.sqrt(u) * z - u / 2)
-        return call(0.5, threshold - first / 2, u) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-
-    kink = (math.log(2 * threshold) + u / 2) / math.sqrt(u)
-    pieces = sorted({-12.0, min(max(kink, -12.0), 12.0 + math.sqrt(u)), 12.0 + math.sqrt(u)})
-    return sum(
-        quad(given_first, a, b, epsabs=0, epsrel=1e-11, limit=400)[0]
-        for a, b in itertools.pairwise(pieces)
-    )
 
 
 def epsilons_that_matter(distribution):
@@ -65,25 +39,6 @@ def test_one_user_is_the_exact_gaussian(sigma):
             # A cell of width w standard deviations moves δ by w²/8·φ at most, and δ ≥ φ/(1 + x)² ·
             # σ-units up to x = 4.
             assert high - low <= 0.03 * exact
-
-
-@pytest.mark.parametrize("sigma", [0.5, 0.86, 2.0, 9.48])
-def test_two_users_agree_with_quadrature(sigma):
-    u = sigma**-2
-    lower, upper = both_sides(noise_multiplier=sigma, num_users=2)
-    for epsilon in epsilons_that_matter(upper):
-        forward = call_on_the_mean_of_two(math.exp(epsilon), u)
-        # E(1 − e^ε R)₊ = e^ε·E(e^{−ε} − R)₊, and put-call parity.
-        reverse = math.exp(epsilon) * (
-            call_on_the_mean_of_two(math.exp(-epsilon), u) + math.exp(-epsilon) - 1
-        )
-        for exact, low, high in (
-            (forward, hockey_stick(lower, epsilon), hockey_stick(upper, epsilon)),
-            (reverse, reverse_hockey_stick(lower, epsilon), reverse_hockey_stick(upper, epsilon)),
-        ):
-            error = 1e-9 * exact + 1e-13  # quadrature, and the parity's cancellation
-            assert low - error <= exact <= high + error
-            assert high - low <= 0.05 * exact + 1e-13
 
 
 @pytest.mark.parametrize(

@@ -63,28 +63,6 @@ def test_the_law_s_sticks_are_just_above_the_profile_in_both_directions(mu, rate
         assert stick <= true + rate * mu * 0.045**2 * 0.4 / 8 * math.exp(0.06 * mu)
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.05])
-def test_the_profile_covers_a_pair_that_sampling_really_has(rate):
-    """Others at −1, the record at +1 or −1, unit noise of mean shift μ.
-
-    (1 − γ)N(0) + γN(μ) against N(0), both ways.
-    """
-    mu, z = 1.3, np.linspace(-12, 14, 400_001)
-    stayed, moved = norm.pdf(z), (1 - rate) * norm.pdf(z) + rate * norm.pdf(z - mu)
-    for alpha in (1.0, 1.02, 1.2, 2.0):
-        for p, q in ((stayed, moved), (moved, stayed)):
-            stick = np.trapezoid(np.maximum(p - alpha * q, 0), z)
-            assert stick <= profile(mu, rate, alpha) + 1e-9
-    # and with replacement and sampling in both data sets: the record is +1 in one, −1 in the other,
-    # the rest at 0
-    left = (1 - rate) * norm.pdf(z) + rate * norm.pdf(z + mu / 2)
-    right = (1 - rate) * norm.pdf(z) + rate * norm.pdf(z - mu / 2)
-    for alpha in (1.0, 1.02, 1.2):
-        assert (
-            np.trapezoid(np.maximum(left - alpha * right, 0), z) <= profile(mu, rate, alpha) + 1e-9
-        )
-
-
 # --- composition
 # ----------------------------------------------------------------------
 

@@ -332,47 +332,41 @@ def test_shapes_may_change_between_rounds():
     assert upper <= max(only) * 1.005
 
 
-@every_report
-@pytest.mark.parametrize("rate", [0.75, 1 - 1e-9])
-@pytest.mark.parametrize(("sigma", "delta"), [(0.2, 1e-8), (1.0, 1e-5)])
-def test_few_users_of_whom_next_to_all_take_part_cost_a_number(report, sigma, rate, delta):
-    """Where reports tell next to everything their ratios are next to 0, and some are 0."""
-    rounds = rounds_of(report, sigma, 5, rate)
-    lower, upper = zero_out_epsilon(rounds, delta=delta)
-    assert 0 <= lower <= upper <= unshuffled(rounds, delta=delta) < math.inf
-    if sigma == 1 or report == "step":  # for little noise it takes long
-        assert upper <= replacement_epsilon(rounds, delta=delta) < math.inf
-
-
-@every_report
-@pytest.mark.parametrize("sigma", [0.2, 49.0, 1e3, 1e6])
-def test_extremes_of_noise_are_computed_with(report, sigma):
-    """With much noise all of δ is left: ε falls to 0, under replacement, too."""
-    rounds = rounds_of(report, sigma, 100, 0.5, 2)
-    lower, upper = zero_out_epsilon(rounds, delta=1e-6)
-    assert 0 <= lower <= upper <= unshuffled(rounds, delta=1e-6) < math.inf
-    if sigma > 1:  # for little noise it takes long
-        replaced = replacement_epsilon(rounds, delta=1e-6)
-        assert upper <= replaced <= unshuffled(rounds, delta=1e-6, distance=2.0) < 1
-        assert sigma < 1e6 or replaced < 1e-3
+EXTREMES = {
+    "little noise, next to all report": (0.2, 5, 1 - 1e-9, 1, 1e-8),
+    "next to all report": (1.0, 5, 1 - 1e-9, 1, 1e-5),
+    "little noise": (0.2, 100, 0.5, 2, 1e-6),
+    "much noise": (49.0, 100, 0.5, 2, 1e-6),
+    "too much noise to tell anything": (1e6, 100, 0.5, 2, 1e-6),
+    "too many rounds for a grid": (1.0, 100, 0.5, 10**9, 1e-5),
+    "next to all report in many rounds": (1.0, 100, 0.999999, 10**6, 1e-200),
+    "next to no delta": (1.0, 100, 0.5, 3, 1e-300),
+    "reports less probable than delta": (1.0, 100, 1e-300, 3, 1e-5),
+}
 
 
 @pytest.mark.parametrize(
-    ("report", "rate", "steps", "delta"),
+    ("report", "setting"),
     [
-        pytest.param(report, *run, marks=() if report == "linear" else pytest.mark.zoo)
-        for run in [(0.5, 10**9, 1e-5), (0.999999, 10**6, 1e-200)]
+        pytest.param(
+            *(report, setting),
+            marks=pytest.mark.zoo if "many" in setting and report != "linear" else (),
+        )
+        for setting in EXTREMES
         for report in RATIOS
-    ]
-    + [(report, *run) for run in [(0.5, 3, 1e-300), (1e-300, 3, 1e-5)] for report in RATIOS],
+    ],
 )
-def test_where_no_grid_reaches_epsilon_is_a_number_all_the_same(report, rate, steps, delta):
+def test_at_extremes_epsilon_is_a_number_between_zero_and_that_of_a_report_alone(report, setting):
     """It is 0 where the record takes part with a probability below δ (12.7)."""
-    rounds = rounds_of(report, 1.0, 100, rate, steps)
+    sigma, users, rate, steps, delta = EXTREMES[setting]
+    rounds = rounds_of(report, sigma, users, rate, steps)
     lower, upper = zero_out_epsilon(rounds, delta=delta)
     assert 0 <= lower <= upper <= unshuffled(rounds, delta=delta) < math.inf
-    assert (upper == 0) == (rate * steps < delta)
-    assert replacement_epsilon(rounds, delta=delta) < math.inf
+    assert (upper == 0) == (rate * steps < delta or sigma == 1e6)
+    if sigma >= 1 or (report == "step" and users == 5):  # for little noise it takes long
+        replaced = replacement_epsilon(rounds, delta=delta)
+        assert upper <= replaced < (1e-3 if sigma == 1e6 else 1 if sigma == 49 else math.inf)
+        assert sigma < 49 or replaced <= unshuffled(rounds, delta=delta, distance=2.0)
 
 
 def test_it_costs_half_of_check_in_in_the_setting_of_the_paper():

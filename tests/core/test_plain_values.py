@@ -42,7 +42,7 @@ def again(value: object) -> object:
     return torch.load(file, weights_only=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(values)
 def test_plain_values_come_back_as_they_were(value):
     foreign: set[str] = set()

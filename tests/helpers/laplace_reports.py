@@ -1,4 +1,4 @@
-"""A mechanism in three pieces: a frozen class, its bounds, and a scheme to train by.
+"""A mechanism without training: a frozen class and its bounds.
 
 A report carries Laplace noise of its own, and everyone takes part in every round: T rounds of scale
 b cost T·Δ/b.
@@ -7,14 +7,10 @@ b cost T·Δ/b.
 import dataclasses
 from typing import ClassVar
 
-import torch
-
 import opacus_shuffle
 from opacus_shuffle.accountants import register_bound
 from opacus_shuffle.accountants.bounds.registry import Answer
 from opacus_shuffle.accountants.mechanism import Mechanism, described
-from opacus_shuffle.engine.noise import Noise
-from opacus_shuffle.engine.schemes.base import Scheme
 
 PROVED, ESTIMATE = opacus_shuffle.Guarantee.PROVED, opacus_shuffle.Guarantee.ESTIMATE
 
@@ -53,29 +49,3 @@ def _certified(rounds, *, delta, adjacency, orders):
 )
 def _half(rounds, *, delta, adjacency, orders):
     return Answer(_certified(rounds, delta=delta, adjacency=adjacency, orders=orders).epsilon / 2)
-
-
-# --- three: how it is trained
-# -----------------------------------------------------------------------------------------
-
-
-class LaplaceNoise(Noise):
-    """The sum of so many reports' noise."""
-
-    def __init__(self, reports):
-        self.reports = reports
-
-    def draw(self, optimizer, total):
-        noise = torch.distributions.Laplace(
-            0.0, optimizer.noise_multiplier * optimizer.max_grad_norm
-        )
-        return noise.sample((self.reports, *total.shape)).sum(0)
-
-
-class LaplaceTraining(Scheme):
-    """Every record's report carries its own Laplace noise: the sum gets the sum of theirs."""
-
-    mechanisms: ClassVar = (LaplaceReports,)
-
-    def strategies(self, clipping):
-        return clipping, LaplaceNoise(self.sampling.batch_size)

@@ -284,6 +284,7 @@ def test_inputs_that_do_not_fit_are_refused(sample):
         find_permutations(build(NETWORKS["mlp"])[0].float(), sample)
 
 
+@pytest.mark.zoo
 def test_the_original_of_a_module_moves_as_the_copy_that_peft_trains():
     """It is in use while adapters are disabled; unreached, it fixed all axes of its sizes."""
     peft = pytest.importorskip("peft")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.protocols import calibration
 from opacus_shuffle.protocols.calibration import (
     OVERHEAD,
     SumBudget,
@@ -92,6 +93,16 @@ def test_the_tight_scalar_plan_meets_delta_and_would_not_with_one_step_more(
 def test_rounds_of_the_tight_mu_together_are_a_gaussian_that_is_private_enough(rounds):
     mu = SumBudget(1.0, 1e-5, rounds=rounds).round_mu
     assert gaussian.log_delta(mu=mu * math.sqrt(rounds), epsilon=1.0) <= math.log(1e-5)
+
+
+@given(st.floats(0.1, 1000.0))
+def test_the_mu_of_a_noise_multiplier_is_rounded_so_that_its_own_multiplier_is_no_smaller(asked):
+    """A protocol reports 2/μ rounded down. That must not fall below the multiplier asked for."""
+    options = {"zero_on_grid": False, "rate": 1.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "fewest_bits_plan", lambda **plan: plan["mu"])
+        mu = calibration.plan_with_noise_multiplier(9, 3, asked, SumBudget(1.0, 1e-6), **options)
+    assert math.nextafter(2 / mu, 0.0) >= asked
 
 
 # ---- planning

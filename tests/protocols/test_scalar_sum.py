@@ -84,10 +84,10 @@ def assert_counts_of(answers, reports):
     )
 
 
-@pytest.mark.parametrize("shape", FORMS)
+@pytest.mark.parametrize("shape", ["float64", pytest.param("numpy", marks=pytest.mark.zoo), "list"])
 def test_simulated_answers_have_the_exact_distribution(shape):
     protocol, generator = small_protocol(), torch.Generator().manual_seed(1)
-    answers = [protocol.simulate(FORMS[shape](), generator) for _ in range(800)]
+    answers = [protocol.simulate(FORMS[shape](), generator) for _ in range(300)]
     assert isinstance(answers[0], float)
     assert_counts_of(answers, 3)
 
@@ -98,7 +98,7 @@ def test_reports_have_the_exact_distribution_for_those_who_sent(reports):
     protocol, generator = small_protocol(fraction=0.5), torch.Generator().manual_seed(3)
     answers = [
         protocol.decode(sum(protocol.randomize(x, generator) for x in VALUES[:reports]), reports)
-        for _ in range(500)
+        for _ in range(200)
     ]
     assert_counts_of(torch.cat(answers), reports)
 

@@ -166,7 +166,9 @@ def stream(seed=1):
     return stream_of(torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("granularity", [40, 41, FINEST, 2**20])
+@pytest.mark.parametrize(
+    "granularity", [40, pytest.param(41, marks=pytest.mark.zoo), FINEST, 2**20]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_scaled_pieces_have_the_exact_distribution(granularity, dtype, compiled, monkeypatch):
     """Of records in pieces of different widths, each with a factor of its own."""

@@ -80,18 +80,6 @@ def test_the_mean_excess_is_below_the_bound(published):
     assert excesses.mean() - 4 * excesses.std() / math.sqrt(8) <= bound < 1.8 * 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"epsilon": 1.0, "published": True}, "epsilon must be below 1"),
-        ({"honest_fraction": 0.5}, "honest_fraction must be 1 for pan-private runs"),
-    ],
-)
-def test_a_budget_that_does_not_suit_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        solve(pan_private_accelerated_sgd, Quadratic(2), torch.zeros(100, 2), **COMMON | change)
-
-
 def ac_sa(steps):
     """AC-SA as Lan (2012) writes it on θ²/2 from 1, slowly."""
     theta = aggregate = 1.0

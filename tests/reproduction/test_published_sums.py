@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from published_sums import (
     published_noise_variance,
     published_scalar_plan,
-    published_scalar_sum,
     published_vector_plan,
     published_vector_sum,
     round_budget,
@@ -20,7 +19,6 @@ from scipy.stats import binom, chisquare
 from shuffled_bits import Messages, randomize, shuffle
 
 from opacus_shuffle import ShuffleVectorSum
-from opacus_shuffle.analysis import binomial_sums
 from opacus_shuffle.analysis.binomial_sums import hockey_stick
 
 vectors = st.fixed_dictionaries(
@@ -80,6 +78,7 @@ def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
 
 
 # SCO Lemma A.1.
+@pytest.mark.zoo
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 1 / 3])
 @pytest.mark.parametrize(
     ("n", "d", "epsilon", "delta"),
@@ -115,6 +114,7 @@ def optimal_composition(epsilon_each, delta_each, rounds, epsilon):
     return -math.expm1(rounds * math.log1p(-delta_each)) + safe * spread
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("rounds", [2, 3, 10, 100, 3000])
 @pytest.mark.parametrize("delta", [0.49, 0.1, 1e-3, 1e-6, 1e-10])
 @pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 4.0, 15.0])
@@ -140,11 +140,6 @@ def test_the_printed_split_stands_where_it_is_enough():
     assert round_budget(1.0, 1e-6, 1) == (1.0, 1e-6)
 
 
-def test_rounds_with_the_same_users_are_far_below_their_budget():
-    protocol = published_vector_sum(8, 2, 1.0, 1.0, 1e-3, rounds=10)
-    assert binomial_sums.compute_epsilon([(protocol.sum_round, 10)], delta=1e-3) <= 0.1
-
-
 @pytest.mark.parametrize(
     ("d", "norm", "epsilon", "delta"), [(10, 1.0, 1.0, 1e-6), (200, 3.0, 4.0, 1e-5)]
 )
@@ -152,24 +147,6 @@ def test_the_planned_variance_is_the_protocols_limit(d, norm, epsilon, delta):
     planned = published_noise_variance(dimension=d, max_norm=norm, epsilon=epsilon, delta=delta)
     found = published_vector_sum(10_000, d, norm, epsilon, delta).variance
     assert planned * (1 - 1e-9) <= found <= planned * 1.05
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda: published_vector_sum(10, 3, 1.0, 15.01, 1e-6), "must not exceed 15 .*15.01"),
-        (lambda: published_scalar_sum(10, 1.0, 15.01, 1e-6), "must not exceed 15 .*15.01"),
-        (
-            lambda: published_vector_sum(10, 3, 1.0, 3.0, 1e-6, 0.5),
-            r"honest_fraction=0.5.*epsilon=3.0",
-        ),
-        (lambda: published_vector_sum(10, 3, 1.0, 1e-5, 1e-6), "would send"),
-        (lambda: published_vector_sum(10, 3, 1e13, 1.0, 1e-6), "grid would have"),
-    ],
-)
-def test_what_the_paper_does_not_cover_is_refused(act, message):
-    with pytest.raises(ValueError, match=message):
-        act()
 
 
 # The seeds are fixed; a right shuffler would fail for one seed in a million.
@@ -210,20 +187,22 @@ def test_shuffling_keeps_the_announced_bits_and_every_coordinates_ones(bits, use
 
 
 # SCO Definition 2.5.
+@pytest.mark.zoo
 @pytest.mark.parametrize("split", [[3, 0], [0, 3], [2, 1]])
 def test_every_arrangement_of_the_bits_is_equally_likely(split):
     reports, generator = [report([ones], bits=4) for ones in split], seeded(17)
     arrangements = {chosen: k for k, chosen in enumerate(itertools.combinations(range(8), 3))}
     counts = np.zeros(len(arrangements))
-    for _ in range(6000):
+    for _ in range(3000):
         counts[arrangements[tuple(np.flatnonzero(unpacked(shuffle(reports, generator))[0]))]] += 1
     assert chisquare(counts).pvalue > UNLIKELY
 
 
+@pytest.mark.zoo
 def test_coordinates_are_permuted_independently_of_each_other():
     reports, generator = [report([1, 1], bits=3), report([0, 0], bits=3)], seeded(5)
     table = np.zeros((6, 6))
-    for _ in range(12_000):
+    for _ in range(4000):
         bits = unpacked(shuffle(reports, generator))
         table[bits[0].argmax(), bits[1].argmax()] += 1
     assert chisquare(table.ravel()).pvalue > UNLIKELY
