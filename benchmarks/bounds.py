@@ -19,7 +19,7 @@ import warnings
 import opacus
 
 from opacus_shuffle import compute_epsilon
-from opacus_shuffle.accountants.bounds.registry import ask, entries_of
+from opacus_shuffle.accountants.bounds.registry import entries_of, evaluate_bound
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 
 SETTINGS = {
@@ -79,7 +79,7 @@ def measure(
         }
         rounds = [(MECHANISMS[mechanism](**numbers), run["steps"])]
         (entry,) = (entry for entry in entries_of(MECHANISMS[mechanism]) if entry.name == bound)
-        epsilon = ask(entry, rounds, delta=run["delta"]).epsilon
+        epsilon = evaluate_bound(entry, rounds, delta=run["delta"]).epsilon
     else:
         epsilon = compute_epsilon(mechanism, bound=bound, **run)
     seconds = time.perf_counter() - start

@@ -384,7 +384,7 @@ def test_a_round_is_not_noted_if_a_client_could_not_answer_it(train, submit):
     "failing",
     [
         "opacus_shuffle.accountants.accountant.ShuffleAccountant.record",
-        "opacus_shuffle.federated.ledger.replacing",
+        "opacus_shuffle.federated.ledger.atomic_write",
     ],
 )
 def test_a_round_that_cannot_be_accounted_on_the_disk_is_not_released_and_may_be_closed_again(
