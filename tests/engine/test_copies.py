@@ -14,7 +14,7 @@ from helpers.private_runs import MODES, Run
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-both = pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+both = pytest.mark.parametrize("name", ["gdp", "shuffled_checkin"])
 
 
 def dumped(thing):
@@ -28,13 +28,15 @@ def begin(tensor):
 
 def leaked(network, x, data):
     """What of single records is in these bytes."""
-    held = {"inputs": x[0]}
-    for name, parameter in network.named_parameters():
-        for kind in ("grad_sample", "summed_grad", "_norm_sample", "grad"):
-            held[f"{kind} of {name}"] = getattr(parameter, kind, None)
+    attributes = ("grad_sample", "summed_grad", "_norm_sample", "grad")
+    tensors = {"inputs": x[0]} | {
+        f"{attribute} of {name}": getattr(parameter, attribute, None)
+        for name, parameter in network.named_parameters()
+        for attribute in attributes
+    }
     return [
-        what
-        for what, tensor in held.items()
+        name
+        for name, tensor in tensors.items()
         if tensor is not None and tensor.any() and begin(tensor) in data
     ]
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.model_zoo import Wired
 from helpers.private_runs import Run
 from helpers.toy import here
 from torch import nn
@@ -37,17 +38,10 @@ def norm_of_sums(run):
     return math.hypot(*(float(tensor.summed_grad.norm()) for tensor in run.optimizer.params))
 
 
-class Scalar(nn.Module):
-    """Ignores its reduction."""
+class PerRecord(nn.Module):
+    """Ignores its reduction: a function of one loss per record, which may mix them."""
 
     reduction = "sum"
-
-    def forward(self, logits, labels):
-        return functional.cross_entropy(logits, labels, reduction="sum")
-
-
-class PerRecord(Scalar):
-    """One loss per record, of which a function makes what depends on the others'."""
 
     def __init__(self, function):
         super().__init__()
@@ -62,7 +56,7 @@ class PerRecord(Scalar):
 def test_losses_that_are_not_one_per_record_are_refused_before_any_backward_pass(name, shape):
     module, y, criterion = nn.Linear(5, 1), torch.ones(8, 1), nn.BCEWithLogitsLoss(reduction="sum")
     if shape == "scalar":
-        module, y, criterion = nn.Linear(5, 3), torch.ones(8).long(), Scalar()
+        module, y, criterion = nn.Linear(5, 3), torch.ones(8).long(), PerRecord(torch.sum)
     run = private(criterion, name=name, module=module, data=(1000 * torch.randn(8, 5), y))
     x, y = run.batch(3)
     out = run.model(x)
@@ -148,20 +142,13 @@ def test_losses_whose_gradients_are_not_those_of_the_rows_are_refused(way, name)
 def test_a_record_of_long_rows_whose_gradient_cancels_is_clipped(reduction):
     """Two rows near 10⁴ whose gradients nearly cancel: single precision finds a norm of 0."""
 
-    class Errors(nn.Module):
-        def forward(self, outputs, targets):
-            losses = (outputs - targets).square().mean((1, 2))
-            return losses if self.reduction == "none" else getattr(losses, self.reduction)()
-
     for seed in range(5):
         x, y = torch.zeros(8, 2, 3), torch.zeros(8, 2, 1)  # the others' gradients are 0
         x[0] = 1e4 + torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
         y[0, 0], y[0, 1] = 200.0, -200.0
         layer = nn.Linear(3, 1)
-        nn.init.zeros_(layer.weight)
-        nn.init.zeros_(layer.bias)
-        criterion = Errors()
-        criterion.reduction = reduction
+        layer.load_state_dict({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)})
+        criterion = nn.MSELoss(reduction=reduction)
         run = private(criterion, module=layer, data=(x, y), reduction=reduction)
         run.backward()
         run.optimizer.pre_step()
@@ -171,15 +158,8 @@ def test_a_record_of_long_rows_whose_gradient_cancels_is_clipped(reduction):
 def test_parameters_of_the_network_itself_are_trained_beside_its_layers():
     """As those of adapters are: Opacus computes their gradients by functorch, on a copy."""
 
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base, self.low = nn.Linear(5, 3), nn.Parameter(torch.zeros(5, 3))
-
-        def forward(self, x):
-            return self.base(x) + x @ self.low
-
-    run = private(module=Adapted()).train()
+    parts = {"base": nn.Linear(5, 3), "low": torch.zeros(5, 3)}
+    run = private(module=Wired(lambda net, x: net.base(x) + x @ net.low, **parts)).train()
     assert run.accounted == 1
     assert run.network.low.any()
 
@@ -246,16 +226,9 @@ def test_losses_of_the_same_records_add_up_and_are_clipped_as_one():
     )
 
 
-class Spare(nn.Sequential):
-    """Does not use its second layer."""
-
-    def forward(self, x):
-        return self[0](x)
-
-
 WRONG = {
     "evaluation mode": r"evaluation mode; call model.train\(\)",
-    "a parameter that takes no part": r"parameters 1.weight, 1.bias took no part",
+    "a parameter that takes no part": r"parameters spare.weight, spare.bias took no part",
     "a second pass": "no gradient per record can be had",
     "a keyword": "takes no retain_graph",
     "a gradient hook": "have gradient hooks of their own",
@@ -264,7 +237,8 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_would_not_be_clipped_is_named_before_it_is_added_up(what):
-    run = private(module=Spare(nn.Linear(5, 3), nn.Linear(5, 3)) if "no part" in what else None)
+    spare = Wired(lambda net, x: net.used(x), used=nn.Linear(5, 3), spare=nn.Linear(5, 3))
+    run = private(module=spare if "no part" in what else None)
     run.model.train(what != "evaluation mode")
     if what == "a gradient hook":
         run.optimizer.params[0].register_hook(lambda gradient: 1000 * gradient)

@@ -7,7 +7,6 @@ secret sample of fixed size reports.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 
@@ -50,15 +49,15 @@ def sums(run, *, epochs=1, physical=10**6):
     """The rows of each batch, and the sum that is released of them."""
     for _ in range(epochs):
         with run.split(physical) as batches:
-            rows, before = [], run.updates
+            rows = []
             for (x,) in batches:
                 rows.append(x)
                 run.optimizer.zero_grad()
                 run.model(x).sum().backward()
                 run.optimizer.step()
-                if run.updates > before:
+                if not run.optimizer.last_step_was_skipped:
                     yield torch.cat(rows), run.network.weight.grad[0].double()
-                    rows, before = [], run.updates
+                    rows = []
 
 
 # ---- what is released -----------------------------------------------------------------------
@@ -66,7 +65,14 @@ def sums(run, *, epochs=1, physical=10**6):
 
 @pytest.mark.parametrize(
     ("options", "physical"),
-    [({}, 10**6), ({}, 3), (SAMPLES, 10**6), (SAMPLES, 3), (ALLOCATED, 10**6), (ALLOCATED, 3)],
+    [
+        ({}, 10**6),
+        (SAMPLES, 3),
+        (ALLOCATED, 3),
+        pytest.param({}, 3, marks=pytest.mark.zoo),
+        pytest.param(SAMPLES, 10**6, marks=pytest.mark.zoo),
+        pytest.param(ALLOCATED, 10**6, marks=pytest.mark.zoo),
+    ],
 )
 def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(options, physical):
     """All 3000 coordinates are alike, so they are draws: mean and variance to five standard errors.
@@ -94,8 +100,17 @@ def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(op
     assert run.accounted == run.updates == 10
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float64, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.zoo),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.zoo),
+        pytest.param(torch.float64, False, marks=pytest.mark.zoo),
+    ],
+)
 def test_every_record_is_clipped_to_the_norm_whatever_the_precision(dtype, compiled, monkeypatch):
     """Eight records in one direction add up to 8·C, but for noise of 0.2·C in it.
 
@@ -106,35 +121,19 @@ def test_every_record_is_clipped_to_the_norm_whatever_the_precision(dtype, compi
     if compiled:
         pytest.importorskip("numba")
         monkeypatch.setattr(compilation, "WORTH_COMPILING", 0)
-    rows = torch.full((11, 403), 50.0)
+    rows = torch.full((11, 403), 50.0, dtype=dtype)
     rows[0], rows[1] = 1e30, 1.0  # a norm of twenty is clipped, too
     rows[8:, -1] = torch.tensor([math.nan, math.inf, -math.inf])
-    rows = rows.to(dtype)
     if dtype == torch.float64:
         rows[2] = 1e300
-    run = still(
-        rows, batch_size=11, sigma=None, aggregator=protocol_for(11, 403, epsilon=60.0), **SAMPLES
-    )
+    protocol = protocol_for(11, 403, epsilon=60.0)
+    run = still(rows, batch_size=11, sigma=None, aggregator=protocol, **SAMPLES)
     run.network.to(dtype)
     ((_, released),) = sums(run)
     assert run.network.weight.grad.dtype == dtype
     noise = run.optimizer.aggregator.variance**0.5
     reports = 7 if released.is_cuda and dtype != torch.float64 else 8
     assert float(released.sum()) / 403**0.5 == pytest.approx(reports, abs=5 * noise + 0.05)
-
-
-@pytest.mark.parametrize("column", range(6))
-def test_compiled_norms_leave_out_no_entry(column, monkeypatch):
-    """Two entries of 0.9 are clipped to 1/√2 each, eight times; one alone would not be clipped."""
-    pytest.importorskip("numba")
-    monkeypatch.setattr(compilation, "WORTH_COMPILING", 0)
-    rows, protocol = torch.zeros(8, 7), protocol_for(8, 7, epsilon=60.0)
-    rows[:, column : column + 2] = 0.9
-    ((_, released),) = sums(still(rows, batch_size=8, sigma=None, aggregator=protocol, **SAMPLES))
-    assert 5 * protocol.variance**0.5 < 8 * (0.9 - 0.5**0.5)
-    assert released[column : column + 2].tolist() == pytest.approx(
-        [8 * 0.5**0.5] * 2, abs=5 * protocol.variance**0.5
-    )
 
 
 def test_nothing_that_is_left_after_a_step_tells_the_noise():
@@ -178,8 +177,17 @@ def test_with_secret_coins_a_replaced_record_becomes_its_opposite_at_worst():
     assert run.engine.get_epsilon(DELTA) < epsilon
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLES, ALLOCATED])
-@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+@pytest.mark.parametrize(
+    ("options", "adjacency"),
+    [
+        ({}, "replace"),
+        (SAMPLES, "zero_out"),
+        (ALLOCATED, "zero_out"),
+        pytest.param({}, "zero_out", marks=pytest.mark.zoo),
+        pytest.param(SAMPLES, "replace", marks=pytest.mark.zoo),
+        pytest.param(ALLOCATED, "replace", marks=pytest.mark.zoo),
+    ],
+)
 def test_a_budget_is_met_and_used_up(adjacency, options):
     asked = {"bound": "certified", "adjacency": adjacency}
     budget = {"target_epsilon": 1.5, "target_delta": DELTA, "epochs": 2, **asked, **options}
@@ -200,26 +208,26 @@ def test_a_budget_is_met_and_used_up(adjacency, options):
 
 
 @pytest.mark.parametrize(
-    ("records", "left", "refusal"),
+    ("records", "present", "refusal"),
     [
-        (6, 3, None),
         (6, 2, r"num_reports|users"),
         (24, 5, r"honest_fraction is 0.5.*samples"),
     ],
 )
-def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
-    records, left, refusal
+def test_half_of_all_users_may_drop_out_where_the_protocol_allows_it_and_no_one_of_a_sample(
+    records, present, refusal
 ):
     """Of six records, half of them honest, three suffice, two do not; a sample must be complete."""
 
-    def step():
+    def step(records, present):
         asked = {"aggregator": protocol_for(6, honest_fraction=0.5), **SAMPLES}
         run = Run("shuffled_sums", records=records, batch_size=6, sigma=None, **asked)
-        run.step([part[:left] for part in run.batch()])
-        assert run.accounted == 1
+        run.step([part[:present] for part in run.batch()])
+        return run.accounted
 
-    with pytest.raises(ValueError, match=refusal) if refusal else contextlib.nullcontext():
-        step()
+    assert step(6, 3) == 1
+    with pytest.raises(ValueError, match=refusal):
+        step(records, present)
 
 
 def test_a_protocol_of_your_own_is_for_everyone_and_one_engine_has_one():
@@ -237,12 +245,3 @@ def test_a_protocol_of_your_own_is_for_everyone_and_one_engine_has_one():
         ValueError, match=r"with granularity=.*honest_fraction=0\.5, this accountant of one with"
     ):
         Run("shuffled_sums", sigma=None, aggregator=other).load(file)
-
-
-@pytest.mark.parametrize("mode", ["functorch", "ghost"])
-@pytest.mark.parametrize("change", [{"max_grad_norm": 2.0}, {"noise_multiplier": 100.0}], ids=str)
-def test_a_norm_or_a_multiplier_that_changes_after_make_private_is_refused(change, mode):
-    run = Run("shuffled_sums", mode, **SAMPLES).train()
-    vars(run.optimizer).update(change)
-    with run.refused(r"max_norm|noise_multiplier", goes_on=False):
-        run.step()

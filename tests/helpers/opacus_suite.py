@@ -7,9 +7,11 @@ little of torchvision that those files use is made here: ``FakeData``, ``Compose
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ import opacus
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,94 +43,45 @@ def pytest_configure(config: pytest.Config) -> None:
         opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = Engine
 
 
-class densenet121(nn.Module):
-    """A network with batch norm whose last layer may be replaced."""
-
-    def __init__(self, weights: None = None) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
-        )
-        self.classifier: nn.Module = nn.Linear(8, 1000)
-
-
-class FakeData(Dataset):
-    """Random pictures with labels, the same at every look."""
-
-    def __init__(
-        self,
-        size: int,
-        image_size: tuple[int, ...],
-        num_classes: int,
-        transform: Callable[[Any], Any],
-    ) -> None:
-        self.size, self.image_size, self.num_classes, self.transform = (
-            size,
-            image_size,
-            num_classes,
-            transform,
-        )
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        draws = torch.Generator().manual_seed(index)
-        # What a picture keeps of normal numbers: bytes, read as numbers in [0, 1].
-        picture = (torch.randn(self.image_size, generator=draws) * 255).to(
-            torch.uint8
-        ).float() / 255
-        return self.transform(picture), int(torch.randint(self.num_classes, (), generator=draws))
+def _pictures(
+    size: int,
+    image_size: tuple[int, ...],
+    num_classes: int,
+    transform: Callable[[torch.Tensor], torch.Tensor],
+) -> TensorDataset:
+    """Random pictures of bytes, as numbers in [0, 1], with labels: in the place of FakeData."""
+    draws = torch.Generator().manual_seed(0)
+    pictures = torch.randint(256, (size, *image_size), generator=draws) / 255
+    return TensorDataset(transform(pictures), torch.randint(num_classes, (size,), generator=draws))
 
 
-class ToTensor:
-    """It is one already."""
-
-    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
-        return picture
-
-
-class Normalize:
+def _normalize(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[..., torch.Tensor]:
     """Takes off the mean and divides by the standard deviation."""
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self.mean, self.std = (torch.tensor(numbers)[:, None, None] for numbers in (mean, std))
-
-    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
-        return (picture - self.mean) / self.std
+    center, scale = (torch.tensor(numbers)[:, None, None] for numbers in (mean, std))
+    return lambda pictures: (pictures - center) / scale
 
 
-class Compose:
+def _compose(steps: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     """One after another."""
-
-    def __init__(self, steps: list[Callable[[Any], Any]]) -> None:
-        self.steps = steps
-
-    def __call__(self, picture: Any) -> Any:
-        for step in self.steps:
-            picture = step(picture)
-        return picture
+    return lambda pictures: functools.reduce(lambda result, step: step(result), steps, pictures)
 
 
-def resnet18() -> nn.Module:
+def _network(weights: None = None) -> nn.Module:
     """A network that Opacus refuses for its batch norm, and trains once that is replaced."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 1000),
-    )
+    layers = [nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(OrderedDict(features=features, classifier=nn.Linear(8, 1000)))
 
 
 def _install_stub() -> None:
     parts = {
-        "datasets": {"FakeData": FakeData},
-        "transforms": {"Compose": Compose, "ToTensor": ToTensor, "Normalize": Normalize},
-        "models": {"resnet18": resnet18, "densenet121": densenet121},
+        "datasets": {"FakeData": _pictures},
+        "transforms": {
+            "Compose": _compose,
+            "ToTensor": lambda: lambda picture: picture,
+            "Normalize": _normalize,
+        },
+        "models": {"resnet18": _network, "densenet121": _network},
     }
     package = types.ModuleType("torchvision")
     package.__path__ = []

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers import toy as small_runs
+from helpers.model_zoo import Wired
 from helpers.private_runs import Run
 from opacus_shuffle import PermutationSpec, WeightShuffling, find_permutations, prepare_model
 
@@ -36,69 +37,59 @@ gradients), 10 times with momentum; some ten steps leave it below 1e-12.
 # ----------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """Self-attention of plain linear layers."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        return self.out(
-            nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        )
+def attend(net: Wired, x: torch.Tensor) -> torch.Tensor:
+    """Self-attention of plain linear layers, with two heads."""
+    query, key, value = (
+        layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (net.query, net.key, net.value)
+    )
+    mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+    return net.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Encoder(nn.Module):
+def encode(net: Wired, x: torch.Tensor) -> torch.Tensor:
     """One block of a transformer on sequences of feature vectors, and a head on their mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.attention = nn.Linear(5, 8), Attention(8, 2)
-        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        x = x + self.attention(self.first(x))
-        x = x + self.down(torch.nn.functional.gelu(self.up(self.second(x))))
-        return self.head(x.mean(1))
+    x = net.embed(x)
+    x = x + net.attention(net.first(x))
+    return net.head((x + net.block(net.second(x))).mean(1))
 
 
-class LowRank(nn.Module):
-    """A frozen layer with a trainable correction of low rank."""
-
-    def __init__(self, features_in: int, features_out: int, rank: int = 4) -> None:
-        super().__init__()
-        self.base = nn.Linear(features_in, features_out).requires_grad_(False)
-        self.down, self.up = (
-            nn.Linear(features_in, rank, bias=False),
-            nn.Linear(rank, features_out, bias=False),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Buffered(nn.Module):
+def scale_units(net: Wired, x: torch.Tensor) -> torch.Tensor:
     """One layer under two names, and units with a buffer that each pass assigns anew."""
+    scale = net.scale.clone()
+    if net.training and len(x):
+        net.scale = 0.9 * net.scale + 0.1 * net.one.weight.detach().abs().mean(1)
+    return net.out(net.again(net.middle(torch.tanh(net.one(x) * scale))))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.out = nn.Linear(5, 16), nn.Linear(16, 3)
-        self.middle = self.again = nn.Linear(16, 16)
-        self.register_buffer("scale", torch.rand(16))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = self.scale.clone()
-        if self.training and len(x):
-            self.scale = 0.9 * self.scale + 0.1 * self.one.weight.detach().abs().mean(1)
-        return self.out(self.again(self.middle(torch.tanh(self.one(x) * scale))))
+def encoder() -> nn.Module:
+    projections = {name: nn.Linear(8, 8) for name in ("query", "key", "value", "out")}
+    return Wired(
+        encode,
+        embed=nn.Linear(5, 8),
+        attention=Wired(attend, **projections),
+        first=nn.LayerNorm(8),
+        second=nn.LayerNorm(8),
+        block=nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)),
+        head=nn.Linear(8, 3),
+    )
+
+
+def adapter(features_in: int, features_out: int) -> nn.Module:
+    """A frozen layer with a trainable correction of low rank."""
+    return Wired(
+        lambda net, x: net.base(x) + net.up(net.down(x)),
+        base=nn.Linear(features_in, features_out).requires_grad_(False),
+        down=nn.Linear(features_in, 4, bias=False),
+        up=nn.Linear(4, features_out, bias=False),
+    )
+
+
+def buffered() -> nn.Module:
+    middle = nn.Linear(16, 16)
+    layers = {"one": nn.Linear(5, 16), "middle": middle, "again": middle, "out": nn.Linear(16, 3)}
+    network = Wired(scale_units, **layers)
+    network.register_buffer("scale", torch.rand(16))
+    return network
 
 
 def mlp() -> nn.Module:
@@ -118,7 +109,7 @@ def conv() -> nn.Module:
 
 
 def low_rank() -> nn.Module:
-    return nn.Sequential(LowRank(5, 12), nn.Tanh(), LowRank(12, 10), nn.Tanh(), LowRank(10, 3))
+    return nn.Sequential(adapter(5, 12), nn.Tanh(), adapter(12, 10), nn.Tanh(), adapter(10, 3))
 
 
 def gpt2() -> nn.Module:
@@ -133,10 +124,10 @@ def gpt2() -> nn.Module:
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "conv": conv,
-    "encoder": Encoder,
+    "encoder": encoder,
     "gpt2": gpt2,
     "low rank": low_rank,
-    "buffered": Buffered,
+    "buffered": buffered,
 }
 
 
