@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-import warnings
 
 import pytest
 import torch
@@ -95,19 +95,19 @@ def test_a_noise_is_told_that_no_bound_or_no_step_of_it_makes_good():
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
-def test_reports_whose_own_noise_makes_one_step_cost_more_than_ten_are_warned_of(name):
-    for sigma in (0.1, 0.3, 0.6, 1.0, 3.0):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run = Run(name, sigma=sigma, **LOCAL)
-        texts = [str(warning.message) for warning in caught]
-        said = [text for text in texts if "is the noise of each report" in text]
-        spent = compute_epsilon(run.engine.accountant.planned, steps=1, delta=DELTA)
-        assert len(said) == (spent > 10)
-        for sentence in said:
-            assert f"noise_multiplier={sigma:g} with local_noise=True" in sentence
-            assert float(re.search(r"epsilon = ([0-9.]+)", sentence)[1]) >= spent
-            assert "accountant='shuffled_sums'" in sentence  # what to do
+@pytest.mark.parametrize("sigma", [0.1, 0.6, 1.0, 3.0])
+def test_reports_whose_own_noise_makes_one_step_cost_more_than_ten_are_warned_of(
+    name, sigma, recwarn
+):
+    run = Run(name, sigma=sigma, **LOCAL)
+    texts = [str(warning.message) for warning in recwarn]
+    said = [text for text in texts if "is the noise of each report" in text]
+    spent = compute_epsilon(run.engine.accountant.planned, steps=1, delta=DELTA)
+    assert len(said) == (spent > 10)
+    for sentence in said:
+        assert f"noise_multiplier={sigma:g} with local_noise=True" in sentence
+        assert float(re.search(r"epsilon = ([0-9.]+)", sentence)[1]) >= spent
+        assert "accountant='shuffled_sums'" in sentence  # what to do
 
 
 def test_noise_of_the_sum_that_was_likely_meant_for_each_report_is_warned_of():
@@ -115,35 +115,28 @@ def test_noise_of_the_sum_that_was_likely_meant_for_each_report_is_warned_of():
         Run("shuffled_checkin", sigma=0.3)
 
 
-@pytest.mark.parametrize("name", ["shuffled_checkin", "shuffled_sums", "random_allocation", "prv"])
-def test_the_first_step_beyond_a_budget_s_epochs_is_warned_of_and_no_other(name):
+@pytest.mark.parametrize("name", ["shuffled_checkin", "shuffled_sums", "random_allocation", "gdp"])
+def test_the_first_step_beyond_a_budget_s_epochs_is_warned_of_and_no_other(name, recwarn):
     budget = {"target_epsilon": 8.0, "target_delta": DELTA, "epochs": 1}
     run = Run(name, sigma=None, **budget, **OURS.get(name, {}))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.train()
-        assert "target_epsilon is no longer guaranteed" not in str([one.message for one in caught])
-        run.train().train()
-    said = [one for one in caught if "target_epsilon is no longer guaranteed" in str(one.message)]
-    assert len(said) == 1
-    assert "make_private_with_epsilon calibrated the noise for 4 steps" in str(said[0].message)
+    run.train()
+    assert "target_epsilon is no longer guaranteed" not in str([*map(str, recwarn)])
+    run.train().train()
+    (said,) = [one for one in map(str, recwarn) if "no longer guaranteed" in one]
+    assert "make_private_with_epsilon calibrated the noise for 4 steps" in said
 
 
-@pytest.mark.parametrize("name", ["shuffled_checkin", "prv"])
+@pytest.mark.parametrize("name", ["shuffled_checkin", "gdp"])
 @pytest.mark.parametrize("target", [0.01, 8.0])
-def test_noise_for_a_budget_in_which_nothing_can_be_learned_is_warned_of(name, target):
+def test_noise_for_a_budget_in_which_nothing_can_be_learned_is_warned_of(name, target, recwarn):
     budget = {"target_epsilon": target, "target_delta": 0.01 * DELTA}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Run(name, sigma=None, epochs=1, **budget)
-        compute_noise_multiplier(
-            "shuffled_checkin", steps=4, **NUMBERS["shuffled_checkin"], **budget
-        )
-    said = [one for one in caught if "nothing can be learned" in str(one.message)]
+    Run(name, sigma=None, epochs=1, **budget)
+    compute_noise_multiplier("shuffled_checkin", steps=4, **NUMBERS["shuffled_checkin"], **budget)
+    said = [one for one in recwarn if "nothing can be learned" in str(one.message)]
     assert len(said) == 2 * (target < 1)
 
 
-@pytest.mark.parametrize("name", ["shuffled_checkin", "prv"])
+@pytest.mark.parametrize("name", ["shuffled_checkin", "gdp"])
 def test_a_delta_that_allows_to_publish_a_record_is_warned_of(name):
     run = Run(name).train()
     with pytest.warns(PrivacyAssumptionWarning, match=r"delta = 0.05 is above 1/n = 0.0417"):
@@ -192,10 +185,8 @@ def test_no_accountant_takes_the_place_of_the_one_that_steps_are_recorded_by(nam
     own = run.engine.accountant
     if trained:
         run.train()
-    for other in (type(own)(*(() if name == "rdp" else [own.mechanism_class])), None):
-        with pytest.raises(
-            ValueError, match=r"accountant cannot be replaced after make_private, got a "
-        ):
+    for other in (copy.deepcopy(own), None):
+        with pytest.raises(ValueError, match="accountant cannot be replaced after make_private"):
             run.engine.accountant = other
     run.engine.accountant = own
     assert run.train().accounted == (1 + trained) * 4
