@@ -168,6 +168,7 @@ def test_what_the_steps_and_the_composition_take_of_delta_add_up_to_it(delta_spl
     epsilon = advanced_composition.compute_epsilon(
         [(step, rate, count)], delta=delta, delta_split=delta_split
     )
+    assert count * rate * shares[-1] == pytest.approx(delta_split * delta, rel=1e-12)
     slack = math.exp(-((epsilon / small - count * small / 2) ** 2) / (2 * count))
     assert count * rate * shares[-1] + slack == pytest.approx(delta, rel=1e-9)
 

@@ -15,12 +15,12 @@ import math
 
 import numpy as np
 import pytest
-from helpers.hockey_sticks import hockey_stick as stick_of
+from helpers.binomial_enumeration import both_ways
+from helpers.hockey_sticks import hockey_stick
 from helpers.shuffled_reports import (
     ROUNDING,
     SAMPLINGS,
     cell_masses,
-    hockey_stick,
     merged_cells,
     one_round,
     shuffled_cells,
@@ -68,7 +68,7 @@ def test_few_clones_are_not_thrown_away(sampling, adjacency):
 def assert_certified(moved, still, rounds, *, adjacency="zero_out", deltas=DELTAS, clones):
     for delta in deltas:
         epsilon = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
-        assert hockey_stick(moved, still, epsilon) <= delta + ROUNDING, (rounds, delta, epsilon)
+        assert both_ways([(moved, still)], epsilon) <= delta + ROUNDING, (rounds, delta, epsilon)
 
 
 def other_records(users):
@@ -289,7 +289,7 @@ def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
     # Both are below the truth. 400 cells are 0.043 σ wide: they hide a share of the order 0.043² of
     # what there is to see.
     attacked = attack(epsilon, sigma=sigma, users=2, others=others, rate=rate, sampling=sampling)
-    assert attacked == pytest.approx(hockey_stick(moved, still, epsilon), rel=0.043**2)
+    assert attacked == pytest.approx(both_ways([(moved, still)], epsilon), rel=0.043**2)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -341,7 +341,7 @@ def test_opposite_reports_among_zeros_are_enclosed_by_the_attack(users, sigma):
         # A chord over d standard deviations adds d²/6 of the variance, log₂ n times; that is t² + 1
         # times as much of δ at t standard deviations. The curve's own chords add d²/8.
         most = math.exp((multiple**2 + 1) * 0.06**2 * (math.log2(users) / 6 + 1 / 8))
-        assert shown - ROUNDING <= stick_of(replaced, epsilon) <= shown * most + ROUNDING
+        assert shown - ROUNDING <= hockey_stick(replaced, epsilon) <= shown * most + ROUNDING
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from helpers.accountants import compute_baseline
 from helpers.binomial_enumeration import binomial_distribution
+from helpers.report_ratios import Exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
-from scipy.optimize import brentq
 from scipy.stats import norm
 
 from opacus_shuffle import (
@@ -39,76 +38,25 @@ SETTINGS = [
     *((0.5, 1e-3), (3.0, 0.02)),
     *(pytest.param(*one, marks=pytest.mark.zoo) for one in [(1.0, 1e-5), (1.0, 0.05), (3.0, 1e-6)]),
 ]
-DIRECTIONS = ("moved against zero", "zero against moved")
-
-
-def call(strike, sigma):
-    """E(X − strike)₊ for X log-normal of mean one and log-variance 1/σ² (Black and Scholes)."""
-    if strike <= 0:
-        return 1 - strike
-    far = (-math.log(strike) + 0.5 / sigma**2) * sigma
-    return norm.cdf(far) - strike * norm.cdf(far - 1 / sigma)
-
-
-def ratio(z, sigma):
-    return math.exp(z / sigma - 0.5 / sigma**2)
-
-
-def integral(function):
-    """The mean of a function of a standard normal number; the integrand is a density beyond ±12."""
-    points = {"points": np.linspace(-10, 10, 41), "limit": 400, "epsabs": 1e-13, "epsrel": 1e-9}
-    return quad(lambda z: function(z) * norm.pdf(z), -12, 12, **points)[0]
-
-
-def two_batches(epsilon, sigma, direction):
-    """The hockey stick at t = 2, exactly."""
-    tau = math.exp(epsilon)
-
-    def given_the_first(z):
-        if direction == DIRECTIONS[0]:
-            return call(2 * tau - ratio(z, sigma), sigma) / 2
-        # (1 − τR)₊, as (s − X)₊ = (X − s)₊ − 1 + s
-        strike = 2 / tau - ratio(z, sigma)
-        return tau / 2 * (call(strike, sigma) - 1 + strike)
-
-    return integral(given_the_first)
-
-
-def two_batches_replaced(epsilon, sigma):
-    """The hockey stick at t = 2 of a record that becomes its opposite, exactly."""
-    tau = math.exp(epsilon)
-
-    def difference(z):
-        return ratio(z, sigma) - tau * ratio(-z, sigma)
-
-    def given_the_first(first):
-        known = difference(first)
-        root = brentq(lambda z: known + difference(z), -150 * sigma, 150 * sigma)
-        above = norm.cdf(1 / sigma - root) - tau * norm.cdf(-1 / sigma - root)
-        return known * norm.cdf(-root) + above
-
-    return integral(given_the_first) / 2
-
-
-def largest(epsilon, sigma):
-    return max(two_batches(epsilon, sigma, direction) for direction in DIRECTIONS)
 
 
 @pytest.mark.parametrize(("sigma", "delta"), SETTINGS)
 def test_two_batches_cost_what_the_double_integral_says(sigma, delta):
     lower, upper = zero_out_epsilon([(epoch(sigma, 2), 1)], delta=delta)
-    assert largest(upper, sigma) <= delta * (1 + 1e-6)
-    assert lower == 0 or largest(lower, sigma) >= delta * (1 - 1e-6)
+    exact = Exact("gaussian", sigma, 1.0, (0.0, 1.0))  # the mean of two batches' ratios
+    assert exact.zeroed(math.exp(upper)) <= delta * (1 + 1e-6)
+    assert lower == 0 or exact.zeroed(math.exp(lower)) >= delta * (1 - 1e-6)
     assert upper - lower <= 0.005 * upper
     asked = {"noise_multiplier": sigma, "num_batches": 2, "delta": delta}
     for steps in (1, 2):  # an epoch that was begun counts in full
         assert compute_epsilon("random_allocation", steps=steps, **asked) == upper
         replaced = compute_epsilon("random_allocation", adjacency="replace", steps=steps, **asked)
-        assert two_batches_replaced(replaced, sigma) <= delta * (1 + 1e-6)
-        assert replaced > 10 or two_batches_replaced(0.97 * replaced, sigma) > delta
+        assert exact.replaced(math.exp(replaced)) <= delta * (1 + 1e-6)
+        assert replaced > 10 or exact.replaced(math.exp(0.97 * replaced)) > delta
 
 
-@pytest.mark.parametrize("sigma", [0.15, pytest.param(0.02, marks=pytest.mark.zoo)])
+@pytest.mark.zoo
+@pytest.mark.parametrize("sigma", [0.15, 0.02])
 def test_next_to_no_noise_costs_what_it_costs_unsampled(sigma):
     for epochs in ([(epoch(sigma, 3), 1)], [(epoch(sigma, 2), 1), (epoch(1.0, 3), 2)]):
         assert 10 < replacement_epsilon(epochs, delta=1e-5) < math.inf

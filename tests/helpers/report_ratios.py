@@ -1,6 +1,6 @@
 """Likelihood ratios of one report, and integrals over normal numbers: no part of the library."""
 
-from __future__ import annotations
+import functools
 
 import numpy as np
 from scipy.optimize import brentq
@@ -107,3 +107,57 @@ def call(ratio, strike):
     """E(X − strike)₊, of an array of strikes."""
     edge = ratio.place(np.maximum(strike, 1e-300))
     return np.where(strike > 0, ratio.above(edge) - strike * norm.sf(edge), 1 - strike)
+
+
+class Exact:
+    """Hockey sticks of R = 1 − q + q·(mean of one or two copies of X), exactly.
+
+    ``weights`` are the probabilities of one copy and of two, which the adversary sees.
+    """
+
+    def __init__(self, report, sigma, rate, weights):
+        self.ratio, self.rate, self.weights = RATIOS[report](sigma), rate, weights
+        self.kinks = [getattr(self.ratio, "threshold", 0.0), -getattr(self.ratio, "threshold", 0.0)]
+        # A step is between two neighbours among all floating-point numbers.
+        edges = np.array(self.kinks)
+        self.z = np.union1d(np.linspace(-FAR, FAR, 20_001), [*edges, *np.nextafter(edges, -FAR)])
+
+    def mixed(self, stick):
+        """The mean of hockey sticks given the number of copies."""
+        return sum(weight * stick(n) for n, weight in enumerate(self.weights, 1) if weight)
+
+    def moved(self, tau, reports):
+        """E(R − τ)₊, R = 1 − q + q·(mean of copies of X)."""
+        strike = reports * (1 + (tau - 1) / self.rate)
+        if reports == 1:
+            return self.rate * float(call(self.ratio, strike))
+        return self.rate / 2 * self.mean(lambda z: call(self.ratio, strike - self.ratio(z)))
+
+    def mean(self, function):
+        return integral(function, high=20.0, kinks=self.kinks)
+
+    def zeroed(self, tau):
+        """The larger of both directions; E(1 − τR)₊ = τE(R − 1/τ)₊ + 1 − τ, as E R = 1."""
+        forward = self.mixed(functools.partial(self.moved, tau))
+        return max(forward, tau * self.mixed(functools.partial(self.moved, 1 / tau)) + 1 - tau)
+
+    def replaced(self, tau):
+        """E((1 − q)(1 − τ) + q·(mean of copies of X(z) − τX(−z)))₊."""
+        change = self.ratio(self.z) - tau * self.ratio(-self.z)  # which grows with z
+
+        def beyond(known):
+            """E(known + X(z) − τX(−z))₊; being off at its root costs a square of that."""
+            root = np.interp(-np.asarray(known), change, self.z)
+            gained = self.ratio.above(root) - tau * (1 - self.ratio.above(-root))
+            return known * norm.sf(root) + gained
+
+        def stick(reports):
+            constant = reports * (1 - self.rate) / self.rate * (1 - tau)
+            if reports == 1:
+                return self.rate * float(beyond(constant))
+            return self.rate / 2 * self.mean(lambda z: beyond(constant + self.change(z, tau)))
+
+        return self.mixed(stick)
+
+    def change(self, z, tau):
+        return self.ratio(z) - tau * self.ratio(-z)

@@ -81,11 +81,3 @@ def merged_cells(moved, still, count=300):
     filled = np.cumsum((moved + still)[order]) / 2
     places = np.minimum((count * filled).astype(int), count - 1)
     return [np.bincount(places, masses[order], count) for masses in (moved, still)]
-
-
-def hockey_stick(moved, still, epsilon):
-    """The larger direction of δ(ε)."""
-    scale = math.exp(epsilon)
-    return max(
-        float(np.maximum(a - scale * b, 0.0).sum()) for a, b in ((moved, still), (still, moved))
-    )
