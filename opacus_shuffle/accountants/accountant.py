@@ -31,6 +31,7 @@ from opacus_shuffle.accountants.history import (
     append_rounds,
     check_load,
     number_of_rounds,
+    read_history,
     rewound_sentence,
 )
 from opacus_shuffle.accountants.mechanisms import Mechanism
@@ -225,19 +226,9 @@ class ShuffleAccountant(IAccountant):
 
     @history.setter
     def history(self, triples: Iterable[tuple[float, float, int]]) -> None:
-        try:
-            read = [(sigma, rate, steps) for sigma, rate, steps in triples]
-        except (TypeError, ValueError):
-            raise ValueError(
-                "history must be a list of (noise_multiplier, sample_rate, steps) triples, got "
-                f"{triples!r}"
-            ) from None
         entries: list[tuple[Mechanism | Step, int]] = [
-            (
-                (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate)),
-                integer("steps", steps),
-            )
-            for sigma, rate, steps in read
+            ((noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate)), steps)
+            for (sigma, rate), steps in read_history(triples)
         ]
         # Steps that were set as a history, as Opacus's calibration does, did not run.
         self.rewound += sum(steps for entry, steps in self._entries if isinstance(entry, Mechanism))

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from opacus_shuffle.core.validation import finite_number, integer
+
 Entry = TypeVar("Entry")
 
 
@@ -40,6 +42,32 @@ def first_rounds(history: Iterable[tuple[Entry, int]], rounds: int) -> list[tupl
             append_rounds(first, entry, taken)
         rounds -= steps
     return first
+
+
+def read_history(triples: Any) -> list[tuple[tuple[float, float], int]]:
+    """Reads a history of Opacus: each noise multiplier and sample rate with its number of steps.
+
+    Args:
+        triples: Opacus's list of (noise multiplier, sample rate, steps).
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    try:
+        steps = [(noise, rate, count) for noise, rate, count in triples]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "history must be a list of (noise_multiplier, sample_rate, steps) triples, got "
+            f"{triples!r}"
+        ) from None
+    history: list[tuple[tuple[float, float], int]] = []
+    for noise, rate, count in steps:
+        step = (
+            finite_number("noise_multiplier in history", noise),
+            finite_number("sample_rate in history", rate),
+        )
+        append_rounds(history, step, integer("steps in history", count))
+    return history
 
 
 def check_load(accounted: int, *, allow_rewind: bool) -> None:

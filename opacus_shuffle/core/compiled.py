@@ -20,17 +20,14 @@ def worth_compiling(numbers: int) -> bool:
 
 
 @functools.cache
-def jitted(function: Callable[..., Any], *, reorders: bool = False) -> Callable[..., Any] | None:
+def jitted(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Returns the function, compiled on its first call; None without Numba.
 
     Args:
         function: A function of arrays and numbers, with loops, that Numba supports.
-        reorders: Whether floating-point sums may be taken in any order, which lets the processor
-            add several numbers at once. Infinities and NaN are still propagated.
     """
     try:
         import numba
     except ImportError:
         return None
-    compiler: Callable[..., Any] = numba.njit(fastmath={"reassoc"} if reorders else False)
-    return compiler(function)
+    return numba.njit(function)  # type: ignore[no-any-return]

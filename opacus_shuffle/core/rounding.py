@@ -1,9 +1,7 @@
-"""Numbers as text or in single precision, rounded up (or down where the name says so).
+"""Numbers as text, rounded up (or down where the name says so).
 
 >>> round_up(0.00140628), round_up(634.201), round_up(123456.1), round_up(0.0), round_up(1.2345e28)
 ('0.001407', '634.3', '123457', '0', '1.235E+28')
->>> up_to_single(0.7), up_to_single(0.5)
-(0.7000000476837158, 0.5)
 >>> plural(1, "round"), plural(2000, "round")
 ('1 round', '2,000 rounds')
 """
@@ -11,8 +9,6 @@
 from __future__ import annotations
 
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
-
-import numpy as np
 
 
 def round_up(value: float, digits: int = 4) -> str:
@@ -37,10 +33,3 @@ def round_down(value: float, digits: int = 4) -> str:
 def plural(count: int, noun: str) -> str:
     """Returns a count with its noun, in the singular or plural."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def up_to_single(value: float) -> float:
-    """Returns the smallest single-precision number that is not below; for loggers."""
-    nearest = np.float32(value)
-    # Compare in double precision; NumPy would use single precision.
-    return float(nearest if float(nearest) >= value else np.nextafter(nearest, np.float32(np.inf)))

@@ -5,7 +5,7 @@ loaded into an engine that has accounted nothing yet; an engine that holds round
 ``allow_rewind=True`` says that nobody saw a result of these rounds.
 
 Weights that are loaded into a private network without their account raise a warning. The state
-dicts of a private network contain a mark for this purpose: a random name of the network's run and
+dicts of a private network contain a mark for this purpose: a random name of the engine's run and
 how many rounds were accounted. Weights whose marks this engine accounts for raise no warning: those
 of its own run, and those of the run whose checkpoint it has loaded.
 """
@@ -20,7 +20,7 @@ import secrets
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import opacus
@@ -30,20 +30,17 @@ from torch import nn
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, ShuffleAccountant
 from opacus_shuffle.accountants.accountant import names_in
 from opacus_shuffle.accountants.history import (
-    append_rounds,
     check_load,
     first_rounds,
     number_of_rounds,
+    read_history,
 )
 from opacus_shuffle.core.atomic_file import atomic_write
 from opacus_shuffle.core.plain_values import plain
-from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer
+from opacus_shuffle.core.validation import boolean, instance_of, integer
 from opacus_shuffle.engine.raw_gradients import private_optimizers
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.networks.running import rolled_back_if_refused, unwrap
-
-Entries = tuple[tuple[tuple[float, float], int], ...]
-"""(noise multiplier, sample rate) pairs of an Opacus accountant with their numbers of steps."""
 
 _MARK = "opacus_shuffle"
 _SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
@@ -78,7 +75,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
     loaded_runs: Mapping[str, int] = types.MappingProxyType({})
     """How many rounds of earlier runs a loaded checkpoint accounts for, by the runs' names."""
     # Of Opacus's own accountants: the history when it was last checked, and the replaced rounds.
-    _checked_history: Entries = ()
+    _checked_history: Sequence[tuple[tuple[float, float], int]] = ()
     _replaced_rounds: int = 0
 
     def save_checkpoint(  # type: ignore[override]
@@ -216,14 +213,15 @@ class CheckpointMixin(opacus.PrivacyEngine):
         parts = dict(zip(_STATES, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True))
         with rolled_back_if_refused(module, *parts.values(), self.shuffler, self.accountant):
             accountant = copy.deepcopy(self.accountant)
-            entries: Entries = ()
+            history = self._checked_history
             if isinstance(accountant, ShuffleAccountant):
                 accountant.load_state_dict(saved[_ROUNDS], allow_rewind=allow_rewind)
             else:
-                rewound += (accounted := number_of_rounds(self._check_history()))
+                self._check_history()
+                accounted = number_of_rounds(self._checked_history)
                 check_load(accounted, allow_rewind=allow_rewind)
                 accountant.load_state_dict(copy.deepcopy(saved[_ROUNDS]))
-                entries = _entries_of(accountant.history)
+                rewound, history = rewound + accounted, read_history(accountant.history)
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.load_state_dict(saved[_SHUFFLER])
             # The account comes before the weights, in case of an interrupt.
@@ -243,7 +241,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
                     )
             for private in private_optimizers(module):
                 private.forget_batch()
-        self._replaced_rounds, self._checked_history = self._replaced_rounds + rewound, entries
+        self._replaced_rounds, self._checked_history = self._replaced_rounds + rewound, history
         self.loaded_runs = {**self.loaded_runs, **runs}
         owner = self.report_owner
         owner.predictable = tuple(dict.fromkeys((*owner.predictable, *predictable)))
@@ -287,53 +285,33 @@ class CheckpointMixin(opacus.PrivacyEngine):
         self._check_history()
         return self._replaced_rounds
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Records a round with an Opacus accountant in this block; an error restores the history.
+    def record_step(self, **step: float) -> None:
+        """Records a step with an Opacus accountant; if that fails, the history is as before.
 
         Opacus's accountants remove the last entry before they check whether they can extend it.
+
+        Args:
+            **step: The noise multiplier and the sample rate.
         """
-        # Before it grows: a shortened history would be as long again after some rounds.
+        # Before the history grows: a shortened one would be as long again after some rounds.
         self._check_history()
         before = list(self.accountant.history)
         try:
-            yield
+            self.accountant.step(**step)
         except BaseException:
             self.accountant.history = before
             raise
         self._check_history()
 
-    def _check_history(self) -> Entries:
+    def _check_history(self) -> None:
         """Counts the rounds of an Opacus accountant as replaced if its history was replaced.
 
         Opacus's accountants can be loaded and their histories set without the engine's notice.
-
-        Returns:
-            The history.
         """
-        entries = _entries_of(self.accountant.history)
-        checked = self._checked_history
-        if tuple(first_rounds(entries, number_of_rounds(checked))) != checked:
+        history, checked = read_history(self.accountant.history), list(self._checked_history)
+        if first_rounds(history, number_of_rounds(checked)) != checked:
             self._replaced_rounds += number_of_rounds(checked)
-        self._checked_history = entries
-        return entries
-
-
-def _entries_of(history: Any) -> Entries:
-    """Reads Opacus's (noise, rate, steps) triples as entries with their numbers of steps.
-
-    Raises:
-        ValueError: If they are no such triples.
-    """
-    entries: list[tuple[tuple[float, float], int]] = []
-    for triple in history if isinstance(history, list | tuple) else [history]:
-        if not isinstance(triple, list | tuple) or len(triple) != 3:
-            raise ValueError(
-                f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}"
-            )
-        noise, rate = (finite_number(f"{value!r} in history", value) for value in triple[:2])
-        append_rounds(entries, (noise, rate), integer("steps in history", triple[2]))
-    return tuple(entries)
+        self._checked_history = history
 
 
 def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
@@ -391,10 +369,11 @@ def _account_facts(
     )
 
 
-_RUNS: weakref.WeakKeyDictionary[nn.Module, tuple[Callable[[], Any], str]]
-_RUNS = weakref.WeakKeyDictionary()
-"""The engine and the random name of each private network's run. Copies of networks are not in it.
-"""
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""A weak reference to the engine of each private network. Copies of networks are not in it."""
+
+_RUNS: weakref.WeakKeyDictionary[CheckpointMixin, str] = weakref.WeakKeyDictionary()
+"""The random name of each engine's run. Copies of engines get names of their own."""
 
 
 def warn_on_unaccounted_weights(network: nn.Module, engine: CheckpointMixin) -> None:
@@ -407,18 +386,15 @@ def warn_on_unaccounted_weights(network: nn.Module, engine: CheckpointMixin) -> 
     if _mark not in network._state_dict_hooks.values():
         network.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
         network.register_load_state_dict_pre_hook(_warn_before_load)  # type: ignore[no-untyped-call]
-    earlier, name = _RUNS.get(network, (lambda: None, ""))
-    if earlier() is not engine:
-        name = secrets.token_hex(16)
-    _RUNS[network] = weakref.ref(engine), name
+    _ENGINES[network] = weakref.ref(engine)
 
 
 def _accounted(network: nn.Module) -> dict[str, int] | None:
     """Returns how many rounds the network's engine has accounted, by run; None without one."""
-    reference, name = _RUNS.get(network, (lambda: None, ""))
-    engine = reference()
+    engine = _ENGINES.get(network, lambda: None)()
     if engine is None:
         return None
+    name = _RUNS.setdefault(engine, secrets.token_hex(16))
     rounds = sum(steps for *_, steps in engine.accountant.history)
     # After a fork both processes go on from the same rounds, and release different ones.
     return {**engine.loaded_runs, f"{name}-{os.getpid()}": rounds}

@@ -81,7 +81,8 @@ class FlatClipping(Clipping):
         samples = optimizer.grad_samples
         half = any(tensor.dtype in HALF for tensor in (*parameters, *samples))
         rows = [sample.reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
-        norms = _on_one_device([(row.float() if half else row).norm(2, dim=-1) for row in rows])
+        # make_private refuses parameters on several devices.
+        norms = torch.stack([(row.float() if half else row).norm(2, dim=-1) for row in rows], dim=1)
         finite = torch.isfinite(norms).all(dim=1)
         all_finite = bool(finite.all())
         factors = self.factors(optimizer, norms, MARGIN if half else 1.0)
@@ -89,11 +90,10 @@ class FlatClipping(Clipping):
         for parameter, row, factor in zip(parameters, rows, factors, strict=True):
             row = row.to(sum_dtype(parameter))
             if not all_finite:  # a factor of zero is not enough: zero times infinity is NaN
-                unusable = ~finite.to(row.device)
-                factor = factor.masked_fill(unusable.to(factor.device), 0.0)
-                row = row.masked_fill(unusable[:, None], 0.0)
+                factor = factor.masked_fill(~finite, 0.0)
+                row = row.masked_fill(~finite[:, None], 0.0)
             # The product to which Opacus's einsum("i,i...") comes down, without the overhead.
-            total = torch.bmm(factor.to(row.device, row.dtype).view(1, 1, -1), row[None])
+            total = torch.bmm(factor.to(row.dtype).view(1, 1, -1), row[None])
             totals.append(total.view(parameter.shape))
         for parameter, total in zip(parameters, totals, strict=True):
             add_to_sum(parameter, total)
@@ -263,11 +263,6 @@ def add_to_sum(parameter: Any, total: torch.Tensor) -> None:
     """Adds a physical batch to a parameter's sum."""
     before = parameter.summed_grad
     parameter.summed_grad = total if before is None else before.add_(total)
-
-
-def _on_one_device(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Stacks norms of parameters, which may be on several devices, to [records, parameters]."""
-    return torch.stack([norm.to(norms[0].device) for norm in norms], dim=1)
 
 
 def _factors(limit: float, norms: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,9 @@ True
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -29,19 +31,14 @@ _OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER, END, NETWORK)
 """Attributes that concern this object and none of its copies."""
 
 
-class _State:
-    """The ``__getstate__`` of one object, set as an attribute of that object."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __call__(self) -> Any:
-        owner: Any = self._owner()
-        kind = type(owner)
-        state = kind.__getstate__(owner) if hasattr(kind, _STATE) else vars(owner)
-        if isinstance(state, tuple) and isinstance(state[0], dict):  # a class with slots
-            return copied_attributes(state[0]), *state[1:]
-        return copied_attributes(state) if isinstance(state, dict) else state
+def _state(reference: Callable[[], Any]) -> Any:
+    """Returns the state of an object for copies and pickles; see :func:`exclude_records`."""
+    owner = reference()
+    owner_class = type(owner)
+    state = owner_class.__getstate__(owner) if hasattr(owner_class, _STATE) else vars(owner)
+    if isinstance(state, tuple) and isinstance(state[0], dict):  # a class with slots
+        return copied_attributes(state[0]), *state[1:]
+    return copied_attributes(state) if isinstance(state, dict) else state
 
 
 def copied_attributes(state: dict[str, Any]) -> dict[str, Any]:
@@ -58,4 +55,5 @@ def exclude_records(model: Any) -> None:
     """
     parts = [*model.modules(), *model.parameters()] if isinstance(model, nn.Module) else [model]
     for part in parts:
-        vars(part)[_STATE] = _State(part)
+        # A weak reference, because an object that refers to itself is freed late.
+        vars(part)[_STATE] = functools.partial(_state, weakref.ref(part))

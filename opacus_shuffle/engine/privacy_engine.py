@@ -23,7 +23,7 @@ import contextlib
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -316,16 +316,20 @@ class PrivacyEngine(CheckpointMixin):
             accountant=self.accountant,
         )
         # Build. Opacus refuses some layers only here, when the network has changed already.
-        with self._restored_if_refused(module) as wrap:
+        with self._restored_if_refused(module) as undo:
             scheme.describe(loss_reduction=loss_reduction, noise_generator=noise_generator)
             self._remember_data(data_loader.dataset)
-            model = wrap(
+            model = wrap_network(
+                self,
+                module,
                 batch_first=batch_first,
                 max_grad_norm=max_grad_norm,
                 loss_reduction=loss_reduction,
                 grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model,
             )
+            undo.callback(forget_parameters, unwrap(module))
+            undo.callback(model.cleanup)
             if grad_sample_mode == "ghost":
                 attach_passes(model)  # its hooks come before those that functorch must not copy
             correct_layers(model, () if training_check is None else training_check.functional)
@@ -397,32 +401,20 @@ class PrivacyEngine(CheckpointMixin):
         self.dataset = data if self.dataset is None else self.dataset
 
     @contextlib.contextmanager
-    def _restored_if_refused(self, module: nn.Module) -> Iterator[Callable[..., Any]]:
+    def _restored_if_refused(self, module: nn.Module) -> Iterator[contextlib.ExitStack]:
         """Restores engine, accountant and module if anything in this block is refused.
 
         Returns:
-            The function that wraps the module as Opacus does.
+            The stack of callbacks that are called then, from the last one to the first.
         """
-        before = [(owner.__dict__, dict(vars(owner))) for owner in (self.accountant, self)]
-        model, earlier = module, make_plain(module)
-
-        def wrap(**settings: Any) -> Any:
-            nonlocal model
-            model = wrap_network(self, module, **settings)
-            return model
-
-        try:
-            yield wrap
-        except BaseException:
-            for attributes, earlier_ones in before:
-                attributes.clear()
-                attributes.update(earlier_ones)
-            if earlier is not None:
-                make_shuffled(module, earlier)
-            if model is not module:
-                model.cleanup()  # type: ignore[operator]
-                forget_parameters(unwrap(module))
-            raise
+        with contextlib.ExitStack() as undo:
+            for owner in (self.accountant, self):
+                undo.callback(owner.__dict__.update, dict(vars(owner)))
+                undo.callback(owner.__dict__.clear)
+            if (shuffler := make_plain(module)) is not None:
+                undo.callback(make_shuffled, module, shuffler)
+            yield undo
+            undo.pop_all()
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,

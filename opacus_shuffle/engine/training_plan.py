@@ -82,12 +82,12 @@ def check_arguments(
             "only one noisy gradient is released: use SGD, Adam or another one that steps "
             "without a closure"
         )
-    boolean("local_noise", local_noise)
-    boolean("wrap_model", wrap_model)
-    boolean("batch_first", batch_first)
-    boolean("rand_on_empty", rand_on_empty)
+    flags = {"local_noise": local_noise, "wrap_model": wrap_model, "batch_first": batch_first}
+    flags["rand_on_empty"] = rand_on_empty
     if poisson_sampling is not None:
-        boolean("poisson_sampling", poisson_sampling)
+        flags["poisson_sampling"] = poisson_sampling
+    for name, value in flags.items():
+        boolean(name, value)
     one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     one_of("grad_sample_mode", grad_sample_mode, MODES)
     if noise_generator is not None:

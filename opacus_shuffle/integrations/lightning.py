@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import lightning
+import numpy as np
 
-from opacus_shuffle.core.rounding import up_to_single
 from opacus_shuffle.integrations.epoch_budget import EpochBudget, check_settings
 
 
@@ -45,8 +45,10 @@ class PrivacyCallback(lightning.Callback, EpochBudget):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs ε, and stops the trainer if the next epoch would exceed the target."""
-        # Lightning stores the value in single precision, so it is rounded up.
-        pl_module.log("epsilon", up_to_single(self.spent), prog_bar=True)
+        # Lightning stores the value in single precision. The next number of this precision is above
+        # it, whichever way the value was rounded.
+        logged = float(np.nextafter(np.float32(self.spent), np.float32(np.inf)))
+        pl_module.log("epsilon", logged, prog_bar=True)
         trainer.should_stop = trainer.should_stop or not self.allows_epoch()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> NoReturn:

@@ -181,10 +181,7 @@ SUMS = [
             ),
         ]
     ),
-    (
-        {**BUDGET, "target_epsilon": 301.0},
-        "epsilon must be .* at most 300, got 301.0",
-    ),
+    ({**BUDGET, "target_epsilon": 301.0}, "epsilon must be .* at most 300, got 301.0"),
     ({**BUDGET, "max_grad_norm": [1.0]}, "max_grad_norm"),
 ]
 WEIGHTS = [

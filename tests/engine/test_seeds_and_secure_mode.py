@@ -228,7 +228,7 @@ def test_pytorch_s_own_noise_is_said_to_be_it_and_what_takes_its_place_is_named(
     if afterwards:
         assert report(run.train()).to_dict()["pytorch_noise"] is True
     run.optimizer.generator = own
-    assert_named(run.train(), "optimizer.generator")
+    assert_named(run.train(), "optimizer.generator" if afterwards else "noise_generator")
     assert report(run).to_dict()["pytorch_noise"] is afterwards
 
 

@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
@@ -136,8 +135,8 @@ class Scheme:
         self.clipping, self.grad_sample_mode = clipping, grad_sample_mode
         self.local_noise, self.adaptive = local_noise, adaptive
         self.shuffle_weights, self.shuffling = shuffle_weights, WeightShuffling.of(shuffle_weights)
-        self._reported_generators: list[torch.Generator | None] = []
         self._warned_of_skipped, self._took_step = False, False
+        self._user_generators: dict[int, str] = {}  # their names in reports, by identity
 
     @staticmethod
     def of_mechanism(mechanism: type[Mechanism]) -> type[Scheme]:
@@ -338,7 +337,6 @@ class Scheme:
         Raises:
             ValueError: If no noise meets the budget.
         """
-        one_of("bound", budget.bound, bounds_of(self.accountant.mechanism_class))
         steps = budget.epochs * self.sampling.steps_per_epoch
 
         def rounds(noise_multiplier: float) -> list[tuple[Mechanism, int]]:
@@ -385,6 +383,11 @@ class Scheme:
         """Whether noise on the sum represents noise that every report would carry."""
         return bool(self.accountant.mechanism_class.noise_is_local) and not self.local_noise
 
+    @property
+    def is_opacus(self) -> bool:
+        """Whether the run is to be Opacus's, bit for bit, with PyTorch's generator."""
+        return False
+
     # ---- build: loader and optimizer ---------------------------------------------------------
 
     def build_loader(
@@ -398,8 +401,10 @@ class Scheme:
         elif engine.secure_mode and plan.kind == "own":
             loader = seeded_copy(loader, engine.secure_rng)
         tickets = TicketBook(drop_outs=self.allows_drop_outs, random_record=rand_on_empty)
+        tickets.warns_of_fewer = self.is_opacus
         if plan.kind == "own":
-            return self.own_loader(loader, tickets)
+            # Opacus's own accountants let users train on any batches.
+            return ticketed_copy(loader, tickets) if self.mechanisms else loader
         if plan.kind in INDEPENDENT:
             private = DPDataLoader.from_data_loader(
                 loader,
@@ -425,10 +430,6 @@ class Scheme:
     def allows_drop_outs(self) -> bool:
         """Whether fewer records than were drawn may report."""
         return False
-
-    def own_loader(self, loader: DataLoader, tickets: TicketBook) -> DataLoader:
-        """Returns the user's own loader, with tickets."""
-        return ticketed_copy(loader, tickets)
 
     def independent_sampler(self, generator: torch.Generator | None) -> TicketedSampler:
         """Returns the sampler in which each record draws for itself: by default Poisson's."""
@@ -532,7 +533,12 @@ class Scheme:
             tickets.unsplit = isinstance(module, DistributedDataParallel)
         watch_inputs(module, model, tickets)
         optimizer.account_with(self.accountant, self.account, self.rehearse, tickets)
-        self.report_user_generators(optimizer, noise_generator, loader_generator)
+        passed = {
+            "noise_generator": noise_generator,
+            "the generator of data_loader": loader_generator,
+        }
+        self._user_generators = {id(one): name for name, one in passed.items() if one is not None}
+        self.report_generators(optimizer)
         protect(unwrap(module), model, optimizer)
         generator = self.shuffling.generator
         if generator is None and self.engine.seed is not None:
@@ -548,8 +554,7 @@ class Scheme:
         with contextlib.suppress(ReferenceError):  # a network may outlive its engine
             self.warn_of_skipped(optimizer)
             self.engine.max_grad_norms.add(float(optimizer.max_grad_norm))
-            for name, generator in _open_generators(optimizer):
-                self.report_generator(name, generator)
+            self.report_generators(optimizer)  # a user may have replaced or seeded one
         self.record(optimizer)
 
     def record(self, optimizer: PrivateOptimizer) -> None:
@@ -576,33 +581,26 @@ class Scheme:
 
     # ---- facts for reports -------------------------------------------------------------------
 
-    def report_user_generators(
-        self,
-        optimizer: PrivateOptimizer,
-        noise_generator: torch.Generator | None,
-        loader_generator: torch.Generator | None,
-    ) -> None:
-        """Names in reports the user's generators that are not secret."""
-        names = {
-            id(noise_generator): "noise_generator",
-            id(loader_generator): "the generator of data_loader",
-        }
-        seed = self.engine.seed
-        for name, generator in _open_generators(optimizer):
-            if self.sampling.kind != "own" or generator is optimizer.generator:
-                default = name if seed is None else f"seed={seed}"
-                self.report_generator(names.get(id(generator), default), generator)
+    def report_generators(self, optimizer: PrivateOptimizer) -> None:
+        """Names in every report the generators of noise and batches that are not secret.
 
-    def report_generator(self, name: str, generator: torch.Generator | None) -> None:
-        """Adds one generator's name to every report, and warns once."""
-        if any(generator is reported for reported in self._reported_generators):
-            return
-        self._reported_generators.append(generator)
-        owner = self.engine.report_owner
-        if name not in owner.predictable:
-            owner.predictable = (*owner.predictable, name)
-            if not name.startswith("seed="):  # which the engine has warned of
-                warnings.warn(not_private((name,)), stacklevel=2)
+        Warns:
+            UserWarning: If there is one that no report has named so far.
+        """
+        tickets, owner, seed = optimizer.tickets, self.engine.report_owner, self.engine.seed
+        drawing = {"optimizer.generator": optimizer.generator}
+        sampler: Any = getattr(tickets and tickets.loader(), "batch_sampler", None)
+        if hasattr(sampler, "generator"):
+            drawing["the generator of the data loader's sampler"] = sampler.generator
+        for place, generator in drawing.items():
+            if is_secret(generator) or (generator is None and self.is_opacus):
+                continue
+            seeded = place if seed is None else f"seed={seed}"
+            name = self._user_generators.get(id(generator), seeded)
+            if name not in owner.predictable:
+                owner.predictable = (*owner.predictable, name)
+                if name != f"seed={seed}":  # which the engine has warned of
+                    warnings.warn(not_private((name,)), stacklevel=2)
 
     def warn_of_skipped(self, optimizer: PrivateOptimizer) -> None:
         """Notes in reports that a batch was skipped, if the sizes of batches are secret.
@@ -628,13 +626,3 @@ class Scheme:
             )
         owner = self.engine.report_owner
         owner.unchecked = tuple(dict.fromkeys((*owner.unchecked, SKIPPED)))
-
-
-def _open_generators(optimizer: Any) -> list[tuple[str, torch.Generator | None]]:
-    """Returns the generators of noise and batches that are not secret, with their names."""
-    tickets = optimizer.tickets
-    sampler: Any = getattr(tickets and tickets.loader(), "batch_sampler", None)
-    drawing = [("optimizer.generator", optimizer.generator)]
-    if hasattr(sampler, "generator"):
-        drawing.append(("the generator of the data loader's sampler", sampler.generator))
-    return [(name, generator) for name, generator in drawing if not is_secret(generator)]

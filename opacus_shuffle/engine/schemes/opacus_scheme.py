@@ -10,7 +10,6 @@ are secret instead.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -35,7 +34,6 @@ from opacus_shuffle.engine.sampling.samplers import (
     TicketedSampler,
     plan_sampling,
 )
-from opacus_shuffle.engine.sampling.tickets import TicketBook
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.engine.weights.weight_shuffling import plan_batch_clip
@@ -181,21 +179,6 @@ class OpacusScheme(Scheme):
         engine, moves = self.engine, self.shuffling.groups is not False
         return not moves and not engine.secure_mode and engine.seed is None
 
-    def build_loader(
-        self, loader: DataLoader, *, batch_first: bool, rand_on_empty: bool
-    ) -> DataLoader:
-        """Returns a loader like Opacus's, which only warns of fewer records than were drawn."""
-        private: Any = super().build_loader(
-            loader, batch_first=batch_first, rand_on_empty=rand_on_empty
-        )
-        if isinstance(tickets := getattr(private, "tickets", None), TicketBook):
-            tickets.warns_of_fewer = self.is_opacus
-        return private  # type: ignore[no-any-return]
-
-    def own_loader(self, loader: DataLoader, tickets: TicketBook) -> DataLoader:
-        """Returns the user's own loader as it is, without tickets."""
-        return loader
-
     def independent_sampler(self, generator: torch.Generator | None) -> TicketedSampler:
         """Returns Opacus's sampler; with a flag of this package or several ranks, the exact one."""
         exact = self.ranks.distributed or not self.is_opacus
@@ -226,31 +209,14 @@ class OpacusScheme(Scheme):
             if isinstance(secret, PrivateOptimizer | PoissonSampler):
                 renew_after_fork(secret)
 
-    def report_user_generators(
-        self,
-        optimizer: PrivateOptimizer,
-        noise_generator: torch.Generator | None,
-        loader_generator: torch.Generator | None,
-    ) -> None:
-        """Names the user's generators that are not secret; Opacus's own are never secret."""
-        if self.is_opacus:
-            self._reported_generators.append(None)  # PyTorch's own generator
-        else:
-            super().report_user_generators(optimizer, noise_generator, loader_generator)
-
     def record(self, optimizer: PrivateOptimizer) -> None:
         """Records the step with Opacus's accountant, at the rate of Opacus's own hook."""
         rate = self.sampling.sample_rate * optimizer.accumulated_iterations
-        noise_multiplier = _accounted(optimizer)
-        with self.recording():
-            self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
-
-    def recording(self) -> Any:
-        """Returns the engine's context for recording; an empty one if the engine is gone."""
         try:
-            return self.engine.recording()
+            record = self.engine.record_step
         except ReferenceError:  # a network may outlive its engine
-            return contextlib.nullcontext()
+            record = self.accountant.step
+        record(noise_multiplier=_accounted(optimizer), sample_rate=rate)
 
     def rehearse(self, optimizer: PrivateOptimizer, steps: int) -> Any:
         """Returns a copy of Opacus's account that holds so many more steps."""
