@@ -13,9 +13,11 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, evaluate_bound
+from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.analysis.composition import OrderCapWarning
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.rounding import round_up
@@ -32,6 +34,19 @@ _LARGEST_STEP = math.log(8)
 """The largest step of a search, in log σ."""
 _LEAST_SLOPE = 0.5
 """The least slope of log ε over log σ. It limits a step to that of ε ~ 1/√σ."""
+
+
+def rounds_at(
+    mechanism_class: type[Mechanism], steps: int, fields: Mapping[str, Any]
+) -> Callable[[float], Rounds]:
+    """Returns the rounds of a run as a function of their noise multiplier.
+
+    Args:
+        mechanism_class: The mechanism of every round.
+        steps: The number of rounds.
+        fields: The mechanism's other fields.
+    """
+    return lambda sigma: [(mechanism_class.build(**fields, noise_multiplier=sigma), steps)]
 
 
 def noise_within(

@@ -19,8 +19,8 @@ from typing import Any
 
 from scipy.optimize import minimize_scalar
 
-from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound
-from opacus_shuffle.accountants.calibrate import estimated_noise, noise_within
+from opacus_shuffle.accountants.bounds.registry import compute_bound, find_bound
+from opacus_shuffle.accountants.calibrate import estimated_noise, noise_within, rounds_at
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport, drowned, large_delta
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
@@ -175,10 +175,7 @@ def compute_noise_multiplier(
             f"noise_multiplier={fields['noise_multiplier']!r} is the result of "
             "compute_noise_multiplier: leave it out, or call compute_epsilon"
         )
-
-    def rounds(noise_multiplier: float) -> Rounds:
-        return [(mechanism_class.build(noise_multiplier=noise_multiplier, **fields), count)]
-
+    rounds = rounds_at(mechanism_class, count, fields)
     sigma = noise_within(
         find_bound(mechanism_class, bound),
         rounds,
@@ -224,10 +221,7 @@ def best_sample_rate(
     count = integer("steps", steps)
 
     def noise_of_mean(rate: float) -> float:
-        def rounds(sigma: float) -> Rounds:
-            round_ = mechanism_class.build(noise_multiplier=sigma, sample_rate=rate, **fields)
-            return [(round_, count)]
-
+        rounds = rounds_at(mechanism_class, count, dict(sample_rate=rate, **fields))
         sigma = estimated_noise(
             certified,
             rounds,

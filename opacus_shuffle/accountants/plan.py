@@ -17,13 +17,12 @@ the server, shuffled_checkin: as a server with noise multiplier 0.57
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, entries_of, evaluate_bound
-from opacus_shuffle.accountants.calibrate import noise_within
+from opacus_shuffle.accountants.bounds.registry import Bound, entries_of, evaluate_bound
+from opacus_shuffle.accountants.calibrate import noise_within, rounds_at
 from opacus_shuffle.accountants.compute import best_sample_rate
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Communication, Mechanism, sent_per_user
 from opacus_shuffle.accountants.mechanisms import RandomAllocation, SecretCheckIn
@@ -270,7 +269,7 @@ def plan(
         previous = best[key][1] if key in best else None
         if entry.baseline and previous and previous.noise_multiplier > previous.least_noise:
             continue  # a baseline depends on the noise alone, so one mechanism is enough
-        rounds = functools.partial(_rounds, mechanism_class, steps, fields)
+        rounds = rounds_at(mechanism_class, steps, fields)
         sigma = noise_within(
             entry,
             rounds,
@@ -331,10 +330,3 @@ def _candidates(
             wanted = entry.name == "certified" or (entry.baseline and not other_rate)
             if entry.guarantee is Guarantee.PROVED and wanted:
                 yield mechanism_class, entry, fields
-
-
-def _rounds(
-    mechanism_class: type[Mechanism], steps: int, fields: dict[str, Any], sigma: float
-) -> Rounds:
-    """Returns all rounds at a noise multiplier."""
-    return [(mechanism_class.build(**fields, noise_multiplier=sigma), steps)]

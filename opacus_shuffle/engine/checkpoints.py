@@ -145,15 +145,15 @@ class CheckpointMixin(opacus.PrivacyEngine):
             torch.save(saved, file, **(torch_save_kwargs or {}))
             if self.accountant.history != accounted:
                 raise ValueError(
-                    "a step was taken while the checkpoint was written, which its weights may "
-                    "hold, and its accounting does not: save between steps, in the thread that "
-                    "trains"
+                    "a step was taken while the checkpoint was written: its weights may contain "
+                    "that step, and its accounting does not; save between steps, in the thread "
+                    "that trains"
                 )
         if foreign:
             warnings.warn(
                 f"the checkpoint holds {', '.join(sorted(foreign))}, which load_checkpoint reads "
-                "with allow_pickle=True alone: put tensors, numbers, strings, lists and "
-                "dictionaries into it",
+                "only with allow_pickle=True: save tensors, numbers, strings, lists and "
+                "dictionaries instead",
                 stacklevel=2,
             )
 
@@ -255,15 +255,16 @@ class CheckpointMixin(opacus.PrivacyEngine):
             name = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
             if not name or "\0" in name or os.path.isdir(name):
                 raise ValueError(
-                    f"path must be the name of a file or an open one, got {path!r}: pass one such "
-                    "as 'run.pt'"
+                    f"path must be the name of a file or an open file, got {path!r}: pass a name "
+                    "such as 'run.pt'"
                 )
         instance_of("module", module, (nn.Module,))
         instance_of("optimizer", optimizer, (torch.optim.Optimizer, type(None)))
         if any(owner.accountant is not self.accountant for owner in private_optimizers(module)):
             raise ValueError(
                 "module was made private by another engine, which accounts for its steps: save and "
-                "load its checkpoints by that one, or make another module private by this engine"
+                "load its checkpoints with that engine, or make another module private with this "
+                "one"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -322,7 +323,7 @@ def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, A
         raise ValueError(
             f"torch_load_kwargs must leave it to allow_pickle={allow_pickle} whether the file may "
             "run code: leave out weights_only and pickle_module, or pass allow_pickle=True if you "
-            "trust whoever has written the file"
+            "trust the author of the file"
         )
     if isinstance(path, str | os.PathLike) and not os.path.exists(path):
         words = "no such file (path must be a checkpoint that engine.save_checkpoint has written)"
@@ -331,21 +332,21 @@ def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, A
     with contextlib.nullcontext(path) if by_name else open(path, "rb") as file:
         try:
             saved = torch.load(file, **options, weights_only=not allow_pickle)
-        except Exception as error:  # there is nothing that a damaged file does not raise
+        except Exception as error:  # a damaged file may raise any error
             *_, reason = str(error).split("WeightsUnpickler error:")
             raise ValueError(
                 f"path must be a checkpoint that engine.save_checkpoint has written, got {path!r}, "
                 f"which PyTorch cannot read as tensors and plain values ({type(error).__name__}: "
                 f"{reason.strip().partition(chr(10))[0]}): load an earlier one if it is damaged; "
-                "if it holds other objects and you trust whoever has written it, pass "
-                "allow_pickle=True, which lets it run any code"
+                "if it holds other objects and you trust its author, pass allow_pickle=True, which "
+                "lets it run any code"
             ) from error
     parts = saved if isinstance(saved, dict) else {}
     if missing := [key for key in (_WEIGHTS, _ROUNDS) if key not in parts]:
         raise ValueError(
             f"path={path!r} is a checkpoint with no {' and no '.join(missing)}: load one that "
-            "engine.save_checkpoint has written (weights alone go by module.load_state_dict, and "
-            "bring no accounting with them)"
+            "engine.save_checkpoint has written (module.load_state_dict loads weights alone, "
+            "without any accounting)"
         )
     return parts
 

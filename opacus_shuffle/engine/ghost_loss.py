@@ -161,9 +161,9 @@ class GhostPasses:
         if odd:
             raise ValueError(
                 f"the gradients of the losses for {names_of(odd)} are not those of the network's "
-                "rows, each by the loss at its place, so that ghost clipping would not clip them: "
-                "keep the losses in the order of the network's outputs, use the optimizer's "
-                "weight_decay for penalties, and weights in their layers alone, or use "
+                "rows in the same order, so ghost clipping would not clip them: keep the losses in "
+                "the order of the network's outputs, use the optimizer's weight_decay for "
+                "penalties, and use weights only in their own layers; or use "
                 "grad_sample_mode='hooks'"
             )
 
@@ -200,10 +200,10 @@ class GhostPasses:
                 name or "the module itself" for name, layer in layers if not layer.training
             ]
             raise ValueError(
-                f"no gradient per record can be had: {', '.join(evaluating[:3])} ran in evaluation "
+                f"there are no gradients per record: {', '.join(evaluating[:3])} ran in evaluation "
                 "mode; call model.train() before the forward pass"
                 if evaluating
-                else "no gradient per record can be had: the network did not run since the last "
+                else "there are no gradients per record: the network did not run since the last "
                 "backward pass, or ran without gradients, or under torch.utils.checkpoint; call "
                 "loss.backward() once for each forward pass"
             )
@@ -279,9 +279,9 @@ class GhostLoss(DPTensorFastGradientClipping):
             parameters = module.trainable_parameters
             if missing := [p for p in parameters if norms_of_records(p) is None]:
                 raise ValueError(
-                    f"parameters {names_of(missing)} took no part in this batch's loss, so ghost "
-                    "clipping has no norms for them; use them in every forward pass, freeze them "
-                    "before make_private, and replace none of them after it"
+                    f"this batch's loss does not depend on parameters {names_of(missing)}, so "
+                    "ghost clipping has no norms for them: use them in every forward pass, or "
+                    "freeze them before make_private; do not replace parameters after it"
                 )
             factors = module.get_clipping_coef()
             usable = _usable_records(module.per_sample_gradient_norms, losses.detach())
@@ -334,8 +334,8 @@ def _with_type_kept(name: str) -> Any:
             if isinstance(other, torch.Tensor) and other.requires_grad and not same_records:
                 raise ValueError(
                     "a loss of ghost clipping goes with numbers and losses of the same records, "
-                    f"got a tensor of shape {tuple(other.shape)} that requires a gradient, which "
-                    "nobody would clip: use the optimizer's weight_decay for penalties, or "
+                    f"got a tensor of shape {tuple(other.shape)} that requires a gradient and "
+                    "would not be clipped: use the optimizer's weight_decay for penalties, or "
                     "grad_sample_mode='hooks'"
                 )
         result = getattr(DPTensorFastGradientClipping, name)(self, *others)

@@ -363,13 +363,10 @@ class PrivacyEngine(CheckpointMixin):
         self.runs += 1
         self.num_users = scheme.sampling.num_users
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
-        sentence = ""
-        if planned is not None and self.accountant.emulated:
-            sentence = weak_noise(planned, scheme.noise_multiplier)
-        elif planned is not None and local_noise:
-            sentence = weak_noise(planned)
-        if sentence:
-            warnings.warn(sentence, stacklevel=2)
+        if planned is not None and (self.accountant.emulated or local_noise):
+            noise_of_sum = scheme.noise_multiplier if self.accountant.emulated else None
+            if sentence := weak_noise(planned, noise_of_sum):
+                warnings.warn(sentence, stacklevel=2)
         if grad_sample_mode != "ghost":
             return model, private, loader
         loss = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion

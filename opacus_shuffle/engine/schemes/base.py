@@ -212,8 +212,8 @@ class Scheme:
             if not (generator is None or isinstance(generator, SecretGenerator)):
                 raise ValueError(
                     f"{name} generator may be in the same state on all ranks, and then all ranks "
-                    "draw the same noise and coins: leave it out; PrivacyEngine(seed=...) makes a "
-                    "repeatable one for each rank"
+                    "draw the same noise and coins: leave it out, or use PrivacyEngine(seed=...), "
+                    "which makes a repeatable generator for each rank"
                 )
         for parameter in self.trained:
             if parameter.dtype in HALF:
@@ -235,8 +235,8 @@ class Scheme:
         device = self.noise_device(generator)
         if generator is not None and generator.device.type != device.type:
             raise ValueError(
-                f"noise_generator lives on {generator.device}, the noise is drawn on {device}: "
-                "make one there"
+                f"noise_generator is on {generator.device}, and the noise is drawn on {device}: "
+                "pass a generator on that device"
             )
 
     def noise_device(self, noise_generator: torch.Generator | None) -> torch.device:
