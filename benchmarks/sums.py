@@ -26,8 +26,8 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core import compiled
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.shuffled_sum import ShuffledSumsStrategy
+from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.step.shuffled_sum import ShuffledSumsStrategy
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.shuffled_sum import ShuffledSumsStrategy
+from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.step.shuffled_sum import ShuffledSumsStrategy
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 NOISE = 1.1

@@ -57,7 +57,7 @@ from opacus_shuffle.audit.training_audit import (
 from opacus_shuffle.commands.images import load_images
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.validation import noise_level
-from opacus_shuffle.engine.weights.shuffler import WeightShuffler, innermost
+from opacus_shuffle.engine.step.weight_shuffler import WeightShuffler, innermost
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
 DELTA = 5e-6

@@ -45,12 +45,12 @@ LONGEST = 725
 # Statements that a room may have, without docstrings. The figures only fall; whoever needs more
 # raises one in a commit whose message says what is worth it, and what simpler thing was tried.
 WEIGHTS = {
-    "accountants": 1_745,
+    "accountants": 1_750,
     "analysis": 1_640,
     "audit": 430,
     "commands": 650,
-    "core": 895,
-    "engine": 3_030,
+    "core": 890,
+    "engine": 2_975,
     "estimators": 140,
     "federated": 1_370,
     "integrations": 130,
@@ -59,7 +59,7 @@ WEIGHTS = {
     "protocols": 650,
     "sco": 740,
 }
-TESTS_WEIGHT = 15_300
+TESTS_WEIGHT = 14_910
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",

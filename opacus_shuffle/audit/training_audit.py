@@ -35,8 +35,8 @@ from opacus_shuffle.audit.mechanism_audits import detection_limit, gaussian_step
 from opacus_shuffle.audit.result import AuditResult, Finding
 from opacus_shuffle.core.opacus_compat import clips_adaptively
 from opacus_shuffle.core.validation import instance_of, integer, noise_level, open_unit_interval
-from opacus_shuffle.engine.linear_reports import TiltedReports
-from opacus_shuffle.engine.noise import LocalGaussianNoise
+from opacus_shuffle.engine.step.linear_reports import TiltedReports
+from opacus_shuffle.engine.step.noise import LocalGaussianNoise
 from opacus_shuffle.networks.running import unwrap
 
 

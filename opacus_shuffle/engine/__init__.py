@@ -1,1 +1,1 @@
-"""The seam to Opacus's training side: the privacy engine and what it is made of."""
+"""Training with Opacus: the privacy engine, and the packages that it combines."""

@@ -38,8 +38,8 @@ from opacus_shuffle.accountants.history import (
 from opacus_shuffle.core.atomic_file import atomic_write
 from opacus_shuffle.core.plain_values import plain
 from opacus_shuffle.core.validation import boolean, instance_of, integer
-from opacus_shuffle.engine.raw_gradients import private_optimizers
-from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.engine.guards.raw_gradients import private_optimizers
+from opacus_shuffle.engine.step.weight_shuffler import WeightShuffler
 from opacus_shuffle.networks.running import rolled_back_if_refused, unwrap
 
 _MARK = "opacus_shuffle"

@@ -57,22 +57,24 @@ from opacus_shuffle.core.validation import (
     open_unit_interval,
     reject_unknown,
 )
+from opacus_shuffle.engine.batches.empty_batches import let_layers_be_empty
+from opacus_shuffle.engine.batches.ranks import Ranks
+from opacus_shuffle.engine.batches.samplers import INDEPENDENT
 from opacus_shuffle.engine.checkpoints import (
     CheckpointMixin,
     warn_on_unaccounted_weights,
 )
-from opacus_shuffle.engine.ghost_loss import GhostCriterion, attach_passes
-from opacus_shuffle.engine.network_checks import (
+from opacus_shuffle.engine.guards.network_checks import (
     check_network,
     check_supported,
     explain_missing_calls,
 )
-from opacus_shuffle.engine.pickling import exclude_records
-from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
-from opacus_shuffle.engine.sampling.samplers import INDEPENDENT
+from opacus_shuffle.engine.guards.pickling import exclude_records
 from opacus_shuffle.engine.schemes import scheme_class
 from opacus_shuffle.engine.schemes.base import SKIPPED
+from opacus_shuffle.engine.step.ghost_loss import GhostCriterion, attach_passes
+from opacus_shuffle.engine.step.weight_shuffler import make_plain, make_shuffled
+from opacus_shuffle.engine.step.weight_shuffling import WeightShuffling, find_spec
 from opacus_shuffle.engine.training_plan import (
     ADAPTIVE,
     Budget,
@@ -80,8 +82,6 @@ from opacus_shuffle.engine.training_plan import (
     check_norms,
     trained_parameters,
 )
-from opacus_shuffle.engine.weights.shuffler import make_plain, make_shuffled
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling, find_spec
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.training_check import modes_of
 from opacus_shuffle.permutation import PermutationSpec
@@ -235,7 +235,7 @@ class PrivacyEngine(CheckpointMixin):
                 update; the network's function stays as it is, and **so does ε**. ``True`` for every
                 permutation that :func:`~opacus_shuffle.permutation.find.find_permutations` finds,
                 ``"heads"`` or ``"paper"`` for fewer, a ``PermutationSpec``, or a
-                :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling` with more
+                :class:`~opacus_shuffle.engine.step.weight_shuffling.WeightShuffling` with more
                 settings. A warning says why if a large share of the weights does not move.
             aggregator: ``shuffled_sums`` only, in place of ``noise_multiplier``: your own protocol.
                 Its ``num_users`` is the number of reports per round, its ``dimension`` the number

@@ -40,7 +40,7 @@ from opacus_shuffle.core.validation import (
     open_unit_interval,
     positive,
 )
-from opacus_shuffle.engine.weights.shuffler import innermost
+from opacus_shuffle.engine.step.weight_shuffler import innermost
 
 MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
 ADAPTIVE = (  # the keywords of clipping="adaptive": Opacus hands these to its optimizer

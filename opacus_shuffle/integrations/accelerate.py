@@ -11,7 +11,7 @@ import accelerate  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.validation import instance_of
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 from opacus_shuffle.integrations.epoch_budget import check_loader, check_settings
 
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import instance_of, open_unit_interval, positive
+from opacus_shuffle.engine.guards.raw_gradients import private_optimizers
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.raw_gradients import private_optimizers
+from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 
 
 def check_settings(name: str, settings: Mapping[str, tuple[Any, Any]]) -> None:

@@ -17,7 +17,7 @@ from helpers.private_runs import MODES, Run
 from scipy.stats import chi2
 
 from opacus_shuffle import PrivacyAssumptionWarning, compute_epsilon
-from opacus_shuffle.engine.sampling.samplers import RandomAllocationSampler
+from opacus_shuffle.engine.batches.samplers import RandomAllocationSampler
 
 KINDS = {
     "a server": functools.partial(Run, "random_allocation"),

@@ -324,7 +324,9 @@ def says(run, sentence):
 def test_a_file_that_could_run_code_is_loaded_on_demand_and_named_for_ever(name, tmp_path):
     run, other, later = (private(name) for _ in range(3))
     mine = {"mine": Touching(tmp_path / "touched")}
-    with pytest.warns(UserWarning, match=r"checkpoint holds helpers\..*only with allow_pickle=True"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint holds helpers\..*only with allow_pickle=True"
+    ):
         file = run.train().saved(checkpoint_dict=mine)
     told = {"torch_load_kwargs": {"weights_only": True}}
     for wrong in ({"allow_pickle": 1}, {"allow_pickle": True, **told}):

@@ -10,7 +10,6 @@ import copy
 import gc
 import itertools
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -239,32 +238,3 @@ def test_the_gradients_of_one_layer_alone_are_held_at_a_time(mode):
     weights = [layer.weight.numel() for layer in module]
     assert max(alive) == BATCH * (max(weights) if mode == "ghost" else sum(weights))
     assert len(alive) == (8 if mode == "ghost" else 1)
-
-
-def test_a_pass_that_fails_leaves_nothing_and_the_next_batch_trains(monkeypatch):
-    """As where a GPU's memory ends in the second pass, in any layer, and the program goes on."""
-    module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    run = run_of(module, torch.randn(USERS, 5), torch.randn(USERS, 3), **SAMPLES)
-    protocol = run.optimizer.aggregator
-    for failing in range(4):
-        # Mock calls the protocol's own method where its effect is DEFAULT.
-        effects = [mock.DEFAULT] * failing + [MemoryError]
-        encode = mock.Mock(wraps=protocol.encode_scaled, side_effect=effects)
-        with monkeypatch.context() as patch:
-            patch.setattr(protocol, "encode_scaled", encode)
-            with pytest.raises(MemoryError):
-                run.backward()
-        for parameter in run.optimizer.params:
-            assert parameter.grad is parameter.grad_sample is None
-        updates = run.updates
-        run.backward()  # which no zero_grad() comes before
-        run.optimizer.step()
-        assert run.updates == updates + 1
-
-
-def test_layers_that_share_a_weight_are_refused():
-    """Their gradients would have to be added up before they are rounded."""
-    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-    module[2].weight = module[0].weight
-    with pytest.raises(ValueError, match=r"tied parameters, 0\.weight = 2\.weight"):
-        run_of(module, torch.zeros(BATCH, 4), torch.zeros(BATCH, 4), **SAMPLES)

@@ -11,7 +11,6 @@ import os
 import threading
 import warnings
 
-import opacus
 import pytest
 import torch
 from helpers import toy as small_runs
@@ -59,15 +58,10 @@ def test_an_engine_with_rounds_refuses_every_checkpoint_and_a_new_one_holds_its_
     run, another = private(name).train(), private(name).train()
     earlier = run.saved()
     later = run.train().saved()
-    weights, history, spent = (
-        run.weights(),
-        copy.deepcopy(run.engine.accountant.history),
-        silent(run),
-    )
+    weights, spent = run.weights(), silent(run)
     for file in (earlier, later, another.saved()):
         with pytest.raises(ValueError, match=f"{2 * STEPS} rounds are already accounted here"):
             run.load(file)
-    assert run.engine.accountant.history == history
     assert same(run.weights(), weights)
     again = private(name).load(later)
     assert again.engine.accountant.state_dict() == run.engine.accountant.state_dict()
@@ -100,11 +94,6 @@ def test_a_history_of_opacus_that_was_replaced_behind_the_engine_is_mentioned(na
     assert run.train().train().accounted == 3 * STEPS  # longer than before
     assert mentions(run, 2 * STEPS)
     assert private(name).load(run.saved()).accounted == run.accounted
-    if name == "gdp":  # a refused step leaves the history as it was
-        run.optimizer.noise_multiplier = 1.0
-        with pytest.raises(ValueError, match="have to stay constant"):
-            run.train()
-        assert run.accounted == 3 * STEPS
 
 
 @both
@@ -132,9 +121,7 @@ def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, mode):
         loss = run.criterion(run.model(x), y)
         if not after:
             loss.backward()
-        file.seek(0)
-        run.engine.load_checkpoint(path=file, module=run.model, allow_rewind=True)
-        loaded = run.weights()
+        loaded = run.load(file, allow_rewind=True).weights()
         assert all(parameter.grad is None for parameter in run.network.parameters())
         if after:
             with pytest.raises(ValueError, match=r"before the last one|no gradient per record can"):
@@ -267,7 +254,7 @@ runs_of_networks = pytest.mark.parametrize(
     [
         ("shuffled_checkin", "ghost", {"shuffle_weights": True}),
         ("shuffled_checkin", "no wrapper", {}),
-        ("rdp", "hooks", {}),
+        ("gdp", "hooks", {}),
     ],
 )
 
@@ -277,10 +264,8 @@ runs_of_networks = pytest.mark.parametrize(
 def test_a_state_dict_without_any_key_of_the_private_network_is_refused(name, mode, options):
     """PyTorch does not report it with strict=False."""
     run = private(name, mode, **options)
-    plain, wrapped = (
-        run.network.state_dict(),
-        torch.nn.ModuleDict({"_module": run.network}).state_dict(),
-    )
+    plain = run.network.state_dict()
+    wrapped = torch.nn.ModuleDict({"_module": run.network}).state_dict()
     wrong, right = (plain, wrapped) if mode != "no wrapper" else (wrapped, plain)
     before = run.weights()
     for strict in (True, False):
@@ -302,13 +287,10 @@ def test_weights_without_their_account_raise_a_warning_and_accounted_ones_do_not
             again.model.load_state_dict(foreign)
     first, file = copy.deepcopy(run.train().model.state_dict()), run.saved()
     later = run.train().model.state_dict()
-    stock = Run(engine=opacus.PrivacyEngine(accountant=name)) if name == "rdp" else None
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="weights were loaded into")
         run.model.load_state_dict(first)
         again.load(file)
         again.model.load_state_dict(first)
-        if stock is not None:  # whose checkpoints bring an account
-            private(name).load(stock.train().saved())
     with pytest.warns(PrivacyAssumptionWarning, match=without):
         again.model.load_state_dict(later)  # of rounds that this account does not hold

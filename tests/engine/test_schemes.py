@@ -110,11 +110,6 @@ def test_reports_whose_own_noise_makes_one_step_cost_more_than_ten_are_warned_of
         assert "accountant='shuffled_sums'" in sentence  # what to do
 
 
-def test_noise_of_the_sum_that_was_likely_meant_for_each_report_is_warned_of():
-    with pytest.warns(UserWarning, match="local_noise=True"):
-        Run("shuffled_checkin", sigma=0.3)
-
-
 @pytest.mark.parametrize("name", ["shuffled_checkin", "shuffled_sums", "random_allocation", "gdp"])
 def test_the_first_step_beyond_a_budget_s_epochs_is_warned_of_and_no_other(name, recwarn):
     budget = {"target_epsilon": 8.0, "target_delta": DELTA, "epochs": 1}

@@ -31,20 +31,15 @@ from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import SecretGenerator, is_secret, seeded_generator
 from opacus_shuffle.core.validation import check_unregistered, noise_level, one_of
-from opacus_shuffle.engine.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
-from opacus_shuffle.engine.noise import Noise, noise_for
-from opacus_shuffle.engine.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
-from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.raw_gradients import protect
-from opacus_shuffle.engine.sampling.empty_batches import prepare_empty_batches
-from opacus_shuffle.engine.sampling.fresh_inputs import watch_inputs
-from opacus_shuffle.engine.sampling.loaders import (
+from opacus_shuffle.engine.batches.empty_batches import prepare_empty_batches
+from opacus_shuffle.engine.batches.loaders import (
     TicketedDPDataLoader,
     seeded_copy,
     ticketed_copy,
     with_batch_sampler,
 )
-from opacus_shuffle.engine.sampling.samplers import (
+from opacus_shuffle.engine.batches.ranks import Ranks
+from opacus_shuffle.engine.batches.samplers import (
     INDEPENDENT,
     ExactPoissonSampler,
     FixedSizeSampler,
@@ -53,10 +48,15 @@ from opacus_shuffle.engine.sampling.samplers import (
     TicketedSampler,
     plan_sampling,
 )
-from opacus_shuffle.engine.sampling.tickets import TicketBook
+from opacus_shuffle.engine.batches.tickets import TicketBook
+from opacus_shuffle.engine.guards.fresh_inputs import watch_inputs
+from opacus_shuffle.engine.guards.raw_gradients import protect
+from opacus_shuffle.engine.step.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
+from opacus_shuffle.engine.step.noise import Noise, noise_for
+from opacus_shuffle.engine.step.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
+from opacus_shuffle.engine.step.weight_shuffler import start_shuffling
+from opacus_shuffle.engine.step.weight_shuffling import BatchClipPlan, WeightShuffling
 from opacus_shuffle.engine.training_plan import Budget
-from opacus_shuffle.engine.weights.shuffler import start_shuffling
-from opacus_shuffle.engine.weights.weight_shuffling import BatchClipPlan, WeightShuffling
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 

@@ -25,8 +25,7 @@ from opacus_shuffle.accountants.opacus_report import NORMS_UNSEEN, OWN_BATCHES, 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import renew_after_fork
 from opacus_shuffle.core.validation import not_negative
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.sampling.samplers import (
+from opacus_shuffle.engine.batches.samplers import (
     ExactPoissonSampler,
     Kind,
     PoissonSampler,
@@ -35,8 +34,9 @@ from opacus_shuffle.engine.sampling.samplers import (
     plan_sampling,
 )
 from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.step.weight_shuffling import plan_batch_clip
 from opacus_shuffle.engine.training_plan import Budget
-from opacus_shuffle.engine.weights.weight_shuffling import plan_batch_clip
 
 LARGEST_TARGET = 1e6
 """Opacus searches until ε is within 0.01 of its target, which floats far above this cannot be."""

@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.mechanisms import Mechanism, RandomAllocation
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.sampling.samplers import (
+from opacus_shuffle.engine.batches.samplers import (
     RandomAllocationSampler,
     SamplingPlan,
     TicketedSampler,
 )
 from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 
 
 class EpochScheme(Scheme):

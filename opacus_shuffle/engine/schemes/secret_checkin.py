@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from opacus_shuffle.accountants.mechanisms import Mechanism, SecretCheckIn
 from opacus_shuffle.analysis.report_shapes import SHAPES
 from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.engine.clipping import Clipping
-from opacus_shuffle.engine.linear_reports import TiltedReports
-from opacus_shuffle.engine.noise import LocalGaussianNoise, Noise
-from opacus_shuffle.engine.sampling.samplers import SamplingPlan
+from opacus_shuffle.engine.batches.samplers import SamplingPlan
 from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.step.clipping import Clipping
+from opacus_shuffle.engine.step.linear_reports import TiltedReports
+from opacus_shuffle.engine.step.noise import LocalGaussianNoise, Noise
 
 
 class ReportsOfEveryone(Scheme):

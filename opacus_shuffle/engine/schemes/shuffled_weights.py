@@ -12,15 +12,15 @@ from torch import nn
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.schemes.base import Scheme
-from opacus_shuffle.engine.training_plan import Budget
-from opacus_shuffle.engine.weights.weight_shuffling import (
+from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.step.weight_shuffling import (
     BatchClipPlan,
     noise_ratio,
     plan_batch_clip,
     whole_norm,
 )
+from opacus_shuffle.engine.training_plan import Budget
 
 
 class ShuffledDPSGD(Scheme):

@@ -38,8 +38,8 @@ from opacus_shuffle.core.opacus_compat import (
     records_of_calls,
     wrapped_network,
 )
-from opacus_shuffle.engine.clipping import HALF
-from opacus_shuffle.engine.raw_gradients import names_of
+from opacus_shuffle.engine.guards.raw_gradients import names_of
+from opacus_shuffle.engine.step.clipping import HALF
 from opacus_shuffle.networks.loader_check import check_criterion
 
 HALF_MARGIN = 1 - 2**-7

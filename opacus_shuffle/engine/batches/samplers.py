@@ -43,8 +43,8 @@ from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.core.participation import allocate, bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
-from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.sampling.tickets import Pass, PhysicalBatch, physical_batches
+from opacus_shuffle.engine.batches.ranks import Ranks
+from opacus_shuffle.engine.batches.tickets import Pass, PhysicalBatch, physical_batches
 
 Kind = Literal["poisson", "fixed_size", "random_allocation", "own"]
 INDEPENDENT: tuple[Kind, ...] = ("poisson", "random_allocation")

@@ -4,7 +4,7 @@ The ticket is issued when the batch is yielded, because workers may have drawn i
 
 >>> import torch
 >>> from torch.utils.data import TensorDataset
->>> from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
+>>> from opacus_shuffle.engine.batches.samplers import FixedSizeSampler
 >>> plain = DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4)
 >>> sampler = FixedSizeSampler(num_samples=10, batch_size=4, steps=3)
 >>> loader = with_batch_sampler(plain, sampler, TicketBook())
@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
 from opacus_shuffle.core.randomness import for_pytorch
-from opacus_shuffle.engine.raw_gradients import names_of
-from opacus_shuffle.engine.sampling.samplers import OwnBatches, SplitBatches, TicketedSampler
-from opacus_shuffle.engine.sampling.tickets import PhysicalBatch, TicketBook
+from opacus_shuffle.engine.batches.samplers import OwnBatches, SplitBatches, TicketedSampler
+from opacus_shuffle.engine.batches.tickets import PhysicalBatch, TicketBook
+from opacus_shuffle.engine.guards.raw_gradients import names_of
 
 
 class TicketedLoader(DataLoader):

@@ -28,7 +28,7 @@ from opacus_shuffle.core.opacus_compat import (
     watches_gradients,
     wrapped_network,
 )
-from opacus_shuffle.engine.raw_gradients import (
+from opacus_shuffle.engine.guards.raw_gradients import (
     check_second_expansion,
     check_second_pass,
     names_of,

@@ -8,7 +8,7 @@ changes only the memory. With ghost clipping (:class:`GhostShuffledSumsStrategy`
 made layer by layer.
 
 >>> from opacus import GradSampleModule
->>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+>>> from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
 >>> protocol = ShuffleVectorSum(25, 10_000, 1.0, epsilon=1.0, delta=1e-5)
 >>> sums = ShuffledSumsStrategy(protocol, noise_multiplier=2 / protocol.mu)
@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from opacus_shuffle.core.opacus_compat import check_unused, mark_as_used, norms_of_records
-from opacus_shuffle.engine.clipping import Clipping, GhostClipping
-from opacus_shuffle.engine.noise import Noise
-from opacus_shuffle.engine.ranks import add_up
+from opacus_shuffle.engine.batches.ranks import add_up
+from opacus_shuffle.engine.step.clipping import Clipping, GhostClipping
+from opacus_shuffle.engine.step.noise import Noise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _SLACK = 1 + 2**-13

@@ -1,11 +1,11 @@
 """Adds noise to a clipped sum before it is released.
 
-A noise is a strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`. A new
-mechanism derives one from :class:`Noise` and returns it from its scheme. The optimizer accounts for
-the step before it calls the strategy, so no strategy can bypass the accounting.
+A noise is a strategy of :class:`~opacus_shuffle.engine.step.private_optimizer.PrivateOptimizer`. A
+new mechanism derives one from :class:`Noise` and returns it from its scheme. The optimizer accounts
+for the step before it calls the strategy, so no strategy can bypass the accounting.
 
 >>> from opacus import GradSampleModule
->>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+>>> from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
 >>> optimizer = PrivateOptimizer(
 ...     torch.optim.SGD(model.parameters(), lr=1.0), noise=LocalGaussianNoise(),

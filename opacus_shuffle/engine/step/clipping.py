@@ -1,6 +1,6 @@
 """Clips the per-record gradients of a batch and adds them up.
 
-A clipping is a strategy of :class:`~opacus_shuffle.engine.private_optimizer.PrivateOptimizer`,
+A clipping is a strategy of :class:`~opacus_shuffle.engine.step.private_optimizer.PrivateOptimizer`,
 which calls it once for each physical batch. If all gradients are finite, sums are equal to
 Opacus's, bit for bit. In Opacus one record whose gradient is NaN or infinite makes the whole sum
 NaN, and with it every weight. Here such a record contributes zero to the noised sum, and whether
@@ -10,7 +10,7 @@ Half precision rounds norms and sums by up to half a percent, so a clipped repor
 norm. In this case everything is computed in single precision, with a margin for its rounding.
 
 >>> from opacus import GradSampleModule
->>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+>>> from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(2, 1, bias=False))
 >>> optimizer = PrivateOptimizer(
 ...     torch.optim.SGD(model.parameters(), lr=1.0), clipping=FlatClipping(),

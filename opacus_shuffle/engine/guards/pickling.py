@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from opacus_shuffle.core.opacus_compat import without_records
-from opacus_shuffle.engine.raw_gradients import END, NETWORK, OWNER
+from opacus_shuffle.engine.guards.raw_gradients import END, NETWORK, OWNER
 
 _STATE = "__getstate__"
 _OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER, END, NETWORK)

@@ -2,9 +2,9 @@
 
 Read :meth:`PrivateOptimizer.pre_step` and :meth:`PrivateOptimizer.step`: *check the parameters →
 check the ticket → clip → take the ticket → account → add noise → update*. How records are clipped
-and what noise is added are strategies (:mod:`~opacus_shuffle.engine.clipping`,
-:mod:`~opacus_shuffle.engine.noise`). Everything else is the same for every mechanism. An error on
-the way comes before anything of the batch is released, and the sum is discarded.
+and what noise is added are strategies (:mod:`~opacus_shuffle.engine.step.clipping`,
+:mod:`~opacus_shuffle.engine.step.noise`). Everything else is the same for every mechanism. An error
+on the way comes before anything of the batch is released, and the sum is discarded.
 
 >>> weight = torch.nn.Parameter(torch.zeros(2))
 >>> sgd = torch.optim.SGD([weight], lr=1.0)
@@ -34,10 +34,10 @@ from opacus.optimizers import AdaClipDPOptimizer
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
-from opacus_shuffle.engine.clipping import Clipping, FlatClipping, version_of
-from opacus_shuffle.engine.noise import GaussianNoise, Noise, draw_gaussian
-from opacus_shuffle.engine.raw_gradients import names_of
-from opacus_shuffle.engine.sampling.tickets import TicketBook
+from opacus_shuffle.engine.batches.tickets import TicketBook
+from opacus_shuffle.engine.guards.raw_gradients import names_of
+from opacus_shuffle.engine.step.clipping import Clipping, FlatClipping, version_of
+from opacus_shuffle.engine.step.noise import GaussianNoise, Noise, draw_gaussian
 
 
 class PrivateOptimizer(OpenOptimizer):

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from opacus_shuffle.core.opacus_compat import forget_unfinished_passes, watches_gradients
-from opacus_shuffle.engine.network_checks import check_packs
-from opacus_shuffle.engine.raw_gradients import note_gradient, watch_leaves
-from opacus_shuffle.engine.sampling.tickets import REMEDY, TicketBook
+from opacus_shuffle.engine.batches.tickets import REMEDY, TicketBook
+from opacus_shuffle.engine.guards.network_checks import check_packs
+from opacus_shuffle.engine.guards.raw_gradients import note_gradient, watch_leaves
 from opacus_shuffle.networks.running import results
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = (

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import wrapped_network
-from opacus_shuffle.engine.sampling.samplers import SamplingPlan
+from opacus_shuffle.engine.batches.samplers import SamplingPlan
 from opacus_shuffle.networks.running import random_states_kept
 from opacus_shuffle.networks.sample_input import first_records
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.core.opacus_compat import check_attention, check_ghost_ties
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import instance_of, noise_level, one_of, positive
-from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
+from opacus_shuffle.engine.batches.ranks import Ranks
+from opacus_shuffle.engine.step.weight_shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec

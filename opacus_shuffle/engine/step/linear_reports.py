@@ -6,7 +6,7 @@ the clipping norm. All other users send noise alone (docs/proofs, pages 12 and 1
 add up, so splitting a batch changes only the memory.
 
 >>> from opacus import GradSampleModule
->>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+>>> from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 >>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
 >>> reports = TiltedReports(users=25)
 >>> optimizer = PrivateOptimizer(
@@ -28,8 +28,8 @@ import torch
 
 from opacus_shuffle.core.gaussian_noise import GridNoise
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.engine.clipping import FlatClipping, add_to_sum, sum_dtype
-from opacus_shuffle.engine.noise import GaussianNoise, draw_gaussian
+from opacus_shuffle.engine.step.clipping import FlatClipping, add_to_sum, sum_dtype
+from opacus_shuffle.engine.step.noise import GaussianNoise, draw_gaussian
 from opacus_shuffle.protocols.linear_reports import summed_reports, tilted
 
 _GROUP = 32

@@ -1,0 +1,1 @@
+"""The batches of a private run: samplers, data loaders, and the ticket of each batch."""

@@ -1,1 +1,0 @@
-"""How batches are drawn: samplers, loaders, and tickets for each batch."""

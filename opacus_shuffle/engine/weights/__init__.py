@@ -1,1 +1,0 @@
-"""Permutes the weights of a network while it is trained."""
