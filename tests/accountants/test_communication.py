@@ -71,7 +71,8 @@ BUDGET = ["--target-epsilon", "2", "--target-delta", "1e-5"]
 
 
 @pytest.mark.parametrize(
-    ("command", "asked"), [("epsilon", NOISE), ("noise", BUDGET), ("report", NOISE)]
+    ("command", "asked"),
+    [("epsilon", NOISE), pytest.param("noise", BUDGET, marks=pytest.mark.zoo), ("report", NOISE)],
 )
 def test_reports_and_the_command_line_say_it_in_words_and_in_numbers(command, asked, capsys):
     assert main([command, *FLAGS, *asked]) == 0

@@ -21,10 +21,12 @@ def allocated(batches, sigma, steps=None):
     ("batches", "sigma", "epochs", "delta"),
     [
         (1000, 1.0, 1, 1e-5),
-        (1000, 0.6, 10, 1e-5),
         (100, 0.7, 10, 1e-9),
         (10, 5.0, 1, 1e-5),
-        (100_000, 0.5, 3, 1e-8),
+        *(
+            pytest.param(*case, marks=pytest.mark.zoo)
+            for case in [(1000, 0.6, 10, 1e-5), (100_000, 0.5, 3, 1e-8)]
+        ),
     ],
 )
 @pytest.mark.parametrize("composed", ["here", "there"])
@@ -56,11 +58,10 @@ def test_one_report_is_the_gaussian_mechanism(sigma, mechanism, close):
 
 
 def test_an_epoch_costs_more_than_its_first_step_in_either_direction():
-    """The step is a Poisson sample. Mixed-up directions would cost 8.7 and 11.0 together."""
+    """The step is a Poisson sample. Mixed-up directions would cost 11.0 together."""
     theirs = distributions.from_gaussian_mechanism(0.7, sampling_prob=0.5)
     both, twice = theirs.compose(to_dp_accounting(allocated(2, 0.7))), theirs.self_compose(2)
-    for delta in (1e-6, 1e-9):  # 9.2 and 11.8
-        assert both.get_epsilon_for_delta(delta) > twice.get_epsilon_for_delta(delta)
+    assert both.get_epsilon_for_delta(1e-9) > twice.get_epsilon_for_delta(1e-9)  # 11.8
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-8])

@@ -53,11 +53,11 @@ def test_no_small_epsilon_is_below_the_truth(mechanism, run, delta, truth):
 @pytest.mark.parametrize("run", [pytest.param(OFTEN, marks=pytest.mark.zoo), ONCE])
 def test_epsilon_falls_with_delta_until_it_is_zero_and_stays_there(run):
     """It was 0 or 2e-6 by chance, up to ten times the δ from which 0 can be proved."""
-    deltas = np.geomspace(1e-3, 0.02, 7).tolist()
+    deltas = np.geomspace(1e-3, 0.02, 7)[[0, 2, 3, 6]].tolist()
     epsilons = [compute_epsilon("shuffle_gauss", delta=delta, **run) for delta in deltas]
     assert falls(epsilons)
-    assert epsilons[3] == 0.0  # δ = 4.5e-3
-    for delta, epsilon in list(zip(deltas, epsilons, strict=True))[::3]:
+    assert epsilons[2] == 0.0  # δ = 4.5e-3
+    for delta, epsilon in list(zip(deltas, epsilons, strict=True))[::2]:
         replaced = compute_epsilon("shuffle_gauss", delta=delta, adjacency="replace", **run)
         assert replaced >= epsilon
 

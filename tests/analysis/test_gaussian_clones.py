@@ -181,6 +181,23 @@ def test_one_user_is_the_unshuffled_gaussian(clones):
     assert compute_epsilon([], delta=1e-5, clones=clones) == 0.0
 
 
+@pytest.mark.parametrize("sampled", [(1.0, None), (0.3, "poisson")])
+def test_the_slack_is_the_probability_that_no_clone_is_near_in_either_direction(sampled):
+    """Theorems 1.4, 1.6 and 1.12 in closed form; attacks are too weak to show all of it."""
+    sigma, count, margin, delta = 2.0, 3, 2.5, 1e-5
+    rounds = tuple(one_round(sigma, 100, *sampled, repetitions=count))
+    missing, shift, present = ndtr(-margin), 1 / sigma, count * sampled[0]
+    mended = count * rounds[0][0].others * math.exp(-margin * shift - shift**2 / 2) * missing
+    gained = present * (ndtr(shift - margin) - missing)
+    lost, absent = present * (missing - ndtr(-margin - shift)), (count - present) * missing
+    assert gaussian_clones._slack(rounds, margin, "mended", delta) == pytest.approx(
+        (mended, mended), rel=1e-9
+    )
+    assert gaussian_clones._slack(rounds, margin, "truncated", delta) == pytest.approx(
+        (gained - absent * (1 - 2 * delta), lost + absent), rel=1e-9
+    )
+
+
 @pytest.mark.parametrize("sigma", [1e-6, 1e-3, 0.04, 1e6])
 @both_kinds
 def test_extreme_noise_stays_certified_by_the_unshuffled_bound(sigma, clones):
