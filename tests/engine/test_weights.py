@@ -101,7 +101,6 @@ ZOO = [
 @pytest.mark.parametrize(
     ("name", "options", "training"),
     [*RUNS, *(pytest.param(*run, marks=pytest.mark.zoo) for run in ZOO)],
-    ids=str,
 )
 def test_unshuffled_afterwards_a_run_is_the_run_without_shuffling(name, options, training):
     """In weights, buffers, gradients and the optimizer's state."""
