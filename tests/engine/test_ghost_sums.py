@@ -151,6 +151,7 @@ def problem(name):
     ("options", "physical"),
     [
         ({}, 3),
+        ({"mode": "hooks"}, BATCH),
         ({"epsilon": 60.0, **SAMPLES}, BATCH),
         pytest.param({}, BATCH, marks=pytest.mark.zoo),
         pytest.param({"epsilon": 60.0, **SAMPLES}, 3, marks=pytest.mark.zoo),

@@ -166,10 +166,13 @@ def assert_named(run, *names):
     assert "not private" in report(run).statement()
 
 
-def test_a_seed_says_once_that_the_run_is_not_private_and_a_checkpoint_does_not_forget_it(recwarn):
-    run = seeded("shuffled_checkin", 0, shuffle_weights=False).train()
+@pytest.mark.parametrize("name", ["shuffled_checkin", "gdp"])
+def test_a_seed_says_once_that_the_run_is_not_private_and_a_checkpoint_does_not_forget_it(
+    name, recwarn
+):
+    run = seeded(name, 0, shuffle_weights=False).train()
     assert len([warning for warning in recwarn if "not private" in str(warning.message)]) == 1
-    for named in (run, Run("shuffled_checkin").load(run.saved())):
+    for named in (run, Run(name).load(run.saved())):
         assert_named(named, "seed=0")
 
 
