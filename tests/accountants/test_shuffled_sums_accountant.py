@@ -101,6 +101,12 @@ def test_zeroing_is_half_a_replacement_where_everyone_takes_part(adjacency, shar
     answer = bound_of(TIGHT, users=50, steps=5, adjacency=adjacency)
     assert answer.epsilon == pytest.approx(expected, rel=1e-7)
     assert answer.proof == "everyone in every round"
+    mechanism = mechanism_of(TIGHT, 50)
+    server = compute_baseline(
+        [(mechanism, 5)], delta=1e-5, baseline="central", adjacency=adjacency
+    ).epsilon
+    mu = share * 2 / mechanism.noise_std * math.sqrt(5)
+    assert server == pytest.approx(gaussian.compute_epsilon(mu=mu, delta=1e-5), rel=1e-7)
 
 
 LOST = 1e-4
