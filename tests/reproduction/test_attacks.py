@@ -135,7 +135,6 @@ ZOO = {**model_zoo.NETWORKS, **convolution_zoo.CONVOLUTIONS, **attention_zoo.TRA
 # separate heads.
 ARCHITECTURES = (
     "mlp",
-    "mlp_without_biases",
     "symmetric_matrix",
     "mixture_of_experts",
     "conv_net",
