@@ -135,7 +135,6 @@ ZOO = {**model_zoo.NETWORKS, **convolution_zoo.CONVOLUTIONS, **attention_zoo.TRA
 # separate heads.
 ARCHITECTURES = (
     "mlp",
-    "symmetric_matrix",
     "mixture_of_experts",
     "conv_net",
     "grouped_conv",
