@@ -59,7 +59,7 @@ WEIGHTS = {
     "protocols": 650,
     "sco": 740,
 }
-TESTS_WEIGHT = 14_910
+TESTS_WEIGHT = 14_920
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",
