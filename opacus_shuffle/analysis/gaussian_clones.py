@@ -210,7 +210,7 @@ def _with_clones(
         lost = sum(count * mixture.lost for mixture, count in mixtures)
         mass = math.exp(min(2 * lost, 1.0))  # if half is lost, the result is infinite anyway
         epsilon = privacy_loss.compute_epsilon(
-            mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta, mass)
+            mixtures, delta=delta, slack=clone_slack(rounds, margin, clones, delta, mass)
         )
         close = abs(epsilon - guess) <= 0.02 or (1 - _SMALL_GAIN) * best <= epsilon < math.inf
         if epsilon < best:
@@ -227,7 +227,7 @@ def _with_clones(
     return best
 
 
-def _slack(
+def clone_slack(
     rounds: Merged, margin: float, clones: Clones, delta: float, mass: float = 1.0
 ) -> tuple[float, float]:
     """Returns what all rounds add to δ: a number, and another one that is multiplied by e^ε.
@@ -269,7 +269,7 @@ def _best_margin(
     """
 
     def epsilon(margin: float) -> float:
-        moved, unmoved = _slack(rounds, margin, clones, delta)
+        moved, unmoved = clone_slack(rounds, margin, clones, delta)
         remaining = delta - moved - math.exp(min(guess, 600.0)) * unmoved
         if not remaining > 0:
             return 1e9 - 1e7 * margin

@@ -190,10 +190,10 @@ def test_the_slack_is_the_probability_that_no_clone_is_near_in_either_direction(
     mended = count * rounds[0][0].others * math.exp(-margin * shift - shift**2 / 2) * missing
     gained = present * (ndtr(shift - margin) - missing)
     lost, absent = present * (missing - ndtr(-margin - shift)), (count - present) * missing
-    assert gaussian_clones._slack(rounds, margin, "mended", delta) == pytest.approx(
+    assert gaussian_clones.clone_slack(rounds, margin, "mended", delta) == pytest.approx(
         (mended, mended), rel=1e-9
     )
-    assert gaussian_clones._slack(rounds, margin, "truncated", delta) == pytest.approx(
+    assert gaussian_clones.clone_slack(rounds, margin, "truncated", delta) == pytest.approx(
         (gained - absent * (1 - 2 * delta), lost + absent), rel=1e-9
     )
 
