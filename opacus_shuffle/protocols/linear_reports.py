@@ -36,7 +36,7 @@ def tilted(
 
     Args:
         signed_uniforms: On the CPU, float64, shape (count,). For a number x > 0, x/2 is the
-            probability of a larger component; for x < 0, |x|/2 is the probability of a smaller one.
+            probability of a larger component; for x < 0, −x/2 is the probability of a smaller one.
             So small numbers, which have all their digits, determine both tails.
         noise_multiplier: σ of the reports.
         report: The shape of the reports, ``"linear"`` or ``"step"``.
