@@ -329,7 +329,7 @@ class PrivacyEngine(CheckpointMixin):
                 wrap_model=wrap_model,
             )
             undo.callback(forget_parameters, unwrap(module))
-            undo.callback(model.cleanup)
+            undo.callback(lambda: model.cleanup())  # protect() replaces this method
             if grad_sample_mode == "ghost":
                 attach_passes(model)  # its hooks come before those that functorch must not copy
             correct_layers(model, () if training_check is None else training_check.functional)
