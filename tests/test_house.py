@@ -1,6 +1,6 @@
 """The rules of the house: lint, format and types; who may import whom; what a file may hold.
 
-The storeys are those of docs/map.rst. All imports count, also those inside functions and under
+The layers are those of docs/map.rst. All imports count, also those inside functions and under
 ``TYPE_CHECKING``.
 """
 
