@@ -21,7 +21,7 @@ import opacus_shuffle
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "opacus_shuffle"
-STOREYS = [  # from the ground up: a module imports from its own storey and from those before it
+LAYERS = [  # from the ground up: a module imports from its own layer and from those before it
     "_version",
     "core",
     "analysis",
@@ -125,13 +125,13 @@ def imports_of(module: str) -> Iterator[str]:
                 )
 
 
-def storey_of(module: str) -> int:
-    return STOREYS.index(module.split(".")[1] if "." in module else PACKAGE)
+def layer_of(module: str) -> int:
+    return LAYERS.index(module.split(".")[1] if "." in module else PACKAGE)
 
 
-def test_every_room_has_its_storey():
+def test_every_room_has_its_layer():
     assert {module.split(".")[1] for module in sources() if "." in module} | {PACKAGE} == set(
-        STOREYS
+        LAYERS
     )
 
 
@@ -140,7 +140,7 @@ def test_imports_run_downwards():
         f"{module} imports {other}"
         for module in sources()
         for other in imports_of(module)
-        if storey_of(other) > storey_of(module)
+        if layer_of(other) > layer_of(module)
     }
     assert not upward
 
@@ -206,7 +206,7 @@ def test_a_citation_names_the_version_that_is_installed():
 
 def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))}
-    assert folders <= {*STOREYS, "helpers", "reproduction"}
+    assert folders <= {*LAYERS, "helpers", "reproduction"}
     found = set()
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(tree_of(path)):

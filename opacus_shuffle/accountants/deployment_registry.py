@@ -240,7 +240,7 @@ def _known_texts(
             "the server is trusted as well"
             if report.clients
             else ". One run saw every record and simulated the records' owners and the shuffler, "
-            "so whoever ran it is trusted as well"
+            "so the party that ran it is trusted as well"
         )
     return {
         "name": model,

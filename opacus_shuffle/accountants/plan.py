@@ -52,7 +52,7 @@ bits grows slowly.
 """
 
 HOPELESS = 10.0
-"""Below this signal-to-noise ratio next to nothing can be learned.
+"""Below this signal-to-noise ratio almost nothing can be learned.
 
 In ``opacus-shuffle compare`` the last row has a ratio of 17, and is a few percent more accurate
 than guessing.

@@ -151,7 +151,6 @@ few = settings(max_examples=2)
 
 # Pool sizes are rounded down to 7 bits, by 1.6 % at most and 0.6 % on average, ε by half of that;
 # the margin t is searched for by an approximation. Neither is monotone; both only ever raise ε.
-WIGGLE = 1.005
 
 
 @few

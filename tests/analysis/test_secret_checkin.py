@@ -338,3 +338,10 @@ def test_it_costs_half_of_check_in_in_the_setting_of_the_paper():
     assert answer.lower <= answer.epsilon <= 0.0635
     linear = compute_bound([(SecretCheckIn(**run), steps)], delta=delta)
     assert linear.lower <= linear.epsilon < answer.epsilon
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.99, 1.01])
+def test_a_participant_without_noise_is_seen_unless_delta_covers_its_participation(share):
+    """The report of a lone user shows participation of probability q: δ < q leaves no small ε."""
+    _, upper = zero_out_epsilon(rounds_of("gaussian", 0.01, 1, 0.1, 1), delta=0.1 * share)
+    assert upper == 0 if share > 1 else upper > 100

@@ -27,7 +27,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def has_spent(run, epochs):
-    """Whether it costs what a server's noise costs, and tails of bits next to nothing."""
+    """Whether it costs what a server's noise costs; the tails of bits cost almost nothing."""
     numbers = {"noise_multiplier": run.optimizer.noise_multiplier, "num_batches": 4}
     expected = compute_epsilon("random_allocation", **numbers, steps=4 * epochs, delta=1e-5)
     return run.engine.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-7)

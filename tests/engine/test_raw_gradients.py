@@ -16,7 +16,6 @@ from opacus_shuffle import PrivacyEngine
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 every_mode = pytest.mark.parametrize("mode", MODES)
 ACCOUNTANTS = ("subsampled_shuffle", "shuffled_fw", "rdp")
-RAW = "would move parameters of a private run by gradients that are neither clipped, noised nor acc"
 
 
 def private(mode="hooks", name=None, *, frozen=False, **options):

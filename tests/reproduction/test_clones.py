@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 PUBLIC = {"local_epsilon": 4.0, "num_users": 100_000, "delta": 1e-6}
-PAPER = {"num_users": 60_000, "delta": 1 / 60_000}
 
 
 def exact_delta(epsilon, local_epsilon, users, probability=None):

@@ -47,16 +47,6 @@ def distance(samples, others):
     ).max()
 
 
-def distance_to(distribution, samples):
-    """The largest difference of an empirical CDF and a distribution's."""
-    places = np.sort(samples)
-    steps = np.arange(len(places) + 1) / len(places)
-    return max(
-        np.abs(distribution.cdf(places) - steps[:-1]).max(),
-        np.abs(distribution.cdf(places) - steps[1:]).max(),
-    )
-
-
 def agreement(samples, others=math.inf):
     return KOLMOGOROV * math.sqrt(1 / samples + 1 / others)
 

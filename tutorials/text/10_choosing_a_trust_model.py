@@ -65,7 +65,7 @@ print(plan)
 
 # %% [markdown]
 # The most important column is *on mean*: the noise on one coordinate of the mean gradient, in clipping norms. With the same
-# value training is equally accurate, whoever is trusted.
+# value, training is equally accurate in every trust model.
 
 # %%
 names = [
@@ -86,7 +86,7 @@ for name, row in zip(names, plan.rows, strict=True):
 axes.set(
     xscale="log",
     xlabel="noise on one coordinate of the mean gradient, in clipping norms",
-    title=f"the same proved ε of {EPSILON:g}, whoever is trusted",
+    title=f"the same proved ε of {EPSILON:g}, in every trust model",
 )
 axes.margins(x=0.1)
 axes.grid(visible=False)

@@ -35,7 +35,7 @@ ASSUMED_DIMENSION = 1_000_000
 @register_bound(
     ServerNoise,
     "certified",
-    meaning="the Gaussian mechanism, every round counted for every client, whoever is sampled",
+    meaning="the Gaussian mechanism, every round counted for every client, sampled or not",
     guarantee=Guarantee.PROVED,
     trusted="the server",
     adversary="sees the models of all rounds and who takes part, but no metrics of clients",
@@ -44,7 +44,7 @@ ASSUMED_DIMENSION = 1_000_000
 @register_bound(
     ClientNoise,
     "certified",
-    meaning="the Gaussian mechanism, every round counted for every client, whoever is sampled",
+    meaning="the Gaussian mechanism, every round counted for every client, sampled or not",
     guarantee=Guarantee.PROVED,
     trusted="nobody",
     adversary="sees every noised update and whose it is, but no metrics of clients",
