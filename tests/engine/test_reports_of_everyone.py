@@ -10,7 +10,7 @@ import math
 import opacus
 import pytest
 import torch
-from helpers.private_runs import Run
+from helpers.private_runs import OURS, Run
 from helpers.toy import here
 from scipy import stats
 from torch import nn
@@ -206,10 +206,11 @@ def test_gaussian_reports_go_with_what_linear_ones_do_not():
         assert Run(NAME, report="gaussian", **LOCAL, **options).train().updates == 4
 
 
+@pytest.mark.parametrize("accountant", [NAME, "shuffled_sums"])
 @pytest.mark.parametrize(("name", "value"), [("noise_multiplier", 4.0), ("max_grad_norm", 2.0)])
-def test_neither_noise_nor_norm_may_change_within_a_batch(name, value):
-    """Of reports of less noise than the others' it would be seen who took part."""
-    run = Run(NAME, records=60, batch_size=30, **LOCAL)
+def test_neither_noise_nor_norm_may_change_within_a_batch(name, value, accountant):
+    """Reports with less noise than the others' would reveal the participants."""
+    run = Run(accountant, records=60, batch_size=30, **OURS[accountant])
     with run.split(2) as physical, run.refused("change", goes_on=False):
         for part in physical:
             run.step(part)
