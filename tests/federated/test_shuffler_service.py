@@ -219,6 +219,9 @@ def answering(*parts: bytes, pause: float = 0.0):
                 for part in parts:
                     client.sendall(part)
                     time.sleep(pause)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(65536):  # closing with an unread body would reset the connection
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()
