@@ -1,9 +1,9 @@
-"""Position ids for every record: the line that lets Opacus train BERT, GPT-2 and their kin.
+"""Position ids for every record, which Opacus needs to train BERT, GPT-2 and similar models.
 
-Hugging Face keeps one row of position ids, of shape ``[1, length]``, and lets the addition spread
-it over the batch. The network computes the same as with one row per record, but the position
-embedding sees a batch of one, and so do the per-sample gradients that Opacus records there; the
-optimizer then cannot stack them. ``prepare_model`` spreads the row before the lookup.
+Models of Hugging Face have one row of position ids, of shape ``[1, length]``, and broadcast its
+embeddings over the batch. The outputs are those of one row per record. But the position embedding
+runs on a batch of one, and so Opacus computes one per-sample gradient there, which its optimizer
+cannot stack with the others. ``prepare_model`` expands the row before the lookup.
 
 >>> import torch
 >>> from torch import nn
@@ -44,15 +44,14 @@ _RECORDS = (
 
 
 def prepare_model(model: nn.Module) -> nn.Module:
-    """Lets every embedding see the batch, so that Opacus can record one gradient per record.
+    """Repeats position ids for each record, so Opacus can compute one gradient per record.
 
-    Wherever an ``nn.Embedding`` inside the model is given indices of shape ``[1, length]`` while
-    the model runs on another number of records, the indices are repeated for each record, and
-    written out in memory, as ghost clipping needs them. The model's outputs stay the same, to the
-    last bit, and so do its parameters and their names; a model without such embeddings runs as
-    before. (Only a dropout between the position embedding and the addition would notice: it then
-    draws for each record.) Call it before ``make_private``, once or often; it survives copying and
-    pickling.
+    If an ``nn.Embedding`` of the model gets indices of shape ``[1, length]`` while the model runs
+    on another number of records, the indices are repeated for each record, in contiguous memory,
+    which ghost clipping needs. The outputs of the model stay the same, bit for bit, and so do its
+    parameters and their names. Models without such embeddings do not change. (A dropout between the
+    position embedding and the addition then draws for each record.) Call it before
+    ``make_private``; repeated calls have no effect. Copies and pickles stay prepared.
 
     Args:
         model: The model, before or after it is wrapped by Opacus.
@@ -61,7 +60,7 @@ def prepare_model(model: nn.Module) -> nn.Module:
         The same model, with hooks.
 
     Raises:
-        ValueError: It is no module.
+        ValueError: The argument is not a module.
     """
     instance_of("model", model, (nn.Module,))
     for module in model.modules():
@@ -77,7 +76,7 @@ def prepare_model(model: nn.Module) -> nn.Module:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether it is an embedding whose gradient does not depend on how often an index occurs."""
+    """Returns whether a module is an embedding whose gradient is the same at every occurrence."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
@@ -86,23 +85,22 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 class _Frame(NamedTuple):
-    """A call under way of a module, on so many records, and the extent of their second axis."""
+    """A running call of a module: its number of records, and the size of their second axis."""
 
     module: nn.Module
     records: int
     length: int
     certain: bool
-    """Whether that is certain, as the tensor has the name of one that holds records, or indices."""
+    """Whether the number is certain: the tensor has a name of inputs, or contains indices."""
 
 
 _CALLS: ContextVar[tuple[_Frame, ...]] = ContextVar("_CALLS", default=())
-"""The calls under way in a thread, outermost first."""
+"""The running calls of a thread, the outermost first."""
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Notes, as a hook before it, that a module begins to run on so many records."""
-    # An interrupt from the keyboard skips even the hooks that are always called, and its call
-    # would stay behind.
+    """Notes a module's call and its number of records, as a hook before the call."""
+    # A keyboard interrupt skips even hooks that are always called. Its call is removed here.
     _leave(module)
     names = inspect.signature(module.forward).parameters
     named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -115,29 +113,28 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _leave(module: nn.Module, args: Any = None, output: Any = None) -> None:
-    """Notes, as a hook after it, that a module's call and all within it are over or have failed."""
+    """Removes a module's call and all calls within it, as a hook after the call."""
     frames = _CALLS.get()
     depths = [depth for depth, frame in enumerate(frames) if frame.module is module]
     _CALLS.set(frames[: min(depths, default=len(frames))])
 
 
 def _expand(module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Repeats, as a hook before an embedding, one row of indices for each record."""
+    """Repeats one row of indices for each record, as a hook before an embedding."""
     frames = _CALLS.get()
     around = [frame for frame in reversed(frames) if frame.records != 1]
     if not around or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
         return None
     index, nearest, outermost = args[0], around[0], frames[0]
-    # The nearest module around that runs on a batch says what the row will be added to. Where that
-    # is not the batch of the whole model (several choices per record, an image for each text) there
-    # is no row per record to be had.
+    # The row is added to the batch of the nearest module around. If this is not the batch of the
+    # whole model (several choices per record, an image for each text), there is no row per record.
     if len(index) == 1 and nearest.records == outermost.records:
-        # A table of relative positions [queries, keys] also has one row when there is one query.
-        # Tables live in attention, which reads hidden states; positions live where the tokens come
-        # in, or run along the second axis of what does.
+        # A table of relative positions [queries, keys] also has one row if there is one query.
+        # Such tables are in attention layers, whose inputs are hidden states. Position embeddings
+        # are in modules whose inputs are tokens, or have the length of their second axis.
         along = nearest is outermost or nearest.length == index.shape[1]
         if nearest.certain or (index.shape[1] > 1 and along):
             index = index.expand(nearest.records, *index.shape[1:])
-    # Ghost clipping views the indices as one column, which it cannot if they are spread in memory.
+    # Ghost clipping views the indices as one column, which needs contiguous memory.
     index = index.contiguous()
     return None if index is args[0] else (index, *args[1:])

@@ -1,4 +1,4 @@
-"""What to run a module on: what the user gave, a loader's first records, a guess, or others."""
+"""Arguments on which a module is run: a sample input, a loader's first records, or a guess."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module, by position and by keyword."""
 
 IGNORED = -100
-"""The label of tokens that do not count in a loss."""
+"""The label of tokens that a loss ignores."""
 TARGET = 1
-"""The record that stays: not the first, with which others are compared, and early for few rows."""
+"""The index of the record that stays the same; not 0, as networks may compare with the first."""
 
 
 def normalise(sample_input: Any, name: str = "sample_input") -> Call:
-    """Returns the arguments that a tensor, a tuple or list, or a mapping of keywords stands for."""
+    """Returns a tensor, a tuple or list, or a mapping of keywords as arguments of a call."""
     if isinstance(sample_input, torch.Tensor):
         return (sample_input,), {}
     if isinstance(sample_input, tuple | list) and sample_input:
@@ -45,12 +45,12 @@ def normalise(sample_input: Any, name: str = "sample_input") -> Call:
 
 
 def call_of(module: nn.Module, sample_input: Any) -> Call:
-    """Returns the arguments that a sample input stands for; guessed where it is None."""
+    """Returns a sample input as arguments of a call; a guess if it is None."""
     return guess(module) if sample_input is None else normalise(sample_input)
 
 
 def guess(module: nn.Module) -> Call:
-    """Guesses an argument of two records by the module's first layer; the same one every time.
+    """Guesses an argument of two records from the module's first layer; always the same one.
 
     Raises:
         ValueError: The first layer with parameters, in the order of registration, is no linear,
@@ -61,7 +61,7 @@ def guess(module: nn.Module) -> Call:
     draws = torch.Generator().manual_seed(0)
     if isinstance(first, nn.Embedding):
         tokens = torch.randint(1, first.num_embeddings, (2, 8), generator=draws, device="cpu")
-        # The token after the last is the first; padding is none.
+        # All tokens but the one for padding: that after the last is the first.
         padding = -1 if first.padding_idx is None else first.padding_idx
         return _on_device_of(module, (((tokens + padding) % first.num_embeddings,), {}))
     if isinstance(first, nn.Linear):
@@ -72,25 +72,26 @@ def guess(module: nn.Module) -> Call:
         shape = [2, first.in_channels, *[32] * len(first.kernel_size)]
     else:
         raise ValueError(
-            f"sample_input must be given: the first layer of {type(module).__name__} tells no "
-            "shape; pass a tensor, a tuple of arguments or a mapping of keyword arguments"
+            f"sample_input must be given: the first layer of {type(module).__name__} does "
+            "not determine its shape; pass a tensor, a tuple of arguments or a mapping of keyword "
+            "arguments"
         )
     numbers = torch.randn(shape, generator=draws, device="cpu").to(next(first.parameters()).dtype)
     return _on_device_of(module, ((numbers,), {}))
 
 
 def from_batch(module: nn.Module, batch: Any) -> Call:
-    """Returns the arguments that one batch of a data loader means for ``module.forward``.
+    """Returns the arguments of ``module.forward`` for one batch of a data loader.
 
     Args:
-        module: To be called; its signature decides which entries it is meant to see.
+        module: The module. Its signature decides which entries are arguments.
         batch: A tensor is the only argument. A mapping gives the keyword arguments that ``forward``
             accepts. Of a tuple or list ``(inputs..., targets)`` the first entry is the input, or as
             many as ``forward`` requires; where that first entry is itself a tuple or list of
             tensors, or a mapping, it holds the arguments.
 
     Raises:
-        ValueError: There is no tensor in what these would be.
+        ValueError: These contain no tensor.
     """
     parameters = list(inspect.signature(module.forward).parameters.values())
     names = [parameter.name for parameter in parameters]
@@ -121,7 +122,7 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in containers that PyTorch knows."""
+    """Returns the tensors in the containers that PyTorch supports."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -133,9 +134,9 @@ def first_records(
     Nothing is drawn from its sampler or any random state.
 
     Args:
-        data_loader: Its data set is read.
-        count: How many.
-        collate: Makes a batch of them; by default the loader's ``collate_fn``.
+        data_loader: The loader of the data set.
+        count: The number of records.
+        collate: Makes a batch of the records; by default the loader's ``collate_fn``.
 
     Raises:
         ValueError: The data set is empty, or can only be iterated over.
@@ -147,7 +148,7 @@ def first_records(
             f"{type(dataset).__name__}; pass shuffle_weights=find_permutations(module, "
             "sample_input) with an input that module(...) accepts"
         )
-    # Worker processes would have their own random states; here the transforms share ours.
+    # Worker processes have random states of their own. Here transforms use those of this process.
     with random_states_kept():
         if data_loader.batch_sampler is None:  # each entry of the data set is passed on alone
             return collate(dataset[0])
@@ -158,38 +159,38 @@ def first_records(
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs one forward pass without gradients, in evaluation mode, that leaves no trace."""
+    """Runs a forward pass in evaluation mode without gradients, and restores the module."""
     with rolled_back(module):
         module.eval()
         return without_graph(lambda: module(*args, **kwargs))
 
 
 def _on_device_of(module: nn.Module, call: Call) -> Call:
-    """Returns the arguments with their tensors where the module's first parameter or buffer is."""
+    """Returns the arguments with their tensors on the device of the module's first tensor."""
     first = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0))
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(first.device), call)
 
 
 def sizes_along(value: Any, axis: int) -> list[int]:
-    """Returns the sizes_along along an axis of the tensors in containers."""
-    # Packed sequences of several records lie in one tensor, which cannot be cut into them.
+    """Returns the sizes along an axis of the tensors in containers."""
+    # A packed sequence has several records in one tensor, which cannot be split into records.
     leaves = tree_leaves(value, is_leaf=lambda part: isinstance(part, PackedSequence))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
 
 
 def has_records(value: Any, records: int, axis: int) -> bool:
-    """Whether it is a tensor with so many records along an axis."""
+    """Returns whether a value is a tensor with ``records`` entries along an axis."""
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
 def roll_records(tensor: torch.Tensor, shift: int, records: int, axis: int = 0) -> torch.Tensor:
-    """Returns a tensor with its records rolled by ``shift``, if it has so many."""
+    """Returns a tensor with its records rolled by ``shift``, if it has ``records`` of them."""
     return tensor.roll(shift, axis) if has_records(tensor, records, axis) else tensor
 
 
 def take_records(call: Call, whole: int, records: int, axis: int) -> Call:
-    """Returns the first records of a call of ``whole`` ones, which are repeated to be enough."""
+    """Returns a call with ``records`` of its ``whole`` records, which are repeated if necessary."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(records, device=tensor.device) % whole
@@ -201,21 +202,21 @@ def take_records(call: Call, whole: int, records: int, axis: int) -> Call:
 def with_others(
     run: Callable[[Call], Result], call: Call, records: int, axis: int, *, counted: bool = False
 ) -> Result:
-    """Returns what a run gives with all records changed but one, in the first way that it takes.
+    """Runs a function after all records but one were changed, in the first way that it accepts.
 
-    It may take no probability above one, say, and no index beyond those that there are.
+    Some networks accept no probabilities above one, for example, or no other indices.
 
     Args:
-        run: Of a network or a loss, on a call.
+        run: The function of a call.
         call: The arguments.
-        records: How many they have.
-        axis: Where they have them.
-        counted: Whether they may say what a loss of the whole batch is divided by: then records
-            keep their order. Integers below two, true and false are other records' alone. If
-            integers contain −100, the label of what does not count, all but the last become −100.
+        records: The number of records.
+        axis: The axis of records.
+        counted: Whether the arguments may determine the divisor of a loss of the whole batch. Then
+            records keep their order, and integers below two and booleans stay as they are. If
+            integers contain the label −100, all but the last entries become −100.
 
     Raises:
-        Exception: What the run raises if it takes no change.
+        Exception: The exception of the last attempt, if the function accepts no change.
     """
 
     def other(way: set[str], value: torch.Tensor) -> torch.Tensor:
@@ -223,7 +224,7 @@ def with_others(
             return value
         changed = value.roll(-1, axis) if "order" in way else value.clone()
         if "numbers" in way and (value.is_floating_point() or value.is_complex()):
-            # Numbers of either sign change theirs: a network may choose by it.
+            # The signs change, too, if there are both: a network may branch on them.
             signed = value.is_floating_point() and bool((value < 0).any())
             changed = (-20 if signed else 20) * changed + 0.25
         elif "integers" in way and value.dtype != torch.bool:
