@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
 from opacus_shuffle.core.randomness import for_pytorch
 from opacus_shuffle.engine.batches.samplers import OwnBatches, SplitBatches, TicketedSampler
-from opacus_shuffle.engine.batches.tickets import PhysicalBatch, TicketBook
+from opacus_shuffle.engine.batches.tickets import Ticket, TicketBook
 from opacus_shuffle.engine.guards.raw_gradients import names_of
 
 
@@ -57,7 +57,7 @@ class TicketedDPDataLoader(TicketedLoader, DPDataLoader):
 
 
 def _with_tickets(
-    loader: TicketedLoader, batches: Iterator[Any], drawn: deque[PhysicalBatch] | None
+    loader: TicketedLoader, batches: Iterator[Any], drawn: deque[Ticket] | None
 ) -> Iterator[Any]:
     """Yields a loader's batches, each with its ticket, in the order in which they were drawn.
 
@@ -88,13 +88,13 @@ def _with_tickets(
         except BaseException:
             tickets.issue(None)
             raise
-        batch = drawn.popleft() if drawn else None
-        tickets.issue(batch, content)
+        ticket = drawn.popleft() if drawn else None
+        tickets.issue(ticket, content)
         try:
             yield content
         except GeneratorExit:  # the loop was left, by a break or by next(iter(loader))
-            if batch is not None:
-                batch.ticket.epoch.end = "left"
+            if ticket is not None:
+                ticket.epoch.end = "left"
             raise
 
 

@@ -44,7 +44,7 @@ from opacus_shuffle.core.participation import allocate, bernoulli_indices, subse
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.batches.ranks import Ranks
-from opacus_shuffle.engine.batches.tickets import Pass, PhysicalBatch, physical_batches
+from opacus_shuffle.engine.batches.tickets import Pass, Ticket
 
 Kind = Literal["poisson", "fixed_size", "random_allocation", "own"]
 INDEPENDENT: tuple[Kind, ...] = ("poisson", "random_allocation")
@@ -57,20 +57,20 @@ class TicketedSampler(Sampler[Any]):
     """A mixin for batch samplers that notes each batch that it draws.
 
     Attributes:
-        drawn: The batches of the latest iterator that were drawn and not yet yielded, in order.
+        drawn: The tickets of the latest iterator's batches that were drawn and not yet yielded.
             There may be several, because workers prefetch.
     """
 
-    drawn: deque[PhysicalBatch]
+    drawn: deque[Ticket]
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn = deque()  # now and not at the first batch, because the loader reads it
         return self._noting(self.drawn)
 
-    def _noting(self, drawn: deque[PhysicalBatch]) -> Iterator[Any]:
+    def _noting(self, drawn: deque[Ticket]) -> Iterator[Any]:
         epoch = Pass()
         for records in self.draw():
-            drawn.extend(physical_batches(len(records), epoch=epoch))
+            drawn.append(Ticket((len(records),), epoch))
             yield records
 
     def draw(self) -> Iterable[Any]:
@@ -232,15 +232,15 @@ class SplitBatches(TicketedSampler, BatchSplittingSampler):
     batches that were prefetched and never yielded.
     """
 
-    def _noting(self, drawn: deque[PhysicalBatch]) -> Iterator[list[int]]:
+    def _noting(self, drawn: deque[Ticket]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
         epoch = Pass()
         for records in inner.draw():
             count = max(1, math.ceil(len(records) / self.max_batch_size))
             pieces = np.array_split(np.asarray(records, dtype=np.int64), count)
-            batches = physical_batches(*map(len, pieces), epoch=epoch)
-            for batch, piece in zip(batches, pieces, strict=True):
-                drawn.append(batch)
+            ticket = Ticket(tuple(map(len, pieces)), epoch)
+            for piece in pieces:
+                drawn.append(ticket)
                 yield piece.tolist()
 
 

@@ -7,8 +7,7 @@ is released. A batch without a step is void when the next one is drawn. If batch
 the reports say so.
 
 >>> tickets = TicketBook()
->>> [batch] = physical_batches(3)
->>> tickets.issue(batch)
+>>> tickets.issue(Ticket((3,)))
 >>> tickets.check({3})
 >>> tickets.take()
 >>> tickets.check({3})  # doctest: +ELLIPSIS
@@ -59,11 +58,12 @@ class Pass:
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """The ticket of one drawn batch.
+    """The ticket of one drawn batch, which may be split into several physical batches.
 
     Attributes:
         sizes: How many records each of its physical batches has.
         epoch: The pass over the loader that has drawn it.
+        yielded: How many of the physical batches the loader has yielded.
         summed: How many of the physical batches were clipped and summed.
         released: Whether the noised sum has moved the weights.
         has_gradients: Whether there was a backward pass on it.
@@ -71,40 +71,23 @@ class Ticket:
 
     sizes: tuple[int, ...]
     epoch: Pass = dataclasses.field(default_factory=Pass)
+    yielded: int = 0
     summed: int = 0
     released: bool = False
     has_gradients: bool = False
 
-
-@dataclasses.dataclass(eq=False)
-class PhysicalBatch:
-    """One of the physical batches that a drawn batch is split into; often the only one.
-
-    Attributes:
-        ticket: Of the drawn batch.
-        index: The position among the physical batches, from 0.
-    """
-
-    ticket: Ticket
-    index: int
-
     @property
     def size(self) -> int:
-        """The number of records."""
-        return self.ticket.sizes[self.index]
-
-
-def physical_batches(*sizes: int, epoch: Pass | None = None) -> list[PhysicalBatch]:
-    """Makes the ticket of a batch of an epoch, which is split into physical batches."""
-    ticket = Ticket(sizes, epoch or Pass())
-    return [PhysicalBatch(ticket, index) for index in range(len(sizes))]
+        """The number of records of the physical batch that was yielded last."""
+        return self.sizes[self.yielded - 1]
 
 
 class TicketBook:
     """The tickets of one ``make_private``, shared by its loader and its optimizer.
 
     Attributes:
-        latest: The physical batch that was yielded last; None if no step may follow.
+        latest: The ticket of the batch that was yielded last; None if no step may follow.
+        issues: How often a ticket was issued, once for each physical batch.
         forward_passes: How often the network has run on it.
         weights: The parameters that the optimizer trains.
         versions: Their versions when the network first saw the latest batch; empty before.
@@ -124,15 +107,15 @@ class TicketBook:
 
     def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
         self.drop_outs, self.random_record = drop_outs, random_record
-        self.latest: PhysicalBatch | None = None
-        self.forward_passes = 0
+        self.latest: Ticket | None = None
+        self.issues = self.forward_passes = 0
         self.weights: Sequence[torch.Tensor] = ()
         self.versions: list[int] = []
         self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] = lambda: None
         self._summed: Ticket | None = None  # of the batch that is summed and not released
         self._drawn: Counter[Pass] = Counter()  # how many batches, since the latest release
-        self._yielded: dict[int, tuple[Any, PhysicalBatch | None]] = {}
+        self._yielded: dict[int, tuple[Any, int]] = {}  # tensors' memory, with the issue
         renew_after_fork(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -141,24 +124,27 @@ class TicketBook:
     def renew(self) -> None:
         """Forgets the batch in a process that was just forked, as its parent may step on it."""
         if self.latest is not None:
-            self.latest.ticket.released = True  # its other physical batches are the parent's, too
+            self.latest.released = True  # its other physical batches are the parent's, too
         self._summed, self._drawn = None, Counter()
         self.issue(None)
 
-    def issue(self, batch: PhysicalBatch | None, content: Any = None) -> None:
-        """Issues the ticket of a batch that is being yielded, with this content."""
-        if batch is None or self.latest is None or batch.ticket is not self.latest.ticket:
-            if batch is not None:
-                self._drawn.update([batch.ticket.epoch])
-                batch.ticket.epoch.issued += 1
+    def issue(self, ticket: Ticket | None, content: Any = None) -> None:
+        """Issues the ticket of a physical batch that is being yielded, with this content."""
+        if ticket is not self.latest:
             self.versions.clear()
-        self.forward_passes, self.latest = 0, batch
+        if ticket is not None:
+            if not ticket.yielded:
+                self._drawn.update([ticket.epoch])
+                ticket.epoch.issued += 1
+            ticket.yielded += 1
+        self.forward_passes, self.latest = 0, ticket
+        self.issues += 1
         # Tensors are identified by their memory, which a view of a batch shares, and a copy not.
         self._yielded = {
             key: entry for key, entry in self._yielded.items() if not entry[0].expired()
         }
         for storage in _storages(content):
-            self._yielded[storage._cdata] = StorageWeakRef(storage), batch  # type: ignore[no-untyped-call]
+            self._yielded[storage._cdata] = StorageWeakRef(storage), self.issues  # type: ignore[no-untyped-call]
         self.when_issued()
 
     def note_versions(self) -> None:
@@ -178,7 +164,7 @@ class TicketBook:
 
     def changed_without_step(self) -> list[torch.Tensor]:
         """Returns the parameters that changed after a backward pass without a step."""
-        ticket = None if self.latest is None else self.latest.ticket
+        ticket = self.latest
         if ticket is None or ticket.released or ticket.summed or not ticket.has_gradients:
             return []
         return self.changed_weights()
@@ -187,39 +173,39 @@ class TicketBook:
         """Returns whether any of these tensors belongs to an earlier batch."""
         entries = [self._yielded.get(storage._cdata) for storage in _storages(inputs)]
         return any(
-            entry is not None and entry[1] is not self.latest and not entry[0].expired()
+            entry is not None and entry[1] != self.issues and not entry[0].expired()
             for entry in entries
         )
 
-    def fresh(self) -> PhysicalBatch:
-        """Returns the physical batch that the next step may take.
+    def fresh(self) -> Ticket:
+        """Returns the ticket of the physical batch that the next step may take.
 
         Raises:
             ValueError: If there is none.
         """
-        batch = self.latest
-        if batch is None:
+        ticket = self.latest
+        if ticket is None:
             raise ValueError(
                 "optimizer.step() has no fresh batch: none was drawn from the data loader of "
                 "make_private, or since then a checkpoint was loaded or the process forked; "
                 + REMEDY
             )
-        if batch.ticket.released or batch.index < batch.ticket.summed:
+        if ticket.released or ticket.yielded <= ticket.summed:
             raise ValueError(
                 "optimizer.step() has no fresh batch: the last batch of the data loader has been "
                 "stepped on already; " + REMEDY
             )
-        if batch.index > batch.ticket.summed:
+        if ticket.yielded > ticket.summed + 1:
             raise ValueError(
                 "not all physical batches before this one were summed, so the whole batch is not "
                 "released: call optimizer.step() for each, and if one fails, leave the loop; the "
                 "next batch trains as usual"
             )
-        return batch
+        return ticket
 
     def abandoned(self) -> bool:
         """Returns whether the sum is of a batch that was left before its end."""
-        return self._summed is not None and self._summed is not self.fresh().ticket
+        return self._summed is not None and self._summed is not self.fresh()
 
     def check(self, counts: Set[int]) -> None:
         """Refuses a step that does not take all records of the physical batch.
@@ -231,18 +217,18 @@ class TicketBook:
         Raises:
             ValueError: If the batch is not fresh, or the numbers differ.
         """
-        batch = self.fresh()
-        if self.unsplit and len(batch.ticket.sizes) > 1:
+        ticket = self.fresh()
+        if self.unsplit and len(ticket.sizes) > 1:
             raise ValueError(
                 "this batch is split into several physical batches, and DistributedDataParallel "
                 "waits in every backward pass for ranks whose batches may have fewer: wrap the "
                 "network in Opacus's DifferentiallyPrivateDistributedDataParallel, or leave out "
                 "BatchMemoryManager"
             )
-        random_one = self.random_record and batch.size == 0 and counts == {1}
-        if not counts or counts == {batch.size} or random_one:
+        random_one = self.random_record and ticket.size == 0 and counts == {1}
+        if not counts or counts == {ticket.size} or random_one:
             return
-        fewer = len(counts) == 1 and max(counts) < batch.size
+        fewer = len(counts) == 1 and max(counts) < ticket.size
         # Opacus adds the rows of several passes, after which fewer rows are not fewer records.
         if fewer and self.drop_outs and self.forward_passes == 1:
             return
@@ -262,7 +248,7 @@ class TicketBook:
 
     def take(self) -> None:
         """Notes that a step has summed the latest physical batch."""
-        ticket = self.fresh().ticket
+        ticket = self.fresh()
         ticket.summed += 1
         self._summed, ticket.epoch.stepped_on = ticket, True
 
@@ -272,7 +258,7 @@ class TicketBook:
         Warns:
             PrivacyAssumptionWarning: It had backward passes, and no step.
         """
-        epoch = Pass() if self.latest is None else self.latest.ticket.epoch
+        epoch = Pass() if self.latest is None else self.latest.epoch
         epoch.end = "all"
         if epoch.has_gradients and not epoch.stepped_on:
             warnings.warn(
@@ -291,7 +277,7 @@ class TicketBook:
             at_step: Whether the latest batch is about to be released. If not, it counts as skipped,
                 too, if its pass has ended.
         """
-        now = None if self.latest is None else self.latest.ticket.epoch
+        now = None if self.latest is None else self.latest.epoch
         return [
             epoch
             for epoch, drawn in self._drawn.items()

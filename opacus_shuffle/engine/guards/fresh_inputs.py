@@ -81,12 +81,12 @@ class FreshInputs:
             return
         # Expanded weights have gradients of records in evaluation mode, too, in which the network
         # may run on old batches.
-        latest = tickets and tickets.latest
+        issues = tickets and tickets.issues
         stale = tickets is not None and tickets.is_stale((inputs, keywords))
 
         def check_batch(_: torch.Tensor) -> None:
             note_gradient(None, network)  # expanded weights accumulate no gradient in any parameter
-            if stale or (tickets and tickets.latest) is not latest:
+            if stale or (tickets and tickets.issues) != issues:
                 raise ValueError(
                     "loss.backward() goes through an output of the model for a batch before the "
                     "last one (a loss that is kept, or added up over several batches), whose "

@@ -86,7 +86,7 @@ def note_gradient(leaf: torch.Tensor | None, network: nn.Module | None = None) -
     if owner is not None and getattr(owner.wrapper(), "hooks_enabled", True):
         _latest.private = True
         if owner.tickets is not None and owner.tickets.latest is not None:
-            ticket = owner.tickets.latest.ticket
+            ticket = owner.tickets.latest
             ticket.has_gradients = ticket.epoch.has_gradients = True
     elif owner is None and leaf is not None:
         if leaf in _RAW and _RAW[leaf]() is not leaf.grad:

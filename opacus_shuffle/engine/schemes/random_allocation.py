@@ -64,7 +64,7 @@ class EpochScheme(Scheme):
                 f"{self._accounted_noise} at its first step: let it fall between epochs alone"
             )
         tickets: Any = optimizer.tickets  # there is a batch, or the step would have been refused
-        self._accounted_epoch = tickets.latest.ticket.epoch
+        self._accounted_epoch = tickets.latest.epoch
 
     def rehearse(self, optimizer: PrivateOptimizer, steps: int) -> Any:
         """Returns a copy of the account after so many more steps, in whole epochs.
@@ -79,13 +79,12 @@ class EpochScheme(Scheme):
 
     def accounted_ahead(self, optimizer: PrivateOptimizer) -> int:
         """Returns how many future steps of the begun epoch are already accounted."""
-        part = getattr(optimizer.tickets, "latest", None)
-        if part is None or part.ticket.epoch is not self._accounted_epoch:
+        ticket = getattr(optimizer.tickets, "latest", None)
+        if ticket is None or ticket.epoch is not self._accounted_epoch:
             return 0
         # A state that was loaded in the middle of an epoch may not contain this epoch.
         if self.accountant.rewound != self._rewound:
             return 0
-        ticket = part.ticket
         return int(self.sampling.steps_per_epoch - ticket.epoch.issued + (not ticket.released))
 
 
