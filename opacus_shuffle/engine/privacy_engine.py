@@ -57,7 +57,7 @@ from opacus_shuffle.core.validation import (
     open_unit_interval,
     reject_unknown,
 )
-from opacus_shuffle.engine.batches.empty_batches import let_layers_be_empty
+from opacus_shuffle.engine.batches.loaders import let_layers_be_empty
 from opacus_shuffle.engine.batches.ranks import Ranks
 from opacus_shuffle.engine.batches.samplers import INDEPENDENT
 from opacus_shuffle.engine.checkpoints import (
@@ -69,7 +69,7 @@ from opacus_shuffle.engine.guards.network_checks import (
     check_supported,
     explain_missing_calls,
 )
-from opacus_shuffle.engine.guards.pickling import exclude_records
+from opacus_shuffle.engine.guards.raw_gradients import exclude_records
 from opacus_shuffle.engine.schemes import scheme_class
 from opacus_shuffle.engine.schemes.base import SKIPPED
 from opacus_shuffle.engine.step.ghost_loss import GhostCriterion, attach_passes

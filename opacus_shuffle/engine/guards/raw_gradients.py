@@ -1,4 +1,6 @@
-"""Lets no raw gradient move a private network: one rule, checked before every optimizer's step.
+"""Lets no raw gradient move a private network or leave it in a copy.
+
+One rule is checked before every optimizer's step.
 
 Between the backward pass and the private step, ``.grad`` is neither clipped nor noised, and any
 optimizer would use it: the plain optimizer inside of the private one, or another one over the same
@@ -11,6 +13,11 @@ The same rule holds outside of the network. A classification head, a loss with w
 outside of the network receives raw gradients of the records. After a backward pass through a
 private network, no other optimizer may step on tensors that received a gradient in that pass.
 ``private.disable_hooks()`` exempts a pass that sees no records, such as a generator's.
+
+Opacus stores gradients of records on parameters and inputs on layers, from the forward pass to the
+step. ``torch.save`` of a whole model would write them to the file, and ``copy.deepcopy`` in the
+middle of a batch would copy them. Therefore every parameter and every module of a private model
+gets a ``__getstate__`` that leaves them out.
 
 >>> from types import SimpleNamespace
 >>> from opacus import GradSampleModule
@@ -26,6 +33,11 @@ Traceback (most recent call last):
 ValueError: SGD.step() would move parameters of a private run ... accounted (weight, bias): ...
 >>> network = private.to_standard_module()  # ends it
 >>> sgd.step()
+>>> import pickle
+>>> exclude_records(network)
+>>> network.weight.grad_sample = torch.ones(3, 1, 2)
+>>> pickle.loads(pickle.dumps(network)).weight.grad_sample is None
+True
 """
 
 from __future__ import annotations
@@ -43,7 +55,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opacus_shuffle.core.opacus_compat import waits_for_step, wrapped_network
+from opacus_shuffle.core.opacus_compat import waits_for_step, without_records, wrapped_network
 
 OWNER = "private_optimizer"
 """The attribute of a private network that holds the optimizer that trains it.
@@ -55,6 +67,9 @@ NETWORK = "private_network"
 """The attribute of a trained parameter that refers to its private network."""
 END = "cleanup"
 """The method by which Opacus's wrappers and hooks end."""
+_STATE = "__getstate__"
+_OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER, END, NETWORK)
+"""Attributes that concern this object and none of its copies."""
 _PROTECTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """All optimizers of the process, from the first private run on."""
@@ -309,3 +324,34 @@ def check_second_expansion(module: nn.Module, _: Any) -> None:
     """
     if torch.is_grad_enabled():
         check_second_pass(module, module.parameters())
+
+
+# ---- copies and pickles ------------------------------------------------------------------------
+
+
+def _state(reference: Callable[[], Any]) -> Any:
+    """Returns the state of an object for copies and pickles; see :func:`exclude_records`."""
+    owner = reference()
+    owner_class = type(owner)
+    state = owner_class.__getstate__(owner) if hasattr(owner_class, _STATE) else vars(owner)
+    if isinstance(state, tuple) and isinstance(state[0], dict):  # a class with slots
+        return copied_attributes(state[0]), *state[1:]
+    return copied_attributes(state) if isinstance(state, dict) else state
+
+
+def copied_attributes(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes that a copy may have."""
+    state = without_records(state)
+    return {name: value for name, value in state.items() if name not in _OF_THIS_OBJECT}
+
+
+def exclude_records(model: Any) -> None:
+    """Excludes single records from copies and pickles of a model, its layers and parameters.
+
+    Args:
+        model: A network, or Opacus's wrapper or hooks of one.
+    """
+    parts = [*model.modules(), *model.parameters()] if isinstance(model, nn.Module) else [model]
+    for part in parts:
+        # A weak reference, because an object that refers to itself is freed late.
+        vars(part)[_STATE] = functools.partial(_state, weakref.ref(part))

@@ -31,9 +31,9 @@ from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import SecretGenerator, is_secret, seeded_generator
 from opacus_shuffle.core.validation import check_unregistered, noise_level, one_of
-from opacus_shuffle.engine.batches.empty_batches import prepare_empty_batches
 from opacus_shuffle.engine.batches.loaders import (
     TicketedDPDataLoader,
+    prepare_empty_batches,
     seeded_copy,
     ticketed_copy,
     with_batch_sampler,
@@ -49,7 +49,7 @@ from opacus_shuffle.engine.batches.samplers import (
     plan_sampling,
 )
 from opacus_shuffle.engine.batches.tickets import TicketBook
-from opacus_shuffle.engine.guards.fresh_inputs import watch_inputs
+from opacus_shuffle.engine.guards.network_checks import watch_inputs
 from opacus_shuffle.engine.guards.raw_gradients import protect
 from opacus_shuffle.engine.step.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
 from opacus_shuffle.engine.step.noise import Noise, noise_for

@@ -31,7 +31,7 @@ from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.engine.batches.ranks import Ranks
-from opacus_shuffle.engine.guards.pickling import copied_attributes
+from opacus_shuffle.engine.guards.raw_gradients import copied_attributes
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
