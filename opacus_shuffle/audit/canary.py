@@ -25,7 +25,6 @@ clipping. It therefore works with Opacus's optimizers and with ours, in every gr
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
+from opacus_shuffle.engine.step.noise import ClippedSumNoise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +153,7 @@ class GradientCanary:
 
     def _batch_factor(self) -> float:
         """Returns the factor by which batch clipping will multiply the current sum."""
-        optimizer = self._optimizer
-        if (
-            getattr(optimizer, "batch_clip", None) is None
-            or id(self.parameter) not in optimizer.shuffled
-        ):
+        noise = getattr(self._optimizer, "noise", None)
+        if not isinstance(noise, ClippedSumNoise) or id(self.parameter) not in noise.clipped:
             return 1.0  # Only shuffled tensors are clipped as a batch.
-        sums = [
-            moving.summed_grad for moving in optimizer.params if id(moving) in optimizer.shuffled
-        ]
-        length = math.sqrt(sum(float(torch.linalg.vector_norm(total)) ** 2 for total in sums))
-        return min(1.0, optimizer.batch_clip / length) if length else 1.0
+        return float(noise.factor(self._optimizer))

@@ -20,7 +20,7 @@ import secrets
 import types
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import opacus
@@ -29,12 +29,7 @@ from torch import nn
 
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, ShuffleAccountant
 from opacus_shuffle.accountants.accountant import names_in
-from opacus_shuffle.accountants.history import (
-    check_load,
-    first_rounds,
-    number_of_rounds,
-    read_history,
-)
+from opacus_shuffle.accountants.history import check_load, number_of_rounds, read_history
 from opacus_shuffle.core.atomic_file import atomic_write
 from opacus_shuffle.core.plain_values import plain
 from opacus_shuffle.core.validation import boolean, instance_of, integer
@@ -60,23 +55,14 @@ class CheckpointMixin(opacus.PrivacyEngine):
     Attributes:
         shuffler: Permutes the weights of the latest ``make_private``; None without
             ``shuffle_weights``.
-        predictable: What a user has passed to runs of Opacus's own accountants that lets others
-            draw their randomness again, as ``ShuffleAccountant.predictable``.
-        unchecked: What an account of Opacus's own accountants takes on trust, as
-            ``ShuffleAccountant.unchecked``.
         tickets: Weak references to the tickets of runs whose batches have secret sizes.
     """
 
     shuffler: WeightShuffler | None = None
-    predictable: tuple[str, ...] = ()
-    unchecked: tuple[str, ...] = ()
     tickets: tuple[Any, ...] = ()
     accountant: Any  # Opacus's, untyped
     loaded_runs: Mapping[str, int] = types.MappingProxyType({})
     """How many rounds of earlier runs a loaded checkpoint accounts for, by the runs' names."""
-    # Of Opacus's own accountants: the history when it was last checked, and the replaced rounds.
-    _checked_history: Sequence[tuple[tuple[float, float], int]] = ()
-    _replaced_rounds: int = 0
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -133,12 +119,11 @@ class CheckpointMixin(opacus.PrivacyEngine):
             if part is not None:
                 state = part.state_dict().items()
                 saved[key] = {name: value for name, value in state if not callable(value)}
-        owner = self.report_owner
         saved[_ACCOUNT] = {
             "runs": _accounted(unwrap(module)) or {},
-            "rewound": owner.rewound,
-            "predictable": list(owner.predictable),
-            "unchecked": list(owner.unchecked),
+            "rewound": self.accountant.rewound,
+            "predictable": list(self.accountant.predictable),
+            "unchecked": list(self.accountant.unchecked),
         }
         saved = plain(saved, foreign)
         with atomic_write(path) as file:
@@ -213,15 +198,17 @@ class CheckpointMixin(opacus.PrivacyEngine):
         parts = dict(zip(_STATES, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True))
         with rolled_back_if_refused(module, *parts.values(), self.shuffler, self.accountant):
             accountant = copy.deepcopy(self.accountant)
-            history = self._checked_history
             if isinstance(accountant, ShuffleAccountant):
                 accountant.load_state_dict(saved[_ROUNDS], allow_rewind=allow_rewind)
             else:
-                self._check_history()
-                accounted = number_of_rounds(self._checked_history)
+                accounted = number_of_rounds(read_history(accountant.history))
                 check_load(accounted, allow_rewind=allow_rewind)
                 accountant.load_state_dict(copy.deepcopy(saved[_ROUNDS]))
-                rewound, history = rewound + accounted, read_history(accountant.history)
+                read_history(accountant.history)  # refuses a malformed one
+                accountant.rewound += rewound + accounted
+            accountant.predictable = tuple(dict.fromkeys((*accountant.predictable, *predictable)))
+            unchecked = (*accountant.unchecked, *unchecked, *([PICKLED] if allow_pickle else []))
+            accountant.unchecked = tuple(dict.fromkeys(unchecked))
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.load_state_dict(saved[_SHUFFLER])
             # The account comes before the weights, in case of an interrupt.
@@ -241,12 +228,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
                     )
             for private in private_optimizers(module):
                 private.forget_batch()
-        self._replaced_rounds, self._checked_history = self._replaced_rounds + rewound, history
         self.loaded_runs = {**self.loaded_runs, **runs}
-        owner = self.report_owner
-        owner.predictable = tuple(dict.fromkeys((*owner.predictable, *predictable)))
-        unchecked = (*owner.unchecked, *unchecked, *([PICKLED] if allow_pickle else []))
-        owner.unchecked = tuple(dict.fromkeys(unchecked))
         return saved
 
     def _check_parts(self, path: Any, module: Any, optimizer: Any) -> None:
@@ -270,49 +252,6 @@ class CheckpointMixin(opacus.PrivacyEngine):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the data set, the shuffler and the tickets out of copies and pickles."""
         return {**self.__dict__, "dataset": None, "shuffler": None, "tickets": ()}
-
-    @property
-    def report_owner(self) -> Any:
-        """The object with the facts for reports.
-
-        It is the accountant. Opacus's own accountants have no attributes for these facts, and the
-        engine has them instead.
-        """
-        return self.accountant if isinstance(self.accountant, ShuffleAccountant) else self
-
-    @property
-    def rewound(self) -> int:
-        """How many rounds of an Opacus accountant were replaced by a load or by hand."""
-        self._check_history()
-        return self._replaced_rounds
-
-    def record_step(self, **step: float) -> None:
-        """Records a step with an Opacus accountant; if that fails, the history is as before.
-
-        Opacus's accountants remove the last entry before they check whether they can extend it.
-
-        Args:
-            **step: The noise multiplier and the sample rate.
-        """
-        # Before the history grows: a shortened one would be as long again after some rounds.
-        self._check_history()
-        before = list(self.accountant.history)
-        try:
-            self.accountant.step(**step)
-        except BaseException:
-            self.accountant.history = before
-            raise
-        self._check_history()
-
-    def _check_history(self) -> None:
-        """Counts the rounds of an Opacus accountant as replaced if its history was replaced.
-
-        Opacus's accountants can be loaded and their histories set without the engine's notice.
-        """
-        history, checked = read_history(self.accountant.history), list(self._checked_history)
-        if first_rounds(history, number_of_rounds(checked)) != checked:
-            self._replaced_rounds += number_of_rounds(checked)
-        self._checked_history = history
 
 
 def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:

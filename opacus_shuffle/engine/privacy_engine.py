@@ -162,6 +162,9 @@ class PrivacyEngine(CheckpointMixin):
                 "PrivacyEngine(accountant=...)"
             )
         self.__dict__["accountant"] = accountant
+        # What reports mention; Opacus's own accountants have no attributes for it.
+        facts = {"rewound": 0, "predictable": (), "unchecked": ()}
+        vars(accountant).update({**facts, **vars(accountant)})
 
     def make_private(  # type: ignore[override]
         self,
@@ -343,14 +346,7 @@ class PrivacyEngine(CheckpointMixin):
             private = scheme.build_optimizer(
                 optimizer, loss_reduction=loss_reduction, noise_generator=noise_generator
             )
-            scheme.attach(
-                module,
-                model,
-                private,
-                loader,
-                loader_generator=data_loader.generator,
-                noise_generator=noise_generator,
-            )
+            scheme.attach(module, model, private, loader)
         if training_check is not None:
             watched: Any = model if isinstance(model, nn.Module) else module
             watched.register_forward_pre_hook(training_check, with_kwargs=True)
@@ -488,7 +484,7 @@ class PrivacyEngine(CheckpointMixin):
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=2)
         if not isinstance(self.accountant, ShuffleAccountant):
             reject_unknown(f"get_epsilon of accountant {self.accountant.mechanism()!r}", options)
-            if sentence := rewound_sentence(self.rewound):
+            if sentence := rewound_sentence(self.accountant.rewound):
                 warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=2)
             if not len(self.accountant):
                 return 0.0  # where one of Opacus's fails
@@ -529,10 +525,10 @@ class PrivacyEngine(CheckpointMixin):
         return report_of_opacus(
             self.accountant,
             delta=delta,
-            rewound=self.rewound,
-            predictable=self.predictable,
+            rewound=self.accountant.rewound,
+            predictable=self.accountant.predictable,
             pytorch_noise=self.pytorch_noise,
             max_grad_norms=sorted(self.max_grad_norms),
             num_users=self.num_users,
-            unchecked=tuple(dict.fromkeys((*self.unchecked, *skipped))),
+            unchecked=tuple(dict.fromkeys((*self.accountant.unchecked, *skipped))),
         )

@@ -79,8 +79,7 @@ def test_batch_clipping_shrinks_the_canary_like_a_projection(batch_clip):
 
     def noted():
         stepped()
-        moving = [tensor for tensor in optimizer.params if id(tensor) in optimizer.shuffled]
-        seen.append([tensor.summed_grad.clone() for tensor in moving])
+        seen.append([total.clone() for total in optimizer.noise.sums(optimizer)])
 
     optimizer.clip_and_accumulate = noted
     assert optimizer.params[0] is weight(run)

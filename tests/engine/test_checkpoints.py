@@ -50,7 +50,7 @@ def contents(run, *more):
             run.optimizer.state_dict()["state"],
             groups,
             run.engine.accountant.__dict__,
-            run.engine.unchecked,
+            run.engine.accountant.unchecked,
             None if shuffler is None else shuffler.state_dict(),
             [{**vars(schedule), "optimizer": None} for schedule in more],
         )

@@ -85,17 +85,6 @@ def test_a_rewound_account_says_so_for_ever(name):
     assert silent(private(name).load(first, allow_rewind=True)) > 0  # nothing is replaced
 
 
-@pytest.mark.parametrize("name", OPACUS_OWN)
-def test_a_history_of_opacus_that_was_replaced_behind_the_engine_is_mentioned(name):
-    run = private(name).train()
-    state = copy.deepcopy(run.engine.accountant.state_dict())
-    assert silent(run.train()) > 0
-    run.engine.accountant.load_state_dict(state)
-    assert run.train().train().accounted == 3 * STEPS  # longer than before
-    assert mentions(run, 2 * STEPS)
-    assert private(name).load(run.saved()).accounted == run.accounted
-
-
 @both
 def test_an_engine_keeps_no_weights_whose_steps_another_one_accounts_for(name):
     run, other, written = private(name).train(), PrivacyEngine(accountant=name), io.BytesIO()

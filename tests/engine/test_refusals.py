@@ -185,7 +185,7 @@ SUMS = [
     ({**BUDGET, "max_grad_norm": [1.0]}, "max_grad_norm"),
 ]
 WEIGHTS = [
-    (LOCAL, "leave out local_noise=True"),
+    (LOCAL, "local_noise=True adds noise to every report"),
     ({"poisson_sampling": False}, "poisson_sampling=False"),
     ({"batch_clip": 0.0}, "batch_clip"),
     ({"batch_clip": -math.inf}, "batch_clip"),
@@ -262,7 +262,7 @@ TABLE = [
         {"sampling": "random_allocation", "poisson_sampling": True},
         "both say how batches are drawn",
     ),
-    ("rdp", LOCAL, "local_noise=True needs an accountant of this package"),
+    ("rdp", LOCAL, "local_noise=True adds noise to every report, .*'shuffle_gauss'"),
     ("rdp", {"clipping": "adaptive", "target": 3}, "target=3"),
     (
         "rdp",

@@ -212,8 +212,8 @@ def test_a_generator_that_is_no_secret_any_more_is_named_from_the_next_step_on(n
     with pytest.warns(UserWarning, match=NOT_PRIVATE) as told:
         run.train()
     assert len([warning for warning in told if "not private" in str(warning.message)]) == 1
-    sampler = "the generator of the data loader's sampler"
-    assert_named(run, sampler if "sampler" in change else "optimizer.generator")
+    loader = "the generator of data_loader"
+    assert_named(run, loader if "sampler" in change else "noise_generator")
 
 
 @pytest.mark.parametrize("afterwards", [True, False])
@@ -223,7 +223,7 @@ def test_pytorch_s_own_noise_is_said_to_be_it_and_what_takes_its_place_is_named(
     if afterwards:
         assert report(run.train()).to_dict()["pytorch_noise"] is True
     run.optimizer.generator = own
-    assert_named(run.train(), "optimizer.generator" if afterwards else "noise_generator")
+    assert_named(run.train(), "noise_generator")
     assert report(run).to_dict()["pytorch_noise"] is afterwards
 
 

@@ -223,16 +223,6 @@ def test_shuffled_parameters_get_sigma_and_the_others_sigma_0_and_a_schedule_kee
 # ---- going on -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["batch_clip", "unshuffled_noise_ratio"])
-def test_what_changes_the_sum_after_make_private_is_refused_at_the_step(name):
-    asked = in_record(shuffle_weights=True, unshuffled_noise_multiplier=5.0)
-    run = Run("shuffled_fw", **asked)
-    run.step()
-    setattr(run.optimizer, name, 0.9)
-    with run.refused("after make_private: shuffled_fw accounts", goes_on=False):
-        run.step()
-
-
 def test_training_goes_on_with_the_same_weights_and_not_with_others():
     run = Run("shuffled_fw", **in_record(shuffle_weights=True, batch_clip=0.3)).train()
     toy = {**run.toy, "module": run.model, "optimizer": run.optimizer, "data_loader": run.loader}

@@ -41,7 +41,7 @@ from torch.utils.data import (
 
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.core.participation import allocate, bernoulli_indices, subset
-from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.randomness import SecretGenerator, renew_after_fork
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.batches.ranks import Ranks
 from opacus_shuffle.engine.batches.tickets import Pass, Ticket
@@ -82,6 +82,10 @@ class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
     """Opacus's Poisson sampler."""
 
     generator: torch.Generator | None
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        renew_after_fork(self)
 
     def renew(self) -> None:
         """Draws by a fresh secret seed in a forked process.

@@ -52,7 +52,7 @@ from opacus_shuffle.engine.batches.tickets import TicketBook
 from opacus_shuffle.engine.guards.network_checks import watch_inputs
 from opacus_shuffle.engine.guards.raw_gradients import protect
 from opacus_shuffle.engine.step.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
-from opacus_shuffle.engine.step.noise import Noise, noise_for
+from opacus_shuffle.engine.step.noise import ClippedSumNoise, Noise, noise_for
 from opacus_shuffle.engine.step.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
 from opacus_shuffle.engine.step.weight_shuffler import start_shuffling
 from opacus_shuffle.engine.step.weight_shuffling import BatchClipPlan, WeightShuffling
@@ -87,7 +87,6 @@ class Scheme:
 
     Attributes:
         mechanisms: The classes of mechanisms that this scheme trains.
-        noise_location: Where the noise is, if it cannot be in every record's report.
         options: The arguments that only this scheme has, of :data:`OPTION_OWNERS`.
         modes: The grad sample modes that this scheme can train with.
         clippings: The ways of clipping that this scheme can train with.
@@ -98,7 +97,6 @@ class Scheme:
     """
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = ()
-    noise_location: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     modes: ClassVar[tuple[str, ...]] = ("hooks", "functorch", "ghost", "no_op")
     clippings: ClassVar[tuple[str, ...]] = ("flat", "per_layer")
@@ -136,7 +134,6 @@ class Scheme:
         self.local_noise, self.adaptive = local_noise, adaptive
         self.shuffle_weights, self.shuffling = shuffle_weights, WeightShuffling.of(shuffle_weights)
         self._warned_of_skipped, self._took_step = False, False
-        self._user_generators: dict[int, str] = {}  # their names in reports, by identity
 
     @staticmethod
     def of_mechanism(mechanism: type[Mechanism]) -> type[Scheme]:
@@ -172,22 +169,20 @@ class Scheme:
         one_of(f"clipping (with accountant {self.name!r})", self.clipping, self.clippings)
         modes = [mode for mode in self.modes if mode != "no_op" or not self.local_noise]
         one_of(f"grad_sample_mode (with accountant {self.name!r})", self.grad_sample_mode, modes)
-        if rand_on_empty:
+        if rand_on_empty and self.mechanisms:
             raise ValueError(
                 "rand_on_empty=True puts a random record into an empty batch. A single record, "
                 "which fills such a batch, then moves the sum by twice max_grad_norm: leave it "
                 "out, for batches of no records train as well"
             )
-        if self.local_noise and self.noise_location:
-            raise ValueError(f"{self.name} {self.noise_location}: leave out local_noise=True")
-        self.refuse_foreign(sampling=sampling, aggregator=aggregator, report=report)
-
-    def refuse_foreign(self, **options: Any) -> None:
-        """Refuses arguments that only another scheme has.
-
-        Raises:
-            ValueError: If one is given.
-        """
+        mechanism_class = getattr(self.accountant, "mechanism_class", None)
+        if self.local_noise and not getattr(mechanism_class, "noise_is_local", False):
+            raise ValueError(
+                f"local_noise=True adds noise to every report, and {self.name} has no noise of "
+                "reports: leave it out, or use 'shuffle_gauss', 'subsampled_shuffle', "
+                "'shuffled_checkin' or 'secret_checkin'"
+            )
+        options = {"sampling": sampling, "aggregator": aggregator, "report": report}
         for name, value in options.items():
             if value is not None and name not in self.options:
                 raise ValueError(
@@ -497,35 +492,27 @@ class Scheme:
 
     def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
         """Returns how the optimizer clips and what noise it adds."""
-        return clipping, noise_for(self.clipping, local_noise=self.local_noise)
+        noise, plan = noise_for(self.clipping, local_noise=self.local_noise), self.batch_clip
+        if plan is not None and plan.parameters:
+            ratio = plan.unshuffled_noise_ratio or 1.0
+            noise = ClippedSumNoise(
+                noise, plan.parameters, batch_clip=plan.batch_clip, noise_ratio=ratio
+            )
+        return clipping, noise
 
     # ---- attach: what runs at every step -----------------------------------------------------
 
     def attach(
-        self,
-        module: nn.Module,
-        model: Any,
-        optimizer: PrivateOptimizer,
-        loader: DataLoader,
-        *,
-        loader_generator: torch.Generator | None,
-        noise_generator: torch.Generator | None,
+        self, module: nn.Module, model: Any, optimizer: PrivateOptimizer, loader: DataLoader
     ) -> None:
-        """Starts weight shuffling, batch clipping and the accounting of every step.
+        """Starts weight shuffling and the accounting of every step.
 
         Args:
             module: The user's network.
             model: Opacus's wrapper or hooks of it.
             optimizer: Of :meth:`build_optimizer`.
             loader: Of :meth:`build_loader`.
-            loader_generator: The generator of the user's loader.
-            noise_generator: The user's own generator of the noise.
         """
-        if (plan := self.batch_clip) is not None:
-            ratio = plan.unshuffled_noise_ratio or 1.0
-            optimizer.clip_batch(
-                plan.parameters, batch_clip=plan.batch_clip, unshuffled_noise_ratio=ratio
-            )
         # None if a step is allowed on any batch, as with Opacus's accountants and the user's own
         # loader.
         tickets: TicketBook | None = getattr(loader, "tickets", None)
@@ -533,11 +520,6 @@ class Scheme:
             tickets.unsplit = isinstance(module, DistributedDataParallel)
         watch_inputs(module, model, tickets)
         optimizer.account_with(self.accountant, self.account, self.rehearse, tickets)
-        passed = {
-            "noise_generator": noise_generator,
-            "the generator of data_loader": loader_generator,
-        }
-        self._user_generators = {id(one): name for name, one in passed.items() if one is not None}
         self.report_generators(optimizer)
         protect(unwrap(module), model, optimizer)
         generator = self.shuffling.generator
@@ -587,19 +569,18 @@ class Scheme:
         Warns:
             UserWarning: If there is one that no report has named so far.
         """
-        tickets, owner, seed = optimizer.tickets, self.engine.report_owner, self.engine.seed
-        drawing = {"optimizer.generator": optimizer.generator}
+        tickets, accountant, seed = optimizer.tickets, self.accountant, self.engine.seed
+        drawing = {"noise_generator": optimizer.generator}
         sampler: Any = getattr(tickets and tickets.loader(), "batch_sampler", None)
         if hasattr(sampler, "generator"):
-            drawing["the generator of the data loader's sampler"] = sampler.generator
-        for place, generator in drawing.items():
+            drawing["the generator of data_loader"] = sampler.generator
+        for name, generator in drawing.items():
             if is_secret(generator) or (generator is None and self.is_opacus):
                 continue
-            seeded = place if seed is None else f"seed={seed}"
-            name = self._user_generators.get(id(generator), seeded)
-            if name not in owner.predictable:
-                owner.predictable = (*owner.predictable, name)
-                if name != f"seed={seed}":  # which the engine has warned of
+            name = name if seed is None else f"seed={seed}"
+            if name not in accountant.predictable:
+                accountant.predictable = (*accountant.predictable, name)
+                if seed is None:  # the engine has warned of its seed
                     warnings.warn(not_private((name,)), stacklevel=2)
 
     def warn_of_skipped(self, optimizer: PrivateOptimizer) -> None:
@@ -624,5 +605,5 @@ class Scheme:
                 PrivacyAssumptionWarning,
                 stacklevel=6,
             )
-        owner = self.engine.report_owner
-        owner.unchecked = tuple(dict.fromkeys((*owner.unchecked, SKIPPED)))
+        accountant = self.accountant
+        accountant.unchecked = tuple(dict.fromkeys((*accountant.unchecked, SKIPPED)))

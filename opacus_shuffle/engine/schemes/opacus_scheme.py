@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import math
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opacus.accountants.utils import get_noise_multiplier
@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.opacus_report import NORMS_UNSEEN, OWN_BATCHES, UNPROVED
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
-from opacus_shuffle.core.randomness import renew_after_fork
 from opacus_shuffle.core.validation import not_negative
 from opacus_shuffle.engine.batches.samplers import (
     ExactPoissonSampler,
@@ -36,7 +35,7 @@ from opacus_shuffle.engine.batches.samplers import (
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.step.weight_shuffling import plan_batch_clip
-from opacus_shuffle.engine.training_plan import Budget
+from opacus_shuffle.engine.training_plan import MODES, Budget
 
 LARGEST_TARGET = 1e6
 """Opacus searches until ε is within 0.01 of its target, which floats far above this cannot be."""
@@ -47,24 +46,10 @@ LARGEST_TARGETS = {"prv": 400.0}
 class OpacusScheme(Scheme):
     """DP-SGD as Opacus trains it, for all accountants that are not of this package."""
 
+    modes: ClassVar[tuple[str, ...]] = MODES
+    clippings: ClassVar[tuple[str, ...]] = ("flat", "per_layer", "adaptive")
     coin_rate: float
     """The rate of the coins of Opacus's sampler; accounted is the rate of the sampling plan."""
-
-    def check_options(
-        self,
-        *,
-        rand_on_empty: bool = False,
-        sampling: str | None = None,
-        aggregator: Any = None,
-        report: str | None = None,
-    ) -> None:
-        """Refuses what Opacus does not know."""
-        if self.local_noise:
-            raise ValueError(
-                f"local_noise=True needs an accountant of this package, got {self.name!r}: use "
-                "'shuffle_gauss', 'subsampled_shuffle' or 'shuffled_checkin'"
-            )
-        self.refuse_foreign(aggregator=aggregator, sampling=sampling, report=report)
 
     def check_ranks(
         self,
@@ -165,7 +150,8 @@ class OpacusScheme(Scheme):
         engine.pytorch_noise = engine.pytorch_noise or pytorch_noise
         reasons = [OWN_BATCHES] * (self.sampling.kind == "own")
         reasons += [NORMS_UNSEEN] * (self.clipping == "adaptive")
-        engine.unchecked = tuple(dict.fromkeys((*engine.unchecked, *reasons)))
+        accountant = self.accountant
+        accountant.unchecked = tuple(dict.fromkeys((*accountant.unchecked, *reasons)))
         for reason in reasons:
             warnings.warn(
                 f"{self.name} assumes {reason}, so that its ε is no guarantee; {UNPROVED[reason]}",
@@ -200,23 +186,17 @@ class OpacusScheme(Scheme):
         """Returns None, for PyTorch's own generator, where Opacus would."""
         return None if self.is_opacus else super().noise_generator()
 
-    def attach(
-        self, module: nn.Module, model: Any, optimizer: Any, loader: Any, **generators: Any
-    ) -> None:
-        """Starts the run as every scheme does, and has its secrets renewed after a fork."""
-        super().attach(module, model, optimizer, loader, **generators)
-        for secret in (optimizer, loader.batch_sampler):
-            if isinstance(secret, PrivateOptimizer | PoissonSampler):
-                renew_after_fork(secret)
-
     def record(self, optimizer: PrivateOptimizer) -> None:
         """Records the step with Opacus's accountant, at the rate of Opacus's own hook."""
         rate = self.sampling.sample_rate * optimizer.accumulated_iterations
+        before = list(self.accountant.history)
         try:
-            record = self.engine.record_step
-        except ReferenceError:  # a network may outlive its engine
-            record = self.accountant.step
-        record(noise_multiplier=_accounted(optimizer), sample_rate=rate)
+            self.accountant.step(noise_multiplier=_accounted(optimizer), sample_rate=rate)
+        except BaseException:
+            # Opacus's accountants remove the last entry before they check whether they can extend
+            # it.
+            self.accountant.history = before
+            raise
 
     def rehearse(self, optimizer: PrivateOptimizer, steps: int) -> Any:
         """Returns a copy of Opacus's account that holds so many more steps."""

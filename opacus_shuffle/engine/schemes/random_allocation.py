@@ -92,7 +92,6 @@ class AllocatedDPSGD(EpochScheme):
     """DP-SGD whose batches are made by one draw of each record for each epoch."""
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (RandomAllocation,)
-    noise_location: ClassVar[str] = "adds the noise to the sum, at the server"
 
     def plan_sampling(
         self,

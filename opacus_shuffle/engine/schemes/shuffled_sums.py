@@ -40,7 +40,6 @@ class ShuffledSumsScheme(EpochScheme):
     """Sends every record's clipped gradient as shuffled bits, which noise bits hide."""
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (ShuffledSums,)
-    noise_location: ClassVar[str] = "has its noise in the reports' own bits"
     options: ClassVar[tuple[str, ...]] = ("aggregator", "sampling")
     modes: ClassVar[tuple[str, ...]] = ("hooks", "functorch", "ghost")
     clippings: ClassVar[tuple[str, ...]] = ("flat",)

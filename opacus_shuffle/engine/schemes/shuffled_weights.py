@@ -13,7 +13,6 @@ from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.engine.schemes.base import Scheme
-from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.step.weight_shuffling import (
     BatchClipPlan,
     noise_ratio,
@@ -27,7 +26,6 @@ class ShuffledDPSGD(Scheme):
     """One noised, clipped sum per step at a trusted server, and the weights permuted."""
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (ShuffledWeights,)
-    noise_location: ClassVar[str] = "adds the noise to the sum, at the server"
 
     def plan_batch_clip(self, module: nn.Module, noise_multiplier: float | None) -> None:
         """Clips the sum to the norm of one record's gradient, unless told otherwise.
@@ -113,26 +111,6 @@ class ShuffledDPSGD(Scheme):
             orbit=plan.orbit,
         )
         return _with_noise(step, noise_multiplier, plan.unshuffled_noise_ratio)
-
-    def round(self, optimizer: PrivateOptimizer) -> Mechanism:
-        """Returns the mechanism of a step; refuses if parameters or norms have changed."""
-        mechanism, plan = super().round(optimizer), self.batch_clip
-        if plan is not None and plan.parameters:
-            trained, shuffled = set(map(id, optimizer.params)), frozenset(map(id, plan.parameters))
-            current = (optimizer.batch_clip, optimizer.unshuffled_noise_ratio, optimizer.shuffled)
-            as_planned = (plan.batch_clip, plan.unshuffled_noise_ratio or 1.0, shuffled)
-            some_stay, some_were_to_stay = (
-                trained - shuffled,
-                plan.unshuffled_noise_ratio is not None,
-            )
-            same_parameters = shuffled <= trained and bool(some_stay) == some_were_to_stay
-            if current != as_planned or not same_parameters:
-                raise ValueError(
-                    "parameters were frozen or thawed, or the optimizer's batch_clip or "
-                    "unshuffled_noise_ratio set, after make_private: shuffled_fw accounts for what "
-                    "make_private found; call it on a new engine"
-                )
-        return mechanism
 
 
 def calibrated_noise(step: ShuffledWeights, steps: int, budget: Budget) -> tuple[float, float]:

@@ -20,9 +20,11 @@ for the step before it calls the strategy, so no strategy can bypass the account
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed
 
 from opacus_shuffle.core.opacus_compat import check_unused, gaussian_noise, mark_as_used
 
@@ -105,6 +107,64 @@ class AdaptiveNoise(GaussianNoise):
         count = torch.as_tensor(optimizer.unclipped_num).float()
         noise = draw_gaussian(optimizer, optimizer.unclipped_num_std, count)
         optimizer.unclipped_num = float(optimizer.unclipped_num) + noise
+
+
+class ClippedSumNoise(Noise):
+    """Clips a batch's sum over some parameters before the noise, and adds more noise to the others.
+
+    Source: weight shuffling of Yang, Ji and Xiang (WS), Algorithm 1, lines 12 to 16. The projection
+    of the sum on a ball does not increase the distance of two sums, so that it costs no ε. More
+    noise does not either.
+
+    Args:
+        noise: The noise that is added to the whole sum.
+        parameters: The parameters whose sum is clipped, as one vector.
+        batch_clip: c′, the norm to which it is clipped; infinite for no clipping.
+        noise_ratio: σ₀/σ, by which the other parameters have more noise.
+    """
+
+    def __init__(
+        self,
+        noise: Noise,
+        parameters: Iterable[torch.Tensor],
+        *,
+        batch_clip: float,
+        noise_ratio: float = 1.0,
+    ) -> None:
+        self.noise, self.batch_clip, self.noise_ratio = noise, batch_clip, noise_ratio
+        self.clipped = frozenset(map(id, parameters))
+
+    def add(self, optimizer: Any) -> None:
+        """Clips the sum and adds the noise, which becomes every parameter's ``.grad``."""
+        if self.batch_clip < math.inf:
+            sums = self.sums(optimizer)
+            for total in sums if optimizer.distributed else ():  # rank 0 clips the whole sum
+                torch.distributed.all_reduce(total)
+                if optimizer.rank:
+                    total.zero_()
+            factor = self.factor(optimizer)
+            for total in sums:
+                total.mul_(factor)
+        self.noise.add(optimizer)
+        if self.noise_ratio <= 1 or optimizer.rank:
+            return
+        more = math.sqrt(self.noise_ratio**2 - 1)
+        deviation = more * optimizer.noise_multiplier * optimizer.max_grad_norm
+        for parameter in optimizer.params:
+            if id(parameter) not in self.clipped:
+                parameter.grad += draw_gaussian(optimizer, deviation, parameter.grad)
+
+    def sums(self, optimizer: Any) -> list[torch.Tensor]:
+        """Returns the sums of the parameters that are clipped together."""
+        return [each.summed_grad for each in optimizer.params if id(each) in self.clipped]
+
+    def factor(self, optimizer: Any) -> torch.Tensor:
+        """Returns the factor by which the current sum exceeds ``batch_clip``, at most 1."""
+        # In double precision: with a norm that over- or underflows, this would be no projection.
+        norms = [
+            torch.linalg.vector_norm(total, dtype=torch.float64) for total in self.sums(optimizer)
+        ]
+        return (self.batch_clip / torch.linalg.vector_norm(torch.stack(norms))).clamp(max=1.0)
 
 
 def noise_for(clipping: str, *, local_noise: bool) -> Noise:

@@ -32,12 +32,12 @@ import torch.distributed
 from opacus.optimizers import AdaClipDPOptimizer
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum
-from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.randomness import SecretGenerator, renew_after_fork
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.batches.tickets import TicketBook
 from opacus_shuffle.engine.guards.raw_gradients import names_of
 from opacus_shuffle.engine.step.clipping import Clipping, FlatClipping, version_of
-from opacus_shuffle.engine.step.noise import GaussianNoise, Noise, draw_gaussian
+from opacus_shuffle.engine.step.noise import GaussianNoise, Noise
 
 
 class PrivateOptimizer(OpenOptimizer):
@@ -61,10 +61,6 @@ class PrivateOptimizer(OpenOptimizer):
         before_release: Is called before each step is accounted, and may refuse it; None for no
             call.
         released: The gradients that this step has released for the update, with their versions.
-        batch_clip: c′, to which the sum over the shuffled parameters is clipped; None for no
-            clipping.
-        unshuffled_noise_ratio: σ₀/σ of the other parameters.
-        shuffled: Identities of the shuffled parameters.
         training_check: Checks the network when its modes have changed; None for no check.
         rank: The rank of this process.
     """
@@ -74,9 +70,6 @@ class PrivateOptimizer(OpenOptimizer):
     accountant: Any = None
     num_records: int = 0
     released: Mapping[torch.Tensor, tuple[Any, int]] = types.MappingProxyType({})
-    batch_clip: float | None = None
-    unshuffled_noise_ratio: float = 1.0
-    shuffled: frozenset[int] = frozenset()
     training_check: Any = None
     rank: int = 0
     world_size: int = 1
@@ -108,6 +101,7 @@ class PrivateOptimizer(OpenOptimizer):
             self.rank = torch.distributed.get_rank()
             self.world_size = torch.distributed.get_world_size()
         self.planned: tuple[torch.Tensor, ...] = tuple(self.params)
+        renew_after_fork(self)
         self._divisor = self.expected_batch_size
 
     def account_with(
@@ -326,12 +320,9 @@ class PrivateOptimizer(OpenOptimizer):
             self.tickets.release()
 
     def add_noise(self) -> None:
-        """Clips the batch's sum with ``batch_clip``, and adds the noise."""
+        """Adds the noise to the batch's sum."""
         self.next_key()
-        if self.batch_clip is not None:
-            self._clip_sum(self.batch_clip)
         self.noise.add(self)
-        self._add_unshuffled_noise()
 
     def next_key(self) -> None:
         """Replaces the key of noise on a GPU.
@@ -359,50 +350,6 @@ class PrivateOptimizer(OpenOptimizer):
     def accumulated_iterations(self) -> int:
         """How many batches are in the sum; Opacus's accountants multiply their rate by it."""
         return 1 if self.clipping.in_backward else int(super().accumulated_iterations)
-
-    # ---- the sum of a batch, with weight shuffling -------------------------------------------
-
-    def clip_batch(
-        self,
-        parameters: Iterable[torch.Tensor],
-        *,
-        batch_clip: float,
-        unshuffled_noise_ratio: float = 1.0,
-    ) -> None:
-        """Sets that a batch's sum over some parameters is clipped, and others get more noise.
-
-        Source: weight shuffling of Yang, Ji and Xiang (WS), Algorithm 1, lines 12 to 16. The
-        projection of the sum on a ball does not increase the distance of two sums, so that it costs
-        no ε. More noise does not either.
-        """
-        self.shuffled = frozenset(map(id, parameters))
-        self.batch_clip, self.unshuffled_noise_ratio = batch_clip, unshuffled_noise_ratio
-
-    def _clip_sum(self, batch_clip: float) -> None:
-        """Scales the sum over the shuffled parameters down to norm ``batch_clip``."""
-        shuffled = [parameter for parameter in self.params if id(parameter) in self.shuffled]
-        if not shuffled or batch_clip == math.inf:
-            return
-        sums = [parameter.summed_grad for parameter in shuffled]
-        for total in sums if self.distributed else ():  # the whole sum is clipped on rank 0 only
-            torch.distributed.all_reduce(total)
-            if self.rank:
-                total.zero_()
-        # In double precision: with a norm that over- or underflows, this would be no projection.
-        norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in sums]
-        factor = batch_clip / torch.linalg.vector_norm(torch.stack(norms))
-        for total in sums:
-            total.mul_(torch.clamp(factor, max=1.0))
-
-    def _add_unshuffled_noise(self) -> None:
-        """Raises the noise of parameters that are not shuffled from σ to σ₀."""
-        if self.unshuffled_noise_ratio <= 1 or self.rank:
-            return
-        more = math.sqrt(self.unshuffled_noise_ratio**2 - 1)
-        deviation = more * self.noise_multiplier * self.max_grad_norm
-        for parameter in self.params:
-            if id(parameter) not in self.shuffled:
-                parameter.grad += draw_gaussian(self, deviation, parameter.grad)
 
     # ---- what may move the parameters --------------------------------------------------------
 
