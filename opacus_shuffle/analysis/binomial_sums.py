@@ -29,10 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import scipy  # whose statistics, half of the time of all imports, are loaded when first used
 from scipy.special import ndtri
 
-from opacus_shuffle.analysis import gaussian, privacy_loss
+from opacus_shuffle.analysis import binomial, gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution
@@ -132,7 +131,7 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
     def beyond(
         y: Vector,
     ) -> npt.NDArray[np.bool_]:  # whether P(B + k = y) > e^ε·P(B = y), which is so from one y on
-        moved, stayed = scipy.stats.binom.pmf(y - shift, m, p), scipy.stats.binom.pmf(y, m, p)
+        moved, stayed = binomial.pmf(y - shift, m, p), binomial.pmf(y, m, p)
         with np.errstate(divide="ignore", invalid="ignore"):
             larger = np.log(moved) - np.log(stayed) > epsilon
         return np.where(
@@ -143,8 +142,8 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
     # A step to either side too: the supremum is over all thresholds.
     thresholds = np.array([first - 2, first - 1, first], dtype=np.float64)
     moved, stayed = (
-        scipy.stats.binom.sf(thresholds - shift, m, p),
-        scipy.stats.binom.sf(thresholds, m, p),
+        binomial.sf(thresholds - shift, m, p),
+        binomial.sf(thresholds, m, p),
     )
     with np.errstate(divide="ignore"):
         against = np.exp(np.minimum(np.log(stayed) + epsilon, 1.0))  # e^ε alone might overflow
@@ -181,8 +180,8 @@ def gaussian_bound(
     if lowest < 1 or highest > m - 1:  # z(lowest − 1) and z(highest) must be finite
         return GaussianBound(math.inf, tail)
     if steepest < math.inf:
-        outermost = scipy.stats.binom.pmf([lowest, highest], m, p)
-        tails = [scipy.stats.binom.cdf(lowest - 1, m, p), scipy.stats.binom.sf(highest, m, p)]
+        outermost = binomial.pmf([lowest, highest], m, p)
+        tails = [binomial.cdf(lowest - 1, m, p), binomial.sf(highest, m, p)]
         if np.any(outermost > steepest * _density(ndtri(tails))):
             return GaussianBound(math.inf, tail)
     step = max(1, math.ceil((highest - lowest + 1) / _BLOCKS))
@@ -190,20 +189,16 @@ def gaussian_bound(
     # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the
     # mode, or the mode's own.
     mode = min(math.floor((m + 1) * p), m)
-    largest = scipy.stats.binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
+    largest = binomial.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
     # Each tail where it is the smaller one. Single outcomes add up to it in a fifth of the time
     # that SciPy's function takes, with an error of 2^16 roundings (1e-11) at most.
     half = int(np.searchsorted(ends, m * p))
     if step == 1:
-        below = np.cumsum(np.append(scipy.stats.binom.cdf(ends[0], m, p), largest[: half - 1]))
-        above = np.cumsum(np.append(scipy.stats.binom.sf(ends[-1], m, p), largest[half:][::-1]))[
-            ::-1
-        ]
+        below = np.cumsum(np.append(binomial.cdf(ends[0], m, p), largest[: half - 1]))
+        above = np.cumsum(np.append(binomial.sf(ends[-1], m, p), largest[half:][::-1]))[::-1]
         smaller = np.concatenate([below, above])
     else:
-        smaller = np.concatenate(
-            [scipy.stats.binom.cdf(ends[:half], m, p), scipy.stats.binom.sf(ends[half:], m, p)]
-        )
+        smaller = np.concatenate([binomial.cdf(ends[:half], m, p), binomial.sf(ends[half:], m, p)])
     if min(smaller[0], smaller[-1]) <= 0:
         return GaussianBound(math.inf, tail)
     quantiles = ndtri(smaller) * np.where(np.arange(len(ends)) < half, 1.0, -1.0)
@@ -211,7 +206,7 @@ def gaussian_bound(
     slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (
         1 + noise.relative_error
     )
-    lost = scipy.stats.binom.cdf(lowest + shift, m, p) + scipy.stats.binom.sf(highest - shift, m, p)
+    lost = binomial.cdf(lowest + shift, m, p) + binomial.sf(highest - shift, m, p)
     return GaussianBound(slope, float(lost) * (1 + noise.relative_error))
 
 
@@ -226,7 +221,7 @@ def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
     more = 1 + noise.relative_error
 
     def above(y: Vector) -> npt.NDArray[np.bool_]:
-        return scipy.stats.binom.cdf(y, m, p) * more > tail
+        return binomial.cdf(y, m, p) * more > tail
 
     # A normal distribution with a correction for skewness usually has the tail nearby.
     z = float(ndtri(tail))
@@ -362,7 +357,7 @@ def _shift_distribution(binomial_sum: BinomialSum, reflected: bool) -> RatioDist
 def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
     """Returns P(ends[i] < B ≤ ends[i + 1]), from whichever tail is the smaller."""
     below, above = (
-        scipy.stats.binom.cdf(ends, trials, probability),
-        scipy.stats.binom.sf(ends, trials, probability),
+        binomial.cdf(ends, trials, probability),
+        binomial.sf(ends, trials, probability),
     )
     return np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))

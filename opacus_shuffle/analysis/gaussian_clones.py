@@ -21,15 +21,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import scipy  # whose statistics, half of the time of all imports, are loaded when first used
 from scipy.optimize import minimize_scalar
 from scipy.special import log_ndtr, ndtr
 
-from opacus_shuffle.analysis import gaussian, privacy_loss
+from opacus_shuffle.analysis import binomial, gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
@@ -367,18 +366,19 @@ def _pools(
     elif round_.sampling == "poisson":
         chance = gamma * probability
     others = trials - 1 if round_.sampling == "fixed_size" else trials
-    inside, outside = scipy.stats.binom(others, chance), scipy.stats.binom(trials, chance)
-    each_way = [likely_range(number, chance, budget / 8) for number in (others, trials)]
+    each_way = [binomial.likely_range(number, chance, budget / 8) for number in (others, trials)]
     low = int(min(fewest for fewest, _ in each_way))
     high = min(int(max(most for _, most in each_way)) + 1, trials)
     sizes = np.arange(low, high + 2)
-    present = gamma * inside.pmf(sizes - 1)
-    absent = (1 - gamma) * outside.pmf(sizes) if gamma < 1 else np.zeros(len(sizes))
-    weights = present + absent
-    rare = gamma * (inside.cdf(low - 2) + inside.sf(high)) + (1 - gamma) * (
-        outside.cdf(low - 1) + outside.sf(high + 1)
-    )
-    yield float(max(rare, 0.0)), 0, []
+    present = gamma * binomial.pmf(sizes - 1, others, chance)
+    weights = present + (1 - gamma) * binomial.pmf(sizes, trials, chance)
+
+    def outside(number: int, least: int, most: int) -> float:
+        tails = binomial.cdf(least - 1, number, chance) + binomial.sf(most, number, chance)
+        return float(tails)
+
+    rare = gamma * outside(others, low - 1, high) + (1 - gamma) * outside(trials, low, high + 1)
+    yield max(rare, 0.0), 0, []
     rates, lowest, highest = _membership(round_, probability, sizes, present, weights, budget)
     dropped = np.maximum(
         np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (bits - 1), 0
@@ -427,21 +427,7 @@ def _membership(
     if round_.sampling != "poisson" or gamma == 1:
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
-    fewest, _ = likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)
-    _, most = likely_range(np.maximum(n - sizes, 0), absence, budget / 16)
+    fewest, _ = binomial.likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)
+    _, most = binomial.likely_range(np.maximum(n - sizes, 0), absence, budget / 16)
     lowest, highest = ratio(sizes, sizes + clone * (most + 1)), ratio(sizes, sizes + clone * fewest)
     return mean, np.minimum(lowest, mean), np.maximum(highest, mean)
-
-
-def likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
-    """Returns numbers outside which a binomial lies with at most ``probability`` a side."""
-    if probability > 1e-12:
-        return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(
-            probability, trials, chance
-        )
-    # Quantiles at probabilities below the rounding error of 1 would be the number of trials, so
-    # Bernstein's inequality is used.
-    mean = trials * chance
-    tail = -math.log(probability)
-    reach = tail / 3 + np.sqrt(tail**2 / 9 + 2 * mean * (1 - chance) * tail)
-    return np.maximum(np.floor(mean - reach), 0.0), np.minimum(np.ceil(mean + reach), trials)

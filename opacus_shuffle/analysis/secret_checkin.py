@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import scipy  # whose statistics are loaded when first used
 
-from opacus_shuffle.analysis import gaussian, privacy_loss
-from opacus_shuffle.analysis.gaussian_clones import MOST_USERS, likely_range
+from opacus_shuffle.analysis import binomial, gaussian, privacy_loss
+from opacus_shuffle.analysis.gaussian_clones import MOST_USERS
 from opacus_shuffle.analysis.mean_ratio import Sampling
 from opacus_shuffle.analysis.merge import merge
 from opacus_shuffle.analysis.opposite_reports import opposite_reports
@@ -214,18 +212,17 @@ def _pools(round_: SecretRound, budget: float) -> Iterator[tuple[float, int]]:
     The number is 0 for the probability that is lost.
     """
     others, chance = min(round_.num_users, MOST_USERS) - 1, 1 - round_.sample_rate
-    clones = scipy.stats.binom(others, chance)
-    low, _ = likely_range(others, chance, budget)
+    low, _ = binomial.likely_range(others, chance, budget)
     mean, variance = others * chance, others * chance * round_.sample_rate
     deviation = math.sqrt(max(variance, 1e-12))
     edges = np.unique(np.clip(np.ceil(mean + deviation * np.array(_EDGES)), low, others + 1))
-    yield float(clones.cdf(low - 1)), 0
+    yield float(binomial.cdf(low - 1, others, chance)), 0
+    below, above = (tail(edges - 1, others, chance) for tail in (binomial.cdf, binomial.sf))
+    # The differences of one tail cancel where it is close to 1.
+    weights = np.where(edges[:-1] > mean, -np.diff(above), np.diff(below))
     # Numbers of reports with many trailing zero bits share the halves of their means.
     step = 2 ** max(0, math.floor(math.log2(max(deviation, 1.0))) - 3)
-    for fewest, end in itertools.pairwise(edges):
-        weight = float(clones.cdf(end - 1) - clones.cdf(fewest - 1))
-        if fewest > mean:  # the difference above would cancel
-            weight = float(clones.sf(fewest - 1) - clones.sf(end - 1))
+    for weight, fewest in zip(weights.tolist(), edges.tolist(), strict=False):
         yield weight, max(1, int((fewest + 1) // step * step))
 
 

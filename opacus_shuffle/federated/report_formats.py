@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import stats
+from scipy.special import gammainccinv
 
 from opacus_shuffle.accountants.mechanism import Communication, Mechanism
 from opacus_shuffle.accountants.mechanisms import (
@@ -483,7 +483,7 @@ class VectorReports(ReportFormat):
 
     def noise_norm(self, probability: float) -> float:
         """Returns the norm, over σC, that noise alone exceeds with this probability."""
-        return math.sqrt(float(stats.chi2(self.dimension).isf(probability)))
+        return math.sqrt(2 * float(gammainccinv(self.dimension / 2, probability)))
 
     def set_longest_report(self, longest: float) -> None:
         """Sets the largest norm, over σC, of reports that are accepted.

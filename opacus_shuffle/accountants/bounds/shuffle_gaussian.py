@@ -26,12 +26,12 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-import scipy  # whose statistics are loaded when first used
 
 from opacus_shuffle.accountants.bounds.registry import Answer, Rounds, register_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 from opacus_shuffle.analysis import (
+    binomial,
     composition,
     gaussian_clones,
     mean_ratio,
@@ -218,12 +218,8 @@ def fewest_reports(round_: ShuffledRound, probability: float) -> float:
     """
     if round_.sampling != "poisson" or round_.sample_rate == 1:
         return round_.num_users * round_.sample_rate
-    others = scipy.stats.binom(round_.num_users - 1, round_.sample_rate)
-    tail = probability / round_.sample_rate * (1 - 1e-6)
-    fewer = max(0, int(others.ppf(min(tail, 0.5))))
-    while fewer and others.cdf(fewer - 1) > tail:
-        fewer -= 1
-    return 1 + fewer
+    tail = min(probability / round_.sample_rate * (1 - 1e-6), 0.5)
+    return 1 + int(binomial.fewest(round_.num_users - 1, round_.sample_rate, tail))
 
 
 @_baseline(
