@@ -7,12 +7,12 @@ its shift is 0, so the outputs would not change if a permutation left them out.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from opacus_shuffle.networks.running import (
@@ -24,7 +24,7 @@ from opacus_shuffle.networks.running import (
 )
 from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
-from opacus_shuffle.permutation.network import plain_operations, tensors_in
+from opacus_shuffle.permutation.network import FastMode, plain_operations, tensors_in
 
 MASK = 1e8
 """Larger entries are masks (such as -1e9), and do not count for the size of outputs."""
@@ -148,17 +148,10 @@ def _change(
         buffers: Whether buffers are perturbed too.
     """
     weights = _perturbed_copy(network, buffers=buffers)
-
-    def move(plan: PermutationPlan, tensors: Tensors) -> None:
-        group.move({name: [tensors[name]] for name in group.blocks if name in tensors}, plan)
-
     as_it_was = Snapshot(network)
     modes = [(calls[:1], True), (calls, False)]
     with rolled_back(network, as_it_was):
-        before = [
-            _run(network, weights, *mode, functools.partial(move, plan))
-            for mode, plan in zip(modes, plans, strict=True)
-        ]
+        before = [_run(network, weights, *mode) for mode in modes]
     if not any(bool(tensor.any()) for outputs, _ in before for tensor in outputs):
         raise ValueError(
             f"{type(network).__name__} returns only zeros on the sample input, so it cannot be "
@@ -168,7 +161,7 @@ def _change(
     # Restores again, so that a counter of calls has the same value in both runs.
     with rolled_back(network, as_it_was):
         for mode, plan, (outputs, gradients) in zip(modes, plans, before, strict=True):
-            move(plan, weights)
+            group.move({name: [weights[name]] for name in group.blocks}, plan)
             moved_outputs, moved_gradients = _run(network, weights, *mode)
             worst = max(
                 worst, _difference(outputs, moved_outputs), _difference(gradients, moved_gradients)
@@ -177,17 +170,9 @@ def _change(
 
 
 def _run(
-    network: nn.Module,
-    weights: Tensors,
-    calls: Sequence[Call],
-    training: bool,
-    move: Callable[[Tensors], None] = lambda gradients: None,
+    network: nn.Module, weights: Tensors, calls: Sequence[Call], training: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the outputs with these weights, and in training mode sums of the gradients.
-
-    Each gradient is moved by ``move``, and one weighted sum per row is returned, because all
-    gradients would take as much memory as the weights.
-    """
+    """Returns the outputs with these weights, and in training mode summaries of the gradients."""
     # Copies, because a pass may write to buffers.
     copies = _each_once(
         weights,
@@ -229,7 +214,7 @@ def _run(
     leaves = {
         name: tensor for tensor, name in first_names.items() if training and tensor.requires_grad
     }
-    gradients = _gradients(outputs, leaves, move)
+    gradients = _gradients(outputs, leaves)
     # Floating-point numbers, because unsigned integers and booleans cannot be subtracted.
     numbers = [
         output.detach() * torch.ones((), dtype=torch.float64, device="cpu") for output in outputs
@@ -237,7 +222,7 @@ def _run(
     return numbers, gradients
 
 
-class _DoublePrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DoublePrecision(FastMode):  # type: ignore[no-untyped-call]
     """Runs all operations in double precision, and replaces draws of noise by constants."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -271,25 +256,24 @@ def _grouped_product(
     return torch.cat([*parts, rows.new_zeros(len(rows) - stops[-1], matrices.shape[-1])])
 
 
-def _gradients(
-    outputs: Sequence[torch.Tensor], leaves: Tensors, move: Callable[[Tensors], None]
-) -> list[torch.Tensor]:
-    """Returns row sums of the moved gradients of a weighted sum of all outputs."""
+def _gradients(outputs: Sequence[torch.Tensor], leaves: Tensors) -> list[torch.Tensor]:
+    """Returns summaries of the gradients of a weighted sum of all outputs.
+
+    All gradients together would take as much memory as the weights, so each is summarized and
+    deleted when it is complete.
+    """
     roots = [output for output in outputs if output.requires_grad and not output.is_complex()]
     if not roots or not leaves:
         return []
-    sums = dict.fromkeys(leaves, torch.zeros(()))
+    summaries = dict.fromkeys(leaves, torch.zeros(()))
 
-    def note(name: str, leaf: torch.Tensor) -> None:
+    def summarize(name: str, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
-        # A copy, because autograd may use its memory for another gradient.
-        gradient = leaf.grad.to_dense().clone()
+        summaries[name] = _summary(leaf.grad.to_dense(), leaf.detach())
         leaf.grad = None
-        move({name: gradient})
-        sums[name] = _sums_of_rows(gradient)
 
     for name, leaf in leaves.items():
-        leaf.register_post_accumulate_grad_hook(functools.partial(note, name))  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(functools.partial(summarize, name))  # type: ignore[no-untyped-call]
     weights = [
         torch.linspace(1, 2, output.numel(), device=output.device).to(output).view_as(output)
         for output in roots
@@ -298,17 +282,20 @@ def _gradients(
         torch.autograd.backward(roots, weights, inputs=list(leaves.values()))
     except RuntimeError:  # an operation has no derivative
         return []
-    return list(sums.values())
+    return list(summaries.values())
 
 
-def _sums_of_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a weighted sum of each row, in which all weights differ, of the size of an entry."""
-    if gradient.dim() < 2:
-        return gradient
-    rows = gradient.flatten(1)
-    generator = torch.Generator().manual_seed(20_230_103)
-    weights = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64, device="cpu")
-    return rows @ (weights / max(1, len(weights)) ** 0.5).to(rows)
+def _summary(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns the norm of a gradient, and its product with a direction that moves as it should.
+
+    A function of each entry of the weight is a direction that is permuted with the weight, so no
+    gradient has to be moved. The direction is scaled to a norm for which the product is of the size
+    of the gradient's norm, if the two are unrelated. The function is not linear, because the
+    product of gradient and weight does not depend on positions in a homogeneous layer.
+    """
+    direction = weight * weight.abs()
+    scale = math.sqrt(weight.numel()) / direction.norm().clamp_min(1e-300)
+    return torch.stack([gradient.norm().to(gradient), (gradient * direction).sum() * scale])
 
 
 def _each_once(

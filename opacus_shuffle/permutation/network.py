@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -26,6 +27,14 @@ def plain_operations(network: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
+
+
+class FastMode(TorchDispatchMode):
+    """A dispatch mode without PyTorch's wrapper around each call, which disables its compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_shuffle.networks.running import results
 from opacus_shuffle.permutation.finding.axes import fixing_cause
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import TracedRun, bind
-from opacus_shuffle.permutation.network import plain_operations, tensors_in
+from opacus_shuffle.permutation.network import FastMode, plain_operations, tensors_in
 
 DRIVER = "opacus_shuffle.permutation.find"
 """The module that runs networks. Its callers do not belong to the network."""
@@ -48,7 +47,7 @@ _LIBRARY = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
 """Modules whose lines do not belong to the network."""
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(FastMode):  # type: ignore[no-untyped-call]
     """Reports every operation of a network to a traced run.
 
     Args:
