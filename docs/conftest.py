@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-import opacus.accountants.registry as opacus_registry
 import pytest
-
-from opacus_shuffle.accountants.bounds import registry
-from opacus_shuffle.accountants.mechanisms import MECHANISMS
-from opacus_shuffle.engine.schemes.base import Scheme
 
 PAGES = {
     "how_to/lightning.rst": "lightning",
@@ -27,6 +22,13 @@ collect_ignore = [
 @pytest.fixture(autouse=True)
 def registries_are_left_as_they_were():
     """Restores the tables of mechanisms, bounds and schemes."""
+    # Imported here, as the process that distributes the tests needs neither PyTorch nor Opacus.
+    import opacus.accountants.registry as opacus_registry
+
+    from opacus_shuffle.accountants.bounds import registry
+    from opacus_shuffle.accountants.mechanisms import MECHANISMS
+    from opacus_shuffle.engine.schemes.base import Scheme
+
     ours = (MECHANISMS, registry._REGISTERED, Scheme._by_mechanism)
     tables = (*ours, opacus_registry._ACCOUNTANTS)
     saved = [dict(table) for table in tables]

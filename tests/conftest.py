@@ -1,7 +1,5 @@
 """What the tests share: small private runs, and the reference values."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -9,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers import toy as small_runs
 from hypothesis import settings
 
 collect_ignore = [
@@ -24,8 +20,7 @@ settings.register_profile("again", deadline=None, max_examples=50, derandomize=T
 settings.load_profile("again")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each, and for the processes that it starts
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of PyTorch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tells the helpers that make small private runs where to make them."""
-    small_runs.DEVICE = torch.device(config.getoption("device"))
+    if (device := config.getoption("device")) != "cpu":  # the main process needs no PyTorch
+        import torch
+        from helpers import toy
+
+        toy.DEVICE = torch.device(device)
 
 
 def pytest_collection_finish() -> None:
@@ -53,4 +52,6 @@ def reference() -> dict[str, Any]:
 @pytest.fixture
 def toy() -> dict[str, Any]:
     """A tiny network, its optimizer and a loader of 24 records, as keywords of make_private."""
-    return small_runs.make_toy()
+    from helpers.toy import make_toy
+
+    return make_toy()

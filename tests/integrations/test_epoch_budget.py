@@ -1,7 +1,5 @@
 """The ε of an epoch is predicted, and an epoch beyond the budget takes no step."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 ``docs/how_to/`` trains with each of them: Lightning, Hugging Face's and Accelerate.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.private_runs import Run
@@ -13,10 +11,14 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle import prepare_model
 
-lightning = pytest.importorskip("lightning")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 DELTA = 1e-5
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Hugging Face's library: its trainer needs Accelerate, and importing both takes seconds."""
+    pytest.importorskip("accelerate")
+    return pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,7 @@ DELTA = 1e-5
     ],
 )
 def test_lightning_settings_that_void_epsilon_are_refused(settings, message):
+    lightning = pytest.importorskip("lightning")
     from opacus_shuffle.integrations.lightning import PrivacyCallback
 
     run, options = Run(), {"accelerator": "cpu", "enable_checkpointing": False, **settings}
@@ -59,7 +62,7 @@ class Model(nn.Module):
         ({}, ""),
     ],
 )
-def test_trainer_settings_that_void_epsilon_are_refused(settings, message, tmp_path):
+def test_trainer_settings_that_void_epsilon_are_refused(settings, message, transformers, tmp_path):
     from opacus_shuffle.integrations.hugging_face import PrivateTrainer
 
     rows = [{"x": torch.randn(5), "labels": index % 3} for index in range(24)]
@@ -86,11 +89,10 @@ def test_trainer_settings_that_void_epsilon_are_refused(settings, message, tmp_p
 
 @pytest.mark.parametrize("method", ["save_state", "load_state"])
 def test_states_of_accelerate_are_refused(tmp_path, method):
-    from accelerate import Accelerator
-
+    accelerate = pytest.importorskip("accelerate")
     from opacus_shuffle.integrations.accelerate import prepare
 
-    run, accelerator = Run(), Accelerator(cpu=True)
+    run, accelerator = Run(), accelerate.Accelerator(cpu=True)
     prepare(accelerator, run.model, run.optimizer, run.loader)
     with run.refused(r"without their privacy account: call engine\.save_checkpoint"):
         getattr(accelerator, method)(str(tmp_path))
@@ -98,7 +100,7 @@ def test_states_of_accelerate_are_refused(tmp_path, method):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification"])
-def test_every_record_has_the_same_weight_for_any_number_of_labels(name, tmp_path):
+def test_every_record_has_the_same_weight_for_any_number_of_labels(name, transformers, tmp_path):
     from opacus_shuffle.integrations.hugging_face import PrivateTrainer
 
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
