@@ -1,7 +1,5 @@
 """Bad input: every public call answers, or raises an error that names the argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

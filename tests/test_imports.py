@@ -1,7 +1,5 @@
 """What is imported when: PyTorch and Opacus only where they are needed; accountants always."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

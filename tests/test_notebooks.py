@@ -1,7 +1,5 @@
 """Every notebook has a text without outputs beside it; ``pytest tutorials`` runs the notebooks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jupytext

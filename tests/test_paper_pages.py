@@ -1,7 +1,5 @@
 """Pages about papers name functions and files that there are, and every numbered statement."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

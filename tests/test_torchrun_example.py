@@ -1,7 +1,5 @@
 """The example of distributed training runs by the command that it names."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

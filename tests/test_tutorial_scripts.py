@@ -1,7 +1,5 @@
 """The scripts of the tutorials: readers of standard image files, and training of the small CNN."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import pickle

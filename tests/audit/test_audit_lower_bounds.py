@@ -5,8 +5,6 @@ of them the number that errs is at most Bin(N, 1 − c), and exceeds ``most_erro
 probability 1e-9 at most (and the seeds are fixed).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

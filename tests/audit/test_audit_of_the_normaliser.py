@@ -1,7 +1,5 @@
 """An audit of Opacus's issue 819: the divisor of a sum can reveal the presence of a record."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

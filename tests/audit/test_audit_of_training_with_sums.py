@@ -7,8 +7,6 @@ depend on the weights, and a coordinate's noise and coin depend on no other's: t
 independent, and a finding is above the truth in one run of a million, had the seed not been fixed.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,7 +1,5 @@
 """The text and the values of an audit's result, for claims above and below the findings."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Audits accept each argument, or refuse it by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.bad_calls import require_named_refusals

@@ -1,7 +1,5 @@
 """The canary is added to the sum if the coin says so, and changes nothing else."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

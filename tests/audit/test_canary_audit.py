@@ -1,7 +1,5 @@
 """Audits of training runs with a canary, compared with what the noise allows."""
 
-from __future__ import annotations
-
 import copy
 import math
 

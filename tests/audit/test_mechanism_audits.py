@@ -1,7 +1,5 @@
 """The audits of mechanisms against closed distributions, and against the exact ε of pairs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

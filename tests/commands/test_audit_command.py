@@ -1,7 +1,5 @@
 """``opacus-shuffle audit``: its output, and runs with a seed."""
 
-from __future__ import annotations
-
 from helpers.command_json import checked_answer
 
 from opacus_shuffle.commands.main import main

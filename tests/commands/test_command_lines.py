@@ -1,7 +1,5 @@
 """A command succeeds, or exits with status 2 and one line; its help and its JSON are valid."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

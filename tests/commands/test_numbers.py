@@ -1,7 +1,5 @@
 """``epsilon``, ``noise``, ``report`` and ``plot`` as a user calls them: numbers with meaning."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

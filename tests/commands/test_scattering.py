@@ -1,7 +1,5 @@
 """Scattering features against explicit convolutions, and properties of the transform."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

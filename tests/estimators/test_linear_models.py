@@ -1,7 +1,5 @@
 """Estimators behave as scikit-learn asks, cut rows by public numbers, say what a fit reveals."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

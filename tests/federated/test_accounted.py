@@ -3,8 +3,6 @@
 Proofs: docs/proofs/14_noised_updates.md.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every format of reports through every way from clients to the server: mixed, right, accounted."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The scripts of the tutorials train, in one process and in many, and say what it cost."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

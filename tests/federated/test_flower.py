@@ -1,7 +1,5 @@
 """Federated training on Flower: what reaches the server, and what clients keep to themselves."""
 
-from __future__ import annotations
-
 import http.client
 import math
 

@@ -1,7 +1,5 @@
 """The page that makes a FedAvg app private, run as its reader runs it: file by file."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

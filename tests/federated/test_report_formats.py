@@ -1,7 +1,5 @@
 """What clients send: clipped, noised, in their format; and what is no such report is not taken."""
 
-from __future__ import annotations
-
 import json
 import math
 

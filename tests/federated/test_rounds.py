@@ -1,7 +1,5 @@
 """Rounds between clients, shuffler and server: whole, mixed, accounted, whoever fails or tries."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import functools

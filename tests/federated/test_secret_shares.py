@@ -1,7 +1,5 @@
 """Aggregators who each hold one share of every report: what they see, and what they hand over."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

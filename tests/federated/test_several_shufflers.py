@@ -1,7 +1,5 @@
 """Shufflers that share the clients of a round release what one shuffler of all would."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A shuffler behind its network interface is the shuffler, to those who show their secret."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

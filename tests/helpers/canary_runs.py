@@ -1,7 +1,5 @@
 """Small private runs for the tests of canaries and audits."""
 
-from __future__ import annotations
-
 import itertools
 
 import opacus

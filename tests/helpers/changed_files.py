@@ -1,7 +1,5 @@
 """Checkpoints that somebody has changed, and files that run code when they are unpickled."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of the JSON that a command prints: documented names, and every ε with its meaning."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

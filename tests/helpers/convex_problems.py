@@ -1,7 +1,5 @@
 """Small convex problems, and one call that gives every option to the record it belongs to."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small formats of reports, the secrets of clients and server, and rounds in which all report."""
 
-from __future__ import annotations
-
 import torch
 
 from opacus_shuffle.federated import (

@@ -5,8 +5,6 @@ little of torchvision that those files use is made here: ``FakeData``, ``Compose
 ``Normalize``, and two networks with batch norm.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """A small perceptron to put things into, and one with two results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

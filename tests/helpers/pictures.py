@@ -1,7 +1,5 @@
 """What every picture keeps: all of it is seen, and no word lies on a curve or on another word."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

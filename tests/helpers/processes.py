@@ -1,7 +1,5 @@
 """Processes that train together: each does the same work, and tells what it found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small private runs that many tests start from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum

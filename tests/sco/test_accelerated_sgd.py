@@ -1,7 +1,5 @@
 """AC-SA's step sizes, batch sizes and bound against slow runs and brute force (docs/proofs/20)."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Problems, sets, objectives and optimisers answer whatever an argument is, or name it."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -3,8 +3,6 @@
 That holds for every y in the set, and for no other point z of it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.convex_problems import normal

@@ -3,8 +3,6 @@
 A mean of N independent terms lies within ERRORS standard errors but for 6e-5 (the seeds are fixed).
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 The bound of gradient descent is proved in docs/proofs/21.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

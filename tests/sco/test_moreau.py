@@ -1,7 +1,5 @@
 """Moreau envelopes against closed forms, and SCO's Lemma 4.6; docs/proofs/22."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.convex_problems import labelled, normal

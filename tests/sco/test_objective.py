@@ -1,7 +1,5 @@
 """Losses and gradients of single records against plain autograd; what has none is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

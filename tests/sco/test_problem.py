@@ -1,7 +1,5 @@
 """What a problem may be made of, what its users report, and what is refused by name."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

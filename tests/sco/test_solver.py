@@ -1,7 +1,5 @@
 """What all optimisers share: who takes part is who is said to, and what a run says is so."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Phases: how many, on whom, and what they gain."""
 
-from __future__ import annotations
-
 import math
 import warnings
 
