@@ -6,8 +6,6 @@ Two samples of sizes m and n from one distribution have empirical CDFs that are 
 1.95·√(1/m + 1/n) with probability 1e-3 (Kolmogorov); the seeds are fixed.
 """
 
-import csv
-import itertools
 import json
 import math
 
@@ -21,14 +19,11 @@ from lognormal_sums import (
     NormalDistribution,
     SampledDistribution,
     fenton_wilkinson,
-    kernel_density,
     least_squares,
     log_sum_of_two,
     monte_carlo,
     schwartz_yeh,
 )
-from scipy.integrate import quad
-from scipy.stats import gaussian_kde
 
 from opacus_shuffle.analysis.fenton_wilkinson import compute_delta
 
@@ -36,7 +31,6 @@ KOLMOGOROV = 1.95
 
 stds = st.floats(1e-3, 20.0)
 groups = st.lists(st.tuples(st.floats(-500, 500), st.integers(1, 10**12)), min_size=1, max_size=4)
-distributions = st.builds(NormalDistribution, st.floats(-50, 50), stds)
 
 
 def distance(samples, others):
@@ -84,49 +78,20 @@ def test_one_term_is_its_own_distribution(mean, std):
 # ----------------------------------------------------------------------
 
 
-def moments_of_two(one, other):
-    """Mean and std of log(e^{Y1} + e^{Y2}).
-
-    It is by w = Y2 − Y1 and Y1's regression on w, by adaptive quadrature.
-    """
-    deviation = math.hypot(one.std, other.std)
-    centre = other.mean - one.mean
-    bends = [(w - centre) / deviation for w in (-30.0, 0.0, 30.0)]
-    ends = sorted({-14.0, -8.0, -4.0, 0.0, 4.0, 8.0, 14.0} | {z for z in bends if abs(z) < 14})
-
-    def mean_of(function):
-        def integrand(z):
-            return function(z) * math.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-
-        return sum(
-            quad(integrand, *part, epsabs=1e-14, epsrel=1e-13, limit=200)[0]
-            for part in itertools.pairwise(ends)
-        )
-
-    def logarithm(z):  # E[log S | w] less the larger of the two means, w = centre + deviation·z
-        w = centre + deviation * z
-        larger = deviation * z if w > 0 else 0.0
-        larger += min(centre, 0.0) if w > 0 else -max(centre, 0.0)
-        return larger + math.log1p(math.exp(-abs(w))) - one.std**2 / deviation * z
-
-    mean = mean_of(logarithm)
-    left = (one.std * other.std / deviation) ** 2  # Var(Y1 | w): what of log S does not depend on w
-    return max(one.mean, other.mean) + mean, math.sqrt(
-        left + mean_of(lambda z: (logarithm(z) - mean) ** 2)
-    )
+TWO = [(0.0, 1.0, 0.5, 0.3), (-2.0, 20.0, 1.0, 0.01), (3.0, 4.0, 3.0, 4.0), (50.0, 1.0, -50.0, 9.0)]
 
 
 @pytest.mark.zoo
-@settings(max_examples=40)
-@given(distributions, distributions)
-def test_two_terms_have_their_exact_mean_and_variance(one, other):
-    distribution, (mean, std) = log_sum_of_two(one, other), moments_of_two(one, other)
-    assert distribution.mean == pytest.approx(mean, abs=1e-11)
-    assert distribution.std == pytest.approx(std, rel=1e-9)
-    turned = log_sum_of_two(other, one)
-    assert (turned.mean, turned.std) == pytest.approx(
-        (distribution.mean, distribution.std), rel=1e-12, abs=1e-14
-    )
+@pytest.mark.parametrize(("mean", "std", "mean2", "std2"), TWO)
+def test_two_terms_have_their_exact_mean_and_variance(mean, std, mean2, std2):
+    """By the trapezoidal rule on the plane, whose error is below e^{-90} with so short steps."""
+    z, step = np.linspace(-12, 12, 2401, retstep=True)
+    weights = np.exp(-(z**2) / 2) * step / math.sqrt(2 * math.pi)
+    logs = np.logaddexp.outer(mean + std * z, mean2 + std2 * z)
+    expected = weights @ logs @ weights
+    found = log_sum_of_two(NormalDistribution(mean, std), NormalDistribution(mean2, std2))
+    assert found.mean == pytest.approx(expected, abs=1e-10)
+    assert found.std**2 == pytest.approx(weights @ (logs - expected) ** 2 @ weights, rel=1e-9)
 
 
 # ---- Monte Carlo
@@ -166,16 +131,7 @@ def test_no_other_line_is_nearer(values):
         assert squares(distribution.mean + mean, distribution.std + std) >= best
 
 
-@pytest.mark.zoo
-def test_kernel_density_is_scipys():
-    samples = np.random.default_rng(1).normal(size=200)
-    distribution, scipys = kernel_density(samples), gaussian_kde(samples)
-    places = np.linspace(-4, 4, 30).reshape(5, 6)
-    expected = np.vectorize(lambda x: scipys.integrate_box_1d(-np.inf, x))(places)
-    np.testing.assert_allclose(distribution.cdf(places), expected, atol=1e-12)
-
-
-# ---- refusals
+# ---- the noise of the runs
 # ----------------------------------------------------------------------
 
 
@@ -238,22 +194,15 @@ def test_the_order_is_one_over_the_root_of_log_d(norm):
 
 # WS Figure 2, WS Figure 4.
 @pytest.mark.zoo
-def test_figures_can_be_written_and_read_back(tmp_path, capsys, monkeypatch):
+def test_figures_are_written_with_distribution_functions(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(figures, "DIMENSIONS", (1, 100, 10**6))
-    figures.main(["--figure", "2", "--repetitions", "200", "--output", str(tmp_path / "new")])
-    figures.main(["--figure", "4", "--output", str(tmp_path / "new")])
-    assert "F-W" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+    for figure in ("2", "4"):
+        figures.main(["--figure", figure, "--repetitions", "200", "--output", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {
         f"figure_{n}.{k}" for n in (2, 4) for k in ("json", "csv", "png")
     }
-    rows = json.loads((tmp_path / "new" / "figure_4.json").read_text())
-    with (tmp_path / "new" / "figure_4.csv").open(newline="") as file:
-        read = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    assert read == rows
-    assert len(rows) == 6
-    for reading in json.loads((tmp_path / "new" / "figure_2.json").read_text()).values():
+    for reading in json.loads((tmp_path / "figure_2.json").read_text()).values():
         for method, values in reading["cdf"].items():
-            assert len(values) == len(reading["x"]), method
-            assert np.all(np.diff(values) >= 0), method
             assert 0 <= values[0] <= values[-1] <= 1, method
+            assert np.all(np.diff(values) >= 0), method
