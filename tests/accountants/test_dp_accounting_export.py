@@ -20,12 +20,11 @@ def allocated(batches, sigma, steps=None):
 @pytest.mark.parametrize(
     ("batches", "sigma", "epochs", "delta"),
     [
-        (1000, 1.0, 1, 1e-5),
         (100, 0.7, 10, 1e-9),
         (10, 5.0, 1, 1e-5),
         *(
             pytest.param(*case, marks=pytest.mark.zoo)
-            for case in [(1000, 0.6, 10, 1e-5), (100_000, 0.5, 3, 1e-8)]
+            for case in [(1000, 1.0, 1, 1e-5), (1000, 0.6, 10, 1e-5), (100_000, 0.5, 3, 1e-8)]
         ),
     ],
 )
@@ -59,12 +58,16 @@ def test_one_report_is_the_gaussian_mechanism(sigma, mechanism, close):
 
 def test_an_epoch_costs_more_than_its_first_step_in_either_direction():
     """The step is a Poisson sample. Mixed-up directions would cost 11.0 together."""
-    theirs = distributions.from_gaussian_mechanism(0.7, sampling_prob=0.5)
-    both, twice = theirs.compose(to_dp_accounting(allocated(2, 0.7))), theirs.self_compose(2)
+    step = {"value_discretization_interval": 1e-3}
+    theirs = distributions.from_gaussian_mechanism(0.7, sampling_prob=0.5, **step)
+    both, twice = (
+        theirs.compose(to_dp_accounting(allocated(2, 0.7), **step)),
+        theirs.self_compose(2),
+    )
     assert both.get_epsilon_for_delta(1e-9) > twice.get_epsilon_for_delta(1e-9)  # 11.8
 
 
-@pytest.mark.parametrize("delta", [1e-5, 1e-8])
+@pytest.mark.parametrize("delta", [1e-5, pytest.param(1e-8, marks=pytest.mark.zoo)])
 def test_it_composes_with_a_gaussian_release(delta):
     """A release with so much noise is one epoch of one batch, which this library composes, too."""
     noise = 20.0

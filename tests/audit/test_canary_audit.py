@@ -26,7 +26,7 @@ EXACT = gaussian.compute_epsilon(mu=1 / SIGMA, delta=DELTA)
 
 @pytest.fixture(scope="module")
 def trials() -> list[CanaryTrial]:
-    """20,000 sums of the gradients of other records, with the noise of Opacus's optimizer."""
+    """8,000 sums of the gradients of other records, with the noise of Opacus's optimizer."""
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = DPOptimizer(
         torch.optim.SGD([parameter], lr=0.1),
@@ -35,7 +35,7 @@ def trials() -> list[CanaryTrial]:
         expected_batch_size=4,
         generator=torch.Generator().manual_seed(0),
     )
-    others = torch.randn(20_000, 2, generator=torch.Generator().manual_seed(1))
+    others = torch.randn(8000, 2, generator=torch.Generator().manual_seed(1))
     with GradientCanary(
         optimizer, parameter, 1, generator=torch.Generator().manual_seed(2)
     ) as canary:
@@ -54,7 +54,7 @@ def split(trials):
 
 def test_the_scores_have_the_distribution_of_the_noise_and_the_coin_is_fair(trials):
     null, alternative = (torch.tensor(scores, dtype=torch.float64) for scores in split(trials))
-    assert binom.ppf(1e-6, 20_000, 0.5) <= len(null) <= binom.ppf(1 - 1e-6, 20_000, 0.5)
+    assert binom.ppf(1e-6, 8000, 0.5) <= len(null) <= binom.ppf(1 - 1e-6, 8000, 0.5)
     for scores, mean in ((null, 0.0), (alternative, 1.0)):
         # Five standard deviations of a mean, and of a variance (whose is √(2/n)·σ²).
         assert abs(float(scores.mean()) - mean) < 5 * SIGMA / math.sqrt(len(scores))
@@ -67,7 +67,7 @@ def test_audits_exceed_the_exact_value_no_more_often_than_stated(trials):
             audit_scores(
                 *split(trials[start : start + 100]), delta=DELTA, confidence=0.6, method=method
             ).epsilon
-            for start in range(0, 20_000, 100)
+            for start in range(0, 8000, 100)
         ]
         assert sum(epsilon > EXACT for epsilon in epsilons) <= binom.ppf(
             1 - 1e-6, len(epsilons), 0.4
@@ -89,7 +89,7 @@ def test_opacus_s_engine_can_be_audited(accountant):
     assert result.contradicted == ()
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("shuffled", [pytest.param(False, marks=pytest.mark.zoo), True])
 def test_an_audited_run_is_the_same_run_and_virtual_steps_are_no_trials(shuffled):
     audited, plain = private(shuffle_weights=shuffled), private(shuffle_weights=shuffled)
     with BatchMemoryManager(

@@ -117,7 +117,7 @@ def test_scores_are_finite_with_extreme_noise_or_rates(report, sigma, rate):
 def test_scores_of_one_and_two_users_have_the_hockey_sticks_of_discretised_reports(
     report, rate, users, absent, others
 ):
-    """Each is a mean over 60,000 runs, within six standard errors.
+    """Each is a mean over 30,000 runs, within six standard errors.
 
     Discretising the reports loses an amount that decreases with the square of the cell width.
     """
@@ -133,12 +133,12 @@ def test_scores_of_one_and_two_users_have_the_hockey_sticks_of_discretised_repor
         return (ordered + ordered.T) / 2
 
     draw = of_reports((report, rate), 1.0, absent, 1, others=others, sigma=0.7, users=users)
-    null, alternative = draw(trials=60_000, rng=np.random.default_rng(1))
+    null, alternative = draw(trials=30_000, rng=np.random.default_rng(1))
     here, there = unordered(1.0), unordered(absent)
     for p, q, losses in ((here, there, alternative), (there, here, -null)):
         drawn = np.maximum(1 - 1.5 * np.exp(-losses), 0)
         error = drawn.mean() - np.maximum(p - 1.5 * q, 0).sum()
-        assert abs(error) <= 6 * drawn.std() / math.sqrt(60_000)
+        assert abs(error) <= 6 * drawn.std() / math.sqrt(30_000)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_scores_of_one_and_two_users_have_the_hockey_sticks_of_discretised_repor
 def test_the_scores_are_log_likelihood_ratios_of_the_runs(draw):
     # For any two distributions E₀ R = 1 and E₁ 1/R = 1. With the others between, R has moments
     # enough for a standard error.
-    null, alternative = draw(trials=50_000, rng=np.random.default_rng(2))
+    null, alternative = draw(trials=20_000, rng=np.random.default_rng(2))
     for ratios in (np.exp(null), np.exp(-alternative)):
         assert abs(ratios.mean() - 1) <= 6 * ratios.std() / math.sqrt(len(ratios))
     assert alternative.mean() > 0 > null.mean()
@@ -165,7 +165,7 @@ def test_the_scores_are_log_likelihood_ratios_of_the_runs(draw):
     ("run", "claims", "contradicted", "held"),
     [
         (
-            {"noise_multiplier": 1.0, "num_users": 100, "delta": 1e-3, "trials": 100_000},
+            {"noise_multiplier": 1.0, "num_users": 100, "delta": 1e-3, "trials": 50_000},
             ["published", "pair", "certified"],
             True,
             "1 or 0",
@@ -189,7 +189,8 @@ def test_others_at_the_edge_exceed_the_papers_pair_but_not_the_certified_bound(
 
 
 @pytest.mark.parametrize(
-    ("sigma", "users", "steps", "delta"), [(0.5, 20, 1, 0.01), (1.0, 10, 3, 0.01)]
+    ("sigma", "users", "steps", "delta"),
+    [pytest.param(0.5, 20, 1, 0.01, marks=pytest.mark.zoo), (1.0, 10, 3, 0.01)],
 )
 def test_the_papers_pair_is_not_contradicted_and_nearly_reached(sigma, users, steps, delta):
     result = audit_shuffle_gauss(
@@ -197,14 +198,14 @@ def test_the_papers_pair_is_not_contradicted_and_nearly_reached(sigma, users, st
         num_users=users,
         steps=steps,
         delta=delta,
-        trials=200_000,
+        trials=100_000,
         generator=seeded(2),
     )
     lower, upper = pair_epsilon(
         [(ShuffledRound(noise_multiplier=sigma, num_users=users), steps)], delta=delta
     )
     assert result.largest.lower.epsilon <= upper
-    # The exact test shows the exact ε; counts of 1e5 runs know rates of some per cent to some per
+    # The exact test shows the exact ε; counts of 5e4 runs know rates of some per cent to some per
     # cent.
     assert result.largest.lower.epsilon >= 0.8 * lower
     assert result.contradicted == ()

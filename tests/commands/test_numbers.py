@@ -111,7 +111,10 @@ def test_epsilon_prints_one_number_rounded_up_and_its_meaning(capsys, line, boun
     [
         (RUN, "pair", SAMPLED, "local noise multiplier (sigma of one report"),
         (f"{VIT} --dimension 85.8e6", "published", WEIGHTS, "noise multiplier of the sum (sigma"),
-        (EPOCHS, "certified", ALLOCATED, "noise multiplier of the sum (sigma"),
+        pytest.param(
+            *(EPOCHS, "certified", ALLOCATED, "noise multiplier of the sum (sigma"),
+            marks=pytest.mark.zoo,
+        ),
     ],
 )
 def test_noise_prints_one_number_that_meets_the_budget(capsys, line, bound, run, words):
