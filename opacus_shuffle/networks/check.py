@@ -1,29 +1,28 @@
 """Decides whether a network may train: whether each per-sample gradient is of one record only.
 
 Opacus computes the gradient of record i in a layer from the i-th row of the layer's input and the
-i-th row of the gradient of its output, and clips all rows i together. The check runs the network on
-a few records, and again with all records changed except one, whose loss has another weight. Three
-conditions must hold:
+i-th row of the gradient of its output, and clips all rows i together. The check compares each of
+two records among others with the same record among copies of itself. Three conditions must hold:
 
 1. Every trained layer gets as many rows as there are records. This is tested with two numbers of
    records that are the size of no other axis. A layer that gets ``[time, batch, ...]`` has a row
    for each time step, each of which would be clipped separately. If the batch is as large as the
    sequences are long, nothing else reveals this.
-2. The network's output for a record, and the record's rows in every layer, do not change when other
-   records change. The gradient rows of records without a loss are zero. This fails if a network
-   takes a mean over the batch, sorts or flips rows for one layer and restores the order after it,
-   scales gradients in a hook by the largest one, or returns a loss of the batch that is not a sum
-   over records.
-3. Opacus's hooks compute each record's gradient, or its norm, correctly on these records. Layers
-   for which Opacus's rule is wrong or fails get PyTorch's functional gradients. If these are wrong,
-   too, the network is refused: ``F.linear(x, self.embedding.weight)`` calls no layer, so that no
-   hook sees this part of the gradient. Ghost clipping clips by smaller losses; with it, gradients
-   must be proportional to the loss of their record.
+2. The network's output for a record does not change when all other records become copies of it, and
+   neither does the record's gradient as Opacus computes it. This fails if a network takes a mean
+   over the batch, or returns a loss of the batch that is not a sum over records.
+3. Opacus's hooks compute each record's gradient, or its norm, as autograd does for the loss of this
+   record alone. This fails if a network sorts or flips rows for one layer and restores the order
+   after it, or scales gradients in a hook by the largest one. Layers for which Opacus's rule is
+   wrong or fails get PyTorch's functional gradients. If these are wrong, too, the network is
+   refused: ``F.linear(x, self.embedding.weight)`` calls no layer, so that no hook sees this part of
+   the gradient. Ghost clipping clips by smaller losses; with it, gradients must be proportional to
+   the loss of their record.
 
 Functions of the user that compute gradients per record (``register_grad_sampler``) are checked by
 their results. The limits of a check on a few records are in docs/training_loops.rst.
 
-If a run changes anything in the network, a further check compares the same batch after two
+If a run changes anything in the network, a further check compares the same batch after several
 different batches. A step clips and noises the influence of its own records only. The influence of
 an earlier batch through a memory bank, a queue or a running mean is in none of its bounds. Tensors
 that are stored and not read (attention weights for plots, for example) cause a warning with their
@@ -44,19 +43,14 @@ import dataclasses
 import math
 import traceback
 import warnings
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opacus.grad_sample import GradSampleHooks, prepare_module
-from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
-from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_map_only
 
 from opacus_shuffle.core.opacus_compat import correct_layers, norms_of_records
 from opacus_shuffle.networks.running import (
@@ -66,19 +60,20 @@ from opacus_shuffle.networks.running import (
     seed_draws,
 )
 from opacus_shuffle.networks.sample_input import (
-    TARGET,
     Call,
+    copies_of,
     sizes_along,
     take_records,
     tensors_of,
-    with_others,
 )
 
 SIZES = (5, 4, 6, 7, 8, 9, 10, 11)
 """Numbers of records that are tried: some may be sizes of another axis, or fail."""
 _HALF = (torch.bfloat16, torch.float16)
+TARGETS = (1, 2)
+"""The records that are compared. The first one is not, because networks may compare with it."""
 SEED = 1
-"""The seed of runs. With it, ``torch.randperm`` of so few records moves the target record."""
+"""The seed of runs. With it, ``torch.randperm`` of so few records moves these records."""
 
 SORT_BEFORE = (
     "so that gradients of several records are clipped as one record's; sort and select records in "
@@ -152,27 +147,25 @@ def per_sample_check(
         if records in taken or len(calls) > 1:
             continue
         try:
-            of_records = take_records(call, whole, records, axis)
-            counts, sizes = runs.count_rows(of_records)
+            of_records = take_records(call, whole, range(records), axis)
+            modules = runs.forward(of_records)
         except Exception as error:
             failure = error
             continue
-        if wrong := {name: count for name, count in counts.items() if count != records}:
-            return NetworkCheck(True, _wrong_counts(network, wrong, records, axis))
         calls[records] = of_records
-        # If another axis has the same size, the counted rows may be rows of that axis.
+        # If another axis has the same size, rows of that axis would be taken for records.
+        sizes = {size for t in tensors_of([of_records, modules]) for size in t.shape}
         taken |= sizes - {records}
         calls = {size: call for size, call in calls.items() if size not in taken}
     if not calls:
         return NetworkCheck(False, failure=failure)
     records, of_records = next(iter(calls.items()))
     try:
-        problem = _dependence(runs, of_records, records, mode) or _carry_over(
-            runs, of_records, records
-        )
-        if runs.has_both and not problem:
-            runs.losses_alone = True
-            problem = _dependence(runs, of_records, records, "hooks")
+        problem = _mixing(runs, of_records, records) or _carry_over(runs, of_records, records)
+        for losses_only in (False, True) if runs.has_both else (False,):
+            problem = problem or _wrong_gradients(
+                runs, of_records, records, mode, losses_only=losses_only
+            )
     except Exception as error:
         return NetworkCheck(False, failure=error)
     kept = [name for name, has_tensors in runs.changed.items() if has_tensors]
@@ -180,20 +173,15 @@ def per_sample_check(
     return NetworkCheck(True, problem, kept=kept, functional=functional)
 
 
-# Runs, and the rows of one record in them
-
-_Rows = dict[tuple[str, str], list[torch.Tensor]]
-"""The rows of the target record in a run, by kind and by the name of a module.
-
-``"outputs"`` are those of the network. ``"into"`` and ``"out of"`` are inputs and outputs of each
-module, innermost first. For trained layers in which the record has a gradient, ``"given"`` are the
-inputs, and ``"gradients"`` the gradients divided by the weight of the record's loss. ``"leaked"``
-are gradients in rows of records without a loss.
-"""
+# Runs of the network
 
 
-_ModuleCall = tuple[str, nn.Module, list[torch.Tensor], list[torch.Tensor]]
-"""One call of a module: its name, the module, its input tensors, its output tensors."""
+class _ModuleCall(NamedTuple):
+    """One call of a module: copies of its tensors, which a run may write to later."""
+
+    name: str
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
 
 
 class _Runs:
@@ -208,128 +196,138 @@ class _Runs:
         changed: The parameters, buffers and attributes that some run has changed, with whether they
             contain tensors.
         functional: The layers that get PyTorch's functional gradients.
-        has_both: Whether the network returned a loss of the batch and also rows of records.
-        losses_alone: Whether only such losses are trained, as with models of ``transformers``.
+        has_both: Whether the network returned a loss of the batch and also other outputs.
     """
 
-    has_both = losses_alone = False
+    has_both = False
 
     def __init__(self, network: nn.Module, axis: int, trained: Iterable[torch.Tensor]) -> None:
         self.network, self.axis = network, axis
         self.start, self.changed = Snapshot(network), dict[str, bool]()
         self.names = {module: name for name, module in network.named_modules()}
         named, clipped = network.named_parameters(), set(trained)
-        self.trained = {p: name for name, p in named if p.requires_grad and p in clipped}
-        # The modules for which Opacus computes gradients; without a rule, a module with all inside.
-        layers = {m for _, m in trainable_modules(network) if not isinstance(m, DPRNNBase)}
-        whole = [m for m in layers if type(m) not in GradSampleHooks.GRAD_SAMPLERS]
-        layers -= {part for module in whole for part in [*module.modules()][1:]}
-        self.layers = {m for m in layers if not self.trained.keys().isdisjoint(m.parameters())}
+        self.trained = {name: p for name, p in named if p.requires_grad and p in clipped}
         self.functional = set[nn.Module]()
 
     @contextlib.contextmanager
-    def from_start(self, *, hooked: bool = False) -> Iterator[None]:
-        """Restores the network after a block of runs.
-
-        Args:
-            hooked: Whether Opacus's hooks run in the block. Their changes do not count.
-        """
+    def from_start(self) -> Iterator[dict[str, bool]]:
+        """Restores the network after a run, and yields what :func:`rolled_back` yields."""
         with (
             rolled_back(self.network, self.start) as changed,
             torch.enable_grad(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            yield
-        self.changed |= {} if hooked else changed
+            seed_draws(SEED)
+            yield changed
 
-    @contextlib.contextmanager
-    def forwards(self, *batches: Call) -> Iterator[tuple[list[torch.Tensor], list[_ModuleCall]]]:
-        """Runs the network on batches, and yields outputs and calls of modules for the last one."""
+    def forward(self, *batches: Call) -> list[_ModuleCall]:
+        """Runs the network on batches one after the other.
+
+        Returns:
+            The calls of modules for the last batch, innermost first; the last one is the network's.
+        """
         calls = list[_ModuleCall]()
 
-        def note(module: nn.Module, args: Any, keywords: Any, output: Any) -> Any:
+        def note(module: nn.Module, args: Any, keywords: Any, output: Any) -> None:
             if module in self.names:
-                inputs, outputs = tensors_of((args, keywords)), tensors_of(output)
-                calls.append((self.names[module], module, inputs, outputs))
-            # Opacus gets gradients after the hooks of a layer's output, and before operations that
-            # write to that output in place.
-            clone = module in self.layers
-            return tree_map_only(torch.Tensor, torch.clone, output) if clone else None
+                inputs, outputs = _copy(tensors_of((args, keywords))), _copy(tensors_of(output))
+                calls.append(_ModuleCall(self.names[module], inputs, outputs))
 
-        with self.from_start(), register_module_forward_hook(note, with_kwargs=True):
-            for number, (args, keywords) in enumerate(batches):
+        with self.from_start() as changed, register_module_forward_hook(note, with_kwargs=True):
+            for args, keywords in batches:
                 calls.clear()
-                seed_draws(SEED + number)
+                seed_draws(SEED)
                 outputs = results(self.network(*args, **keywords))
-            yield outputs, calls
+            calls.append(_ModuleCall("", [], _copy(outputs)))
+            self.has_both = len({bool(t.dim()) for t in outputs if t.requires_grad}) > 1
+        self.changed |= changed
+        return calls
 
-    def clipped(self, calls: list[_ModuleCall]) -> list[tuple[_ModuleCall, int]]:
-        """Returns the calls that are clipped, with the axis that Opacus takes for records."""
-        return [
-            (call, 0 if type(module) is RNNLinear else self.axis)
-            for call in calls
-            for _, module, _, outputs in [call]
-            if module in self.layers and module.training and outputs[0].requires_grad
-        ]
-
-    def count_rows(self, call: Call) -> tuple[dict[str, int], set[int]]:
-        """Returns the number of output rows of each trained layer, and all axis sizes of a run."""
-        with self.forwards(call) as (_, calls):
-            counts: dict[str, int] = defaultdict(int)
-            for (name, *_, outputs), axis in self.clipped(calls):
-                counts[name] = max(counts[name], outputs[0].shape[axis])
-            sizes = {size for tensor in tensors_of([call, calls]) for size in tensor.shape}
-        return counts, sizes
-
-    def run(self, call: Call, factors: torch.Tensor) -> tuple[_Rows, bool]:
-        """Runs the network forwards and backwards.
+    def backward(
+        self, call: Call, factors: torch.Tensor, mode: str, *, losses_only: bool
+    ) -> _Gradients:
+        """Returns what Opacus computes for the records of a batch.
 
         Args:
             call: The arguments.
             factors: The weight of each record's output rows in the loss.
+            mode: Opacus's ``grad_sample_mode``.
+            losses_only: Whether only losses of the batch are trained, not the outputs beside them.
+        """
+        with self.from_start():
+            model: Any = prepare_module(
+                self.network,
+                grad_sample_mode=mode,
+                batch_first=self.axis == 0,
+                loss_reduction="sum",
+            )
+            correct_layers(model, self.functional)
+            total, _ = _loss(results(model(*call[0], **call[1])), factors, losses_only=losses_only)
+            total.backward()  # type: ignore[no-untyped-call]
+            computed = {}
+            for name, p in self.trained.items():
+                rows = norms_of_records(p) if mode == "ghost" else vars(p)["grad_sample"]
+                # A layer that ran again in the backward pass has a list of several gradients.
+                none = p.new_zeros(len(factors), *(() if mode == "ghost" else p.shape))
+                computed[name] = rows if isinstance(rows, torch.Tensor) else none
+        return computed
+
+    def wrong_gradients(
+        self,
+        computed: _Gradients,
+        call: Call,
+        factors: torch.Tensor,
+        mode: str,
+        *,
+        losses_only: bool,
+    ) -> tuple[set[str], bool]:
+        """Compares Opacus's gradients of each record with autograd's gradient of the record's loss.
+
+        If the loss is one number, the records' gradients must add up to its gradient, and the sum
+        of their norms must not be below its norm.
+
+        Args:
+            computed: What :meth:`backward` returned for the other arguments.
+            call: The arguments.
+            factors: As of :meth:`backward`, like the next two.
+            mode: Opacus's ``grad_sample_mode``.
+            losses_only: Whether only losses of the batch are trained.
 
         Returns:
-            The rows of the target record, and whether the loss has a row for each record.
+            The names of the parameters with wrong gradients, and whether the loss has a row for
+            each record.
         """
-        rows: _Rows = defaultdict(list)
-        with self.forwards(call) as (outputs, calls):
-            into = [("into", name, inputs) for name, _, inputs, _ in calls]
-            out_of = [("out of", name, gave) for name, _, _, gave in calls]
-            for kind, name, tensors in [("outputs", "", outputs), *into, *out_of]:
-                by_record = _by_record(tensors, len(factors))
-                rows[kind, name] += [tensor[TARGET].detach().clone() for tensor in by_record]
-            losses = [output for output in outputs if not output.dim() and output.requires_grad]
-            total, has_rows = _loss(losses if self.losses_alone else outputs, factors)
-            self.has_both = has_rows and bool(losses)
-            clipped = self.clipped(calls)
-            targets = [gave[0] for (*_, gave), _ in clipped]
-            gradients = torch.autograd.grad(total, targets, allow_unused=True)
-            for ((name, layer, inputs, _), axis), gradient in zip(clipped, gradients, strict=True):
-                if gradient is None:
-                    continue
-                given = [t.detach().movedim(axis, 0) for t in inputs if t.dim() > axis]
-                parts = [gradient.movedim(axis, 0)]
-                sampler = GradSampleHooks.GRAD_SAMPLERS.get(type(layer))
-                if sampler is not None and not str(sampler.__module__).startswith("opacus."):
-                    parts += sampler(layer, given, parts[0]).values()
-                for part in parts:
-                    without_loss = (factors == 0).to(part.device)[: len(part)] & has_rows
-                    if part[: len(factors)][without_loss].nan_to_num(0.0, 0.0, 0.0).any():
-                        rows["leaked", name].append(part)
-                if len(parts[0]) > TARGET and parts[0][TARGET].any():
-                    # An embedding bag has rows of offsets, and tokens, which are not rows.
-                    given = [tensor for tensor in given if len(tensor) == len(parts[0])]
-                    rows["given", name] += [tensor[TARGET].clone() for tensor in given]
-                    factor = float(factors[TARGET]) if has_rows else 1.0
-                    rows["gradients", name] += [part[TARGET] / factor for part in parts]
-        return rows, has_rows
+        gaps, whole, parameters = dict.fromkeys(computed, 0.0), 0.0, list(self.trained.values())
+        with self.from_start():
+            outputs = results(self.network(*call[0], **call[1]))
+            _, has_rows = _loss(outputs, factors, losses_only=losses_only)
+            for record, alone in enumerate(factors.diag() if has_rows else [factors]):
+                total, _ = _loss(outputs, alone, losses_only=losses_only)
+                gradients = torch.autograd.grad(
+                    total, parameters, retain_graph=True, materialize_grads=True
+                )
+                whole = max(whole, math.hypot(*map(_size, gradients)))
+                for (name, rows), gradient in zip(computed.items(), gradients, strict=True):
+                    found = rows[record] if has_rows else rows.sum(0)
+                    truth = gradient.to_dense().norm() if mode == "ghost" else gradient.to_dense()
+                    is_bound = mode == "ghost" and not has_rows
+                    gap = float(truth - found) if is_bound else _distance(found, truth)
+                    # If a record is not finite, neither is its gradient, and nothing is refused.
+                    gaps[name] = max(gaps[name], gap * bool(truth.isfinite().all()))
+        # Relative to the whole gradient, because a parameter's own may cancel to rounding errors.
+        # Eight roundings: convolutions on a GPU round single precision to 11 bits, and bfloat16
+        # has 8.
+        share = 2**-5 if any(p.dtype in _HALF for p in parameters) else 2**-8
+        return {name for name, gap in gaps.items() if gap > share * whole}, has_rows
 
-    def second_batch(self, earlier: Call, call: Call) -> list[torch.Tensor]:
-        """Returns inputs and outputs of all modules for a batch after an earlier one."""
-        with self.forwards(earlier, call) as (outputs, calls):
-            tensors = [*outputs, *tensors_of(calls)]
-            return [t.detach().clone() for t in tensors if t.layout == torch.strided]
+
+_Gradients = dict[str, torch.Tensor]
+"""Gradients of records, or with ghost clipping their norms, by the names of parameters."""
+
+
+def _copy(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.detach().clone() for t in tensors if t.layout == torch.strided]
 
 
 def _by_record(tensors: list[torch.Tensor], records: int) -> list[torch.Tensor]:
@@ -337,9 +335,11 @@ def _by_record(tensors: list[torch.Tensor], records: int) -> list[torch.Tensor]:
     return [t.movedim(t.shape.index(records), 0) for t in tensors if records in t.shape]
 
 
-def _loss(outputs: list[torch.Tensor], factors: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def _loss(
+    outputs: list[torch.Tensor], factors: torch.Tensor, *, losses_only: bool
+) -> tuple[torch.Tensor, bool]:
     """Returns a random weighted sum of outputs, and whether they have rows of records."""
-    trained = [output for output in outputs if output.requires_grad]
+    trained = [t for t in outputs if t.requires_grad and not (losses_only and t.dim())]
     by_record = _by_record(trained, len(factors))
     draws, total = torch.Generator().manual_seed(0), torch.zeros(())
     # If there are rows of records, losses of the batch are checked in a run of their own.
@@ -354,183 +354,154 @@ def _loss(outputs: list[torch.Tensor], factors: torch.Tensor) -> tuple[torch.Ten
 # Conclusions from the runs
 
 
-def _dependence(runs: _Runs, call: Call, records: int, mode: str) -> str:
-    """Returns how one record's outputs or gradients depend on other records, or an empty text.
+def _mixing(runs: _Runs, call: Call, records: int) -> str:
+    """Returns which module mixes records in the forward pass, or an empty text."""
+    before = runs.forward(call)
+    for record in TARGETS:
+        after = runs.forward(copies_of(call, record, records, runs.axis))
+        changed = _changed_module(before, after, records, record)
+        if changed is not None:
+            return (
+                f"module mixes records in {name_modules(runs.network, [changed])}: one record's "
+                "output changes when another record does, so that clipping does not bound a "
+                "record's influence; compute statistics (a mean, a norm, a rank) within each "
+                "record and not over the batch, as nn.LayerNorm and nn.GroupNorm do"
+            )
+    return ""
 
-    Raises:
-        Exception: The network fails on these records, or on all changed ones.
+
+def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses_only: bool) -> str:
+    """Returns how gradients of records are wrong or depend on other records, or an empty text.
+
+    Args:
+        runs: Of the network.
+        call: The arguments.
+        records: The number of records.
+        mode: Opacus's ``grad_sample_mode``.
+        losses_only: As of :meth:`_Runs.backward`.
     """
-    network = runs.network
-    # Only every second record has a loss, so that the rows between must have no gradients.
-    counted = torch.arange(records) % 2 == TARGET % 2
+    factors, failure = torch.ones(records), ""
     try:
-        before, has_rows = runs.run(call, counted.float())
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        return (
-            "module runs layers under torch.utils.checkpoint(use_reentrant=True), in which hooks "
-            "get no gradients of records: pass use_reentrant=False, or do not use checkpointing"
+        computed = runs.backward(call, factors, mode, losses_only=losses_only)
+        counts = {name: len(rows) for name, rows in computed.items() if len(rows) != records}
+        if counts:
+            return _wrong_counts(runs, counts, records)
+        wrong, has_rows = runs.wrong_gradients(
+            computed, call, factors, mode, losses_only=losses_only
         )
-    # Products with powers of two are not rounded.
-    factors = torch.where(counted, 0.0, 8.0)
-    factors[TARGET] = 2.0 if mode == "ghost" else 1.0
-    run = partial(runs.run, factors=factors)
-    after, _ = with_others(run, call, records, runs.axis, counted=not has_rows)
-    if _changed_modules(before, after, "outputs"):
-        # The innermost module with other output rows for the same record mixes records. If its
-        # input rows differ, too, a function in the module around it does.
-        name = next(iter(_changed_modules(before, after, "out of")), "")
-        if name in _changed_modules(before, after, "into"):
-            name = name.rpartition(".")[0]
-        return (
-            f"module mixes records in {name_modules(network, [name])}: one record's output changes "
-            "when another record does, so that clipping does not bound a record's influence; "
-            "compute statistics (a mean, a norm, a rank) within each record and not over the "
-            "batch, as nn.LayerNorm and nn.GroupNorm do"
+        odd = {runs.trained[name] for name in wrong}
+        layers = {layer for layer in runs.names if not odd.isdisjoint(layer._parameters.values())}
+    except Exception as error:
+        if "Expanded Weights encountered" in str(error):
+            raise  # PyTorch raises this in every forward pass, as users of Opacus expect
+        frames = [frame.f_locals.values() for frame, _ in traceback.walk_tb(error.__traceback__)]
+        passed = [v for f in frames for v in f if isinstance(v, nn.Module) and v in runs.names]
+        failing = passed[-1] if passed else runs.network  # the innermost one
+        layers = {layer for layer in runs.names if type(layer) is type(failing)}
+        failure = (
+            f"module cannot be trained with grad_sample_mode={mode!r} at "
+            f"{name_modules(runs.network, [runs.names[failing]])} ({type(error).__name__}: "
+            f"{error}): use another mode of 'hooks', 'functorch' and 'ew', or {_CALL_LAYERS}"
         )
-    layers = name_modules(network, _changed_modules(before, after, "given", "gradients", "leaked"))
-    if layers and not has_rows:
+    # Layers for which Opacus's rule fails or is wrong get functional gradients.
+    layers = {layer for layer in layers if type(layer) in GradSampleHooks.GRAD_SAMPLERS}
+    if layers - runs.functional:
+        runs.functional |= layers
+        return _wrong_gradients(runs, call, records, mode, losses_only=losses_only)
+    if failure:
+        return failure
+    for record in TARGETS:
+        others = copies_of(call, record, records, runs.axis)
+        # Ghost clipping multiplies losses. Products with powers of two are not rounded.
+        factor = 2.0 if mode == "ghost" and has_rows else 1.0
+        again = runs.backward(others, factor * factors, mode, losses_only=losses_only)
+        # Gradients of one layer may cancel, so that only rounding errors remain.
+        slack = 1e-6 * max((_size(rows[record]) for rows in computed.values()), default=0.0)
+        wrong |= {
+            name
+            for name, rows in computed.items()
+            if differ(factor * rows[record], again[name][record], slack)
+        }
+    if wrong and not has_rows:
         remedy = " (or, where arguments are [time, batch, ...], pass batch_first=False)"
         return (
             "module returns a loss of the batch that is not a sum or mean of one number per "
             "record: one record's gradient depends on the others, so that clipping does not bound "
             "a record's influence; return one loss per record, or their sum or mean (for tokens "
             "opacus_shuffle.token_loss(logits, labels).mean(), without labels=...), and let every "
-            f"layer see [batch, ...]{'' if runs.axis else remedy}"
+            f"layer see [batch, ...]{'' if runs.axis else remedy}; or {_CALL_LAYERS}"
         )
-    if layers:
+    if wrong:
+        layers_of_wrong = {name.rpartition(".")[0] for name in wrong}
+        ghost = (
+            "; with grad_sample_mode='ghost', gradients must also shrink with their loss: do not "
+            "clamp or normalise them in a hook, or use 'hooks'"
+        )
         return (
-            f"module passes records in another order than the batch's to {layers}, or scales one "
-            f"record's gradient by others', {SORT_BEFORE}; take means and norms within each "
-            "record, as nn.LayerNorm and nn.GroupNorm do (with grad_sample_mode='ghost', gradients "
-            "must also shrink with their loss: do not clamp or normalise them in a hook, or use "
-            "'hooks')"
+            "module passes records in another order than the batch's to "
+            f"{name_modules(runs.network, layers_of_wrong)}, uses {', '.join(sorted(wrong))} "
+            "outside of the layer that it belongs to, or scales its gradient by other records (as "
+            f"grad_sample_mode={mode!r} shows), {SORT_BEFORE}; take means and norms within each "
+            "record, as nn.LayerNorm and nn.GroupNorm do; use another mode of 'hooks', 'functorch' "
+            f"and 'ew', or {_CALL_LAYERS}{ghost if mode == 'ghost' else ''}"
         )
-    wrong = "" if runs.losses_alone else _wrong_gradients(runs, call, records, mode)
-    if "Expanded Weights encountered" in wrong:
-        # PyTorch raises this in every forward pass, as users of Opacus expect.
-        raise RuntimeError(wrong)
-    return (
-        wrong and f"{wrong}: use another mode of 'hooks', 'functorch' and 'ew', or {_CALL_LAYERS}"
-    )
+    return ""
 
 
-def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str) -> str:
-    """Returns which of a network's gradients a mode computes wrongly, or an empty text.
+def _changed_module(
+    before: list[_ModuleCall], after: list[_ModuleCall], records: int, record: int
+) -> str | None:
+    """Returns the innermost module that mixes records, if the network's output changes."""
 
-    Layers for which Opacus's rule fails, or computes another gradient than autograd, are added to
-    those with functional gradients, and the comparison is repeated.
-    """
-    while True:
-        why, layers = _compare_gradients(runs, call, records, mode)
-        rules = GradSampleHooks.GRAD_SAMPLERS
-        more = {layer for layer in layers - runs.functional if type(layer) in rules}
-        if not more:
-            return why
-        runs.functional |= more
+    def changes(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        rows = zip_longest(
+            *([t[record] for t in _by_record(tensors, records)] for tensors in (ones, others)),
+            fillvalue=torch.empty(0),
+        )
+        return any(differ(one, other) for one, other in rows)
 
-
-def _compare_gradients(
-    runs: _Runs, call: Call, records: int, mode: str
-) -> tuple[str, set[nn.Module]]:
-    """Compares Opacus's gradients of each record with autograd's gradient of the record's loss.
-
-    If the loss is one number, the records' gradients must add up to its gradient, and the sum of
-    their norms must not be below its norm.
-
-    Returns:
-        An error message, or an empty text, and the layers with wrong gradients.
-    """
-    ghost, parameters = mode == "ghost", list(runs.trained)
-    with runs.from_start(hooked=True):
-        try:
-            model: Any = prepare_module(
-                runs.network,
-                grad_sample_mode=mode,
-                batch_first=runs.axis == 0,
-                loss_reduction="sum",
-            )
-            correct_layers(model, runs.functional)
-            seed_draws(SEED)
-            total, has_rows = _loss(results(model(*call[0], **call[1])), torch.ones(records))
-            total.backward()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            passed = [
-                value
-                for f, _ in traceback.walk_tb(error.__traceback__)
-                for value in f.f_locals.values()
-                if isinstance(value, nn.Module) and value in runs.names
-            ]
-            failing = passed[-1] if passed else runs.network  # the innermost one
-            return (
-                f"module cannot be trained with grad_sample_mode={mode!r} at "
-                f"{name_modules(runs.network, [runs.names[failing]])} "
-                f"({type(error).__name__}: {error})"
-            ), {layer for layer in runs.layers if type(layer) is type(failing)}
-        computed = [norms_of_records(p) if ghost else vars(p)["grad_sample"] for p in parameters]
-    gaps, whole = dict.fromkeys(parameters, 0.0), 0.0
-    with runs.forwards(call) as (outputs, _):
-        for record, factors in enumerate(torch.eye(records) if has_rows else [torch.ones(records)]):
-            total, _ = _loss(outputs, factors)
-            gradients = torch.autograd.grad(
-                total, parameters, retain_graph=True, materialize_grads=True
-            )
-            whole = max(whole, math.hypot(*map(_size, gradients)))
-            for parameter, rows, gradient in zip(parameters, computed, gradients, strict=True):
-                truth = gradient.to_dense().norm() if ghost else gradient.to_dense()
-                found = torch.zeros_like(truth)
-                # A layer that ran again in the backward pass has a list of several gradients.
-                if isinstance(rows, torch.Tensor):
-                    found = rows[record] if has_rows else rows.sum(0)
-                bounded = ghost and not has_rows
-                gap = float(truth - found) if bounded else _distance(found, truth)
-                # If a record is not finite, neither is its gradient, and nothing is refused.
-                gaps[parameter] = max(gaps[parameter], gap * bool(truth.isfinite().all()))
-    # Relative to the whole gradient, because a parameter's own may cancel to rounding errors. Eight
-    # roundings: convolutions on a GPU round single precision to 11 bits, and bfloat16 has 8.
-    share = 2**-5 if any(p.dtype in _HALF for p in parameters) else 2**-8
-    odd = {p for p in parameters if gaps[p] > share * whole}
-    names = ", ".join(runs.trained[p] for p in parameters if p in odd)
-    why = (
-        f"module uses {names} outside of the layer that it belongs to, or in a function of rows "
-        "that are not records, or scales its gradient by other records, so that "
-        f"grad_sample_mode={mode!r} computes a wrong gradient for each record"
-    )
-    return why * bool(odd), {m for m in runs.layers if not odd.isdisjoint(m.parameters())}
+    if not changes(before[-1].outputs, after[-1].outputs):
+        return None
+    pairs = [*zip(before, after, strict=False), (before[-1], after[-1])]
+    one, other = next(pair for pair in pairs if changes(pair[0].outputs, pair[1].outputs))
+    # If the record's input rows differ, too, a function in the module around it mixes records.
+    return one.name.rpartition(".")[0] if changes(one.inputs, other.inputs) else one.name
 
 
 def _carry_over(runs: _Runs, call: Call, records: int) -> str:
     """Returns how the records of one batch influence the next batch, or an empty text."""
-    if not runs.changed:
-        return ""
-    plain = runs.second_batch(call, call)
+
+    def tensors_after(earlier: Call) -> list[torch.Tensor]:
+        return [t for one in runs.forward(earlier, call) for t in (*one.inputs, *one.outputs)]
 
     def gaps(earlier: Call) -> list[float]:
-        pairs = zip_longest(plain, runs.second_batch(earlier, call), fillvalue=torch.empty(0))
+        pairs = zip_longest(plain, tensors_after(earlier), fillvalue=torch.empty(0))
         return [_distance(*pair) for pair in pairs]
 
     # Kernels with races, and draws from other sources, have another result each time. Otherwise the
     # computations are the same, including their rounding, so that the tolerance is zero: in a long
     # queue the rows of one batch have little weight.
-    changed = with_others(gaps, call, records, runs.axis)
-    usual = gaps(call) if any(changed) else []
-    if any(gap > 10 * noise for gap, noise in zip_longest(changed, usual, fillvalue=0.0)):
-        return (
-            "module carries records of one batch into later ones by "
-            f"{', '.join(sorted(runs.changed))}: a step then depends on records of earlier "
-            "batches, whose influence neither its clipping nor its noise covers; reset it at the "
-            "beginning of each forward pass, compute it from public data, or remove it"
-        )
+    plain = tensors_after(call) if runs.changed else []
+    noise = gaps(call) if runs.changed else []
+    for record in range(records) if runs.changed else ():
+        changed = gaps(copies_of(call, record, records, runs.axis))
+        if any(gap > 10 * usual for gap, usual in zip_longest(changed, noise, fillvalue=0.0)):
+            return (
+                "module carries records of one batch into later ones by "
+                f"{', '.join(sorted(runs.changed))}: a step then depends on records of earlier "
+                "batches, whose influence neither its clipping nor its noise covers; reset it at "
+                "the beginning of each forward pass, compute it from public data, or remove it"
+            )
     return ""
 
 
-def _wrong_counts(network: nn.Module, counts: dict[str, int], records: int, axis: int) -> str:
-    """Returns an error message about layers whose number of rows is not that of records."""
+def _wrong_counts(runs: _Runs, counts: dict[str, int], records: int) -> str:
+    """Returns an error message about parameters whose number of rows is not that of records."""
+    layers = {name.rpartition(".")[0]: count for name, count in counts.items()}
     positions = [
         name
-        for name, count in counts.items()
-        if count == 1 and isinstance(network.get_submodule(name), nn.Embedding)
+        for name, count in layers.items()
+        if count == 1 and isinstance(runs.network.get_submodule(name), nn.Embedding)
     ]
     if positions:
         return (
@@ -542,11 +513,11 @@ def _wrong_counts(network: nn.Module, counts: dict[str, int], records: int, axis
     seen = " or ".join(map(str, sorted(set(counts.values()))))
     return (
         f"module passes {seen} row{'s' if seen != '1' else ''} for {records} records to "
-        f"{name_modules(network, counts)}: each row would be clipped as a record, but a record "
-        "may have several rows, and a row several records; pass "
-        f"{'[time, batch, ...]' if axis else '[batch, ...]'} to these layers (by batch_first=True "
-        "if a layer has it, or by transposing inside of the layer), let no layer turn one record "
-        "into several, do not hard-code the number of records, or freeze them"
+        f"{name_modules(runs.network, layers)}: each row would be clipped as a record, but a "
+        "record may have several rows, and a row several records; pass "
+        f"{'[time, batch, ...]' if runs.axis else '[batch, ...]'} to these layers (by "
+        "batch_first=True if a layer has it, or by transposing inside of the layer), let no layer "
+        "turn one record into several, do not hard-code the number of records, or freeze them"
     )
 
 
@@ -561,22 +532,10 @@ def name_modules(network: nn.Module, names: Collection[str]) -> str:
     return ", ".join(named[:_SHOWN]) + more
 
 
-def _changed_modules(before: _Rows, after: _Rows, *kinds: str) -> list[str]:
-    """Returns the modules in which a record's rows change with other records, beyond rounding."""
-    gradients = [rows for (kind, _), rows in before.items() if kind == "gradients"]
-    # Gradients of one layer may cancel, so that only rounding errors remain.
-    slack = 1e-6 * max((_size(row) for rows in gradients for row in rows), default=0.0)
-
-    def differ(kind: str, name: str) -> bool:
-        ones, others = before.get((kind, name), []), after.get((kind, name), [])
-        return kind == "leaked" or any(
-            _distance(one, other)
-            > (1e-2 if one.dtype in _HALF else 1e-5) * (_size(one) + _size(other))
-            + slack * (kind == "gradients")
-            for one, other in zip_longest(ones, others, fillvalue=torch.empty(0))
-        )
-
-    return [name for kind, name in {**before, **after} if kind in kinds and differ(kind, name)]
+def differ(one: torch.Tensor, other: torch.Tensor, slack: float = 0.0) -> bool:
+    """Returns whether two tensors differ by more than rounding."""
+    share = 1e-2 if one.dtype in _HALF else 1e-5
+    return _distance(one, other) > share * (_size(one) + _size(other)) + slack
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_shuffle.networks.running import (
-    Result,
     random_states_kept,
     rolled_back,
     without_graph,
@@ -25,8 +23,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 IGNORED = -100
 """The label of tokens that a loss ignores."""
-TARGET = 1
-"""The index of the record that stays the same; not 0, as networks may compare with the first."""
 
 
 def normalise(sample_input: Any, name: str = "sample_input") -> Call:
@@ -184,60 +180,33 @@ def has_records(value: Any, records: int, axis: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
-def roll_records(tensor: torch.Tensor, shift: int, records: int, axis: int = 0) -> torch.Tensor:
-    """Returns a tensor with its records rolled by ``shift``, if it has ``records`` of them."""
-    return tensor.roll(shift, axis) if has_records(tensor, records, axis) else tensor
+def take_records(call: Call, whole: int, rows: Iterable[int], axis: int = 0) -> Call:
+    """Returns a call with these of its ``whole`` records, which are counted round."""
+    indices = [row % whole for row in rows]
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_records(tensor, whole, axis):
+            return tensor
+        return tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
+
+    return tree_map_only(torch.Tensor, taken, call)
 
 
-def take_records(call: Call, whole: int, records: int, axis: int) -> Call:
-    """Returns a call with ``records`` of its ``whole`` records, which are repeated if necessary."""
+def copies_of(call: Call, record: int, records: int, axis: int = 0) -> Call:
+    """Returns a call in which all other records are copies of one.
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(records, device=tensor.device) % whole
-        return tensor.index_select(axis, rows) if has_records(tensor, whole, axis) else tensor
-
-    return tree_map_only(torch.Tensor, cut, call)
-
-
-def with_others(
-    run: Callable[[Call], Result], call: Call, records: int, axis: int, *, counted: bool = False
-) -> Result:
-    """Runs a function after all records but one were changed, in the first way that it accepts.
-
-    Some networks accept no probabilities above one, for example, or no other indices.
-
-    Args:
-        run: The function of a call.
-        call: The arguments.
-        records: The number of records.
-        axis: The axis of records.
-        counted: Whether the arguments may determine the divisor of a loss of the whole batch. Then
-            records keep their order, and integers below two and booleans stay as they are. If
-            integers contain the label −100, all but the last entries become −100.
-
-    Raises:
-        Exception: The exception of the last attempt, if the function accepts no change.
+    If there are labels of −100, the other records get more of them, because the number of labels
+    may be the divisor of a loss of the whole batch.
     """
 
-    def other(way: set[str], value: torch.Tensor) -> torch.Tensor:
-        if not has_records(value, records, axis):
-            return value
-        changed = value.roll(-1, axis) if "order" in way else value.clone()
-        if "numbers" in way and (value.is_floating_point() or value.is_complex()):
-            # The signs change, too, if there are both: a network may branch on them.
-            signed = value.is_floating_point() and bool((value < 0).any())
-            changed = (-20 if signed else 20) * changed + 0.25
-        elif "integers" in way and value.dtype != torch.bool:
-            changed = torch.where(changed > 1, changed - 1, changed)
-        if value.dtype == torch.int64 and (value == IGNORED).any():
-            changed[..., :-1] = IGNORED
-        changed.select(axis, TARGET).copy_(value.select(axis, TARGET))
-        return changed
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_records(tensor, records, axis):
+            return tensor
+        kept = tensor.narrow(axis, record, 1)
+        copies = kept.repeat_interleave(records, axis)
+        if tensor.dtype == torch.int64 and (tensor == IGNORED).any():
+            copies[..., :-1] = IGNORED
+            copies.narrow(axis, record, 1).copy_(kept)
+        return copies
 
-    in_order = [{"numbers", "integers"}, {"numbers"}]
-    for way in in_order if counted else [{"order", *in_order[0]}, {"order"}, {"numbers"}]:
-        try:
-            return run(tree_map_only(torch.Tensor, partial(other, way), call))
-        except Exception as error:
-            failure = error
-    raise failure
+    return tree_map_only(torch.Tensor, copied, call)

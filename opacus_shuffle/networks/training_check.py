@@ -20,12 +20,10 @@ import inspect
 import types
 import warnings
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
@@ -37,8 +35,8 @@ from opacus_shuffle.networks.sample_input import (
     Call,
     first_records,
     from_batch,
-    roll_records,
     sizes_along,
+    take_records,
     tensors_of,
 )
 
@@ -210,9 +208,9 @@ class TrainingCheck:
         if sizes and max(sizes) < 2:
             return
         # The check takes the first records, so a record with a label of −100 is moved to the front.
-        records = next(iter(sizes), 0)
-        turn = partial(roll_records, shift=-(first or 0), records=records, axis=self.axis)
-        call: Call = tree_map_only(torch.Tensor, turn, (args, keywords))
+        whole = next(iter(sizes), 1)
+        rows = range(first or 0, (first or 0) + whole)
+        call = take_records((args, keywords), whole, rows, self.axis)
         check = self.check(network, call)
         for layer in self.functional:
             compute_functionally(layer, batch_first=self.axis == 0)

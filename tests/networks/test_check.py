@@ -283,7 +283,7 @@ ROWS_ELSEWHERE = {
     ),
     "wrong function of one's own": (
         lambda: Net(lambda net, x: net.b(net.a(x)).mean(1), a=WrongScale(), b=nn.Linear(2, 3)),
-        r"to a \(WrongScale\), or scales",
+        r"to a \(WrongScale\), ",
     ),
     "into weights of zero": (
         lambda: Net(
@@ -353,13 +353,17 @@ def test_records_that_mix_are_refused_in_every_mode(way, mode):
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 @pytest.mark.parametrize("way", MISPLACED)
 def test_a_layer_that_sees_records_in_another_order_is_refused(way, mode):
-    assert re.search(ELSEWHERE, problem(between(MISPLACED[way]), numbers(5), mode))
+    twice = way == "some once more" and mode == "ghost"  # which calls no layer twice
+    said = r"cannot be trained .*middle \(Linear\)" if twice else ELSEWHERE
+    assert re.search(said, problem(between(MISPLACED[way]), numbers(5), mode))
 
 
 def test_gradients_alone_that_mix_are_refused():
     for mixed in (lambda x: x.mean(0), lambda x: x[0]):
         network = inside(lambda x, mixed=mixed: x + mixed(x) - mixed(x).detach())
-        assert re.search(r"first \(Linear\), or scales one record's", problem(network, numbers(5)))
+        assert re.search(
+            r"first \(Linear\), .*or scales its gradient by other", problem(network, numbers(5))
+        )
 
 
 @pytest.mark.parametrize("way", [*OTHER_ROWS, *ROWS_ELSEWHERE])
@@ -373,10 +377,11 @@ def test_losses_that_are_no_sum_over_records_are_refused(name):
     assert re.match(NO_SUM, problem(loss(NO_SUMS[name]), labelled()))
 
 
-def test_what_a_loss_of_the_batch_counts_is_not_changed():
-    """A mean over the counted ones is divided by how many other records have."""
+def test_a_loss_that_is_divided_by_what_other_records_count_is_refused():
     network = loss(lambda h, mask: (h.sum(1) * mask).sum() / mask.sum())
-    assert not problem(network, ((torch.randn(6, 5), torch.tensor([1, 1, 0, 1, 0, 0])), {}))
+    mask = torch.tensor([1, 1, 0, 1, 0, 0])
+    assert re.match(NO_SUM, problem(network, ((torch.randn(6, 5), mask), {})))
+    assert not problem(network, ((torch.randn(6, 5), torch.ones(6, dtype=torch.long)), {}))
 
 
 class Around(nn.Module):
@@ -450,7 +455,7 @@ def checkpointed():
 def test_weights_used_beside_their_layer_are_refused_with_a_mode_that_sees_them():
     for mode in ("hooks", "functorch", "ghost"):
         why = problem(tied(), numbers(5), mode)
-        assert re.search("uses first.weight outside of the layer.*: use another mode", why)
+        assert re.search("uses first.weight outside of the layer.*; use another mode", why)
     assert not problem(tied(), numbers(5), "ew")
     assert not problem(frozen(tied(), "first"), numbers(5), "ghost")
     assert not problem(tied(use=False), numbers(5), "ghost")
@@ -551,7 +556,7 @@ UNTRAINABLE = {
             words=nn.Embedding(3, 4, scale_grad_by_freq=True),
             last=nn.Linear(20, 3),
         ),
-        "uses words.weight .*scales its gradient by other records",
+        "uses words.weight outside .*scales its gradient by other records",
     ),
     "checkpoint": (
         lambda: Net(
@@ -858,8 +863,9 @@ def test_sequences_as_long_as_their_number_in_the_data_tell_time_from_records():
     loader = DataLoader(data, batch_size=4, collate_fn=padded)
     with pytest.raises(ValueError, match="6 rows for 5 records"):
         private(time_first(nn.Linear(1, 1), nn.Linear(1, 2)), data_loader=loader)
+    layer = nn.Linear(1, 1, bias=False)  # of which padding does not change a sum
     assert_trains(
-        Net(lambda net, x: net.b(net.a(x).sum(1)), a=nn.Linear(1, 1), b=nn.Linear(1, 2)),
+        Net(lambda net, x: net.b(net.a(x).sum(1)), a=layer, b=nn.Linear(1, 2)),
         data_loader=loader,
     )
 

@@ -7,8 +7,7 @@ when                                what is checked                      functio
 ``make_private``                    an earlier run of the same network   ``check_earlier_runs``
 ``make_private``, and again if a    per-sample gradients: no record      ``TrainingCheck``
 module's mode or flags change       affects those of another
-``make_private``                    padding, ``collate_fn``              ``check_padding``,
-                                                                         ``check_collate``
+``make_private``                    padding, ``collate_fn``              ``check_loader``
 ``make_private``                    the criterion                        ``check_denominators``,
                                                                          ``check_criterion_on``
 each forward pass                   inputs of the latest batch;          ``FreshInputs``,

@@ -50,7 +50,7 @@ from opacus_shuffle.engine.guards.raw_gradients import (
     watch_leaves,
 )
 from opacus_shuffle.networks.check import SORT_BEFORE
-from opacus_shuffle.networks.loader_check import check_collate, check_criterion_on, check_padding
+from opacus_shuffle.networks.loader_check import check_criterion_on, check_loader
 from opacus_shuffle.networks.running import results, unwrap
 from opacus_shuffle.networks.training_check import TrainingCheck
 
@@ -106,8 +106,7 @@ def check_network(
             "them out of the optimizer"
         )
     check.check_loader(network, data_loader, criterion)
-    check_collate(data_loader)
-    check_padding(network, data_loader)
+    check_loader(network, data_loader)
     if grad_sample_mode != "ghost" and criterion is not None:  # ghost clipping checks it later
         check_criterion_on(criterion, network, data_loader)
     return check
