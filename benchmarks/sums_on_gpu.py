@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_shuffle
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.step.shuffled_sum import ShuffledSumsStrategy
+from opacus_shuffle.engine.step.shuffled_sum import SumsNoise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 NOISE = 1.1
@@ -60,14 +60,12 @@ def stepper(
         protocol = ShuffleVectorSum.with_noise_multiplier(
             users, entries, 1.0, NOISE, delta=1e-5, zero_on_grid=True, rate=records / users
         )
-        sums = ShuffledSumsStrategy(
+        sums = SumsNoise(
             protocol, noise_multiplier=protocol.noise_multiplier, everyone_reports=True
         )
         where = "cpu" if kind == "host" else device
         keywords["noise_multiplier"] = protocol.noise_multiplier
-        optimizer = PrivateOptimizer(
-            sgd, clipping=sums, noise=sums, generator=SecretGenerator(where), **keywords
-        )
+        optimizer = PrivateOptimizer(sgd, noise=sums, generator=SecretGenerator(where), **keywords)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -63,7 +63,6 @@ TESTS_WEIGHT = 14_920
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",
-    f"{PACKAGE}.protocols.triton_roundings",
 )  # about an extra: they are imported where Triton is
 EXTRAS = (
     f"{PACKAGE}.estimators",

@@ -177,6 +177,9 @@ def gaussian_bound(
     m, p = noise.trials, noise.probability
     lowest = _largest_with_tail(noise, tail / 2) - shift
     highest = m - 1 - _largest_with_tail(noise.reflected, tail / 2) + shift
+    # Whole sums that are rounded lose more if a single outcome has a large share of a tail (2.9).
+    if binomial.cdf(lowest, m, p) + binomial.sf(highest - shift - 1, m, p) > tail:
+        highest += 1
     if lowest < 1 or highest > m - 1:  # z(lowest − 1) and z(highest) must be finite
         return GaussianBound(math.inf, tail)
     if steepest < math.inf:
@@ -207,7 +210,8 @@ def gaussian_bound(
         1 + noise.relative_error
     )
     lost = binomial.cdf(lowest + shift, m, p) + binomial.sf(highest - shift, m, p)
-    return GaussianBound(slope, float(lost) * (1 + noise.relative_error))
+    once = binomial.cdf(lowest, m, p) + binomial.sf(highest - shift - 1, m, p)
+    return GaussianBound(slope, float(max(lost, once)) * (1 + noise.relative_error))
 
 
 def _density(z: Vector) -> Vector:

@@ -419,12 +419,8 @@ class ShuffledSumReports(ReportFormat):
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """Returns the number of ones in each coordinate, packed."""
-        counts = (
-            self.protocol.encode_zeros(1, generator)
-            if vector is None
-            else self.protocol.encode_scaled([vector[None]], torch.ones(1).double(), generator)
-        )
-        ones = self.protocol.draw_noise(1, generator, part=True).add_(counts)
+        own = torch.zeros(self.dimension) if vector is None else vector
+        ones = self.protocol.randomize(own, generator)
         return ones.numpy().astype(self.count_type).tobytes()
 
     def check_numbers(self, numbers: bytes) -> None:

@@ -2,6 +2,9 @@
 
 ``simulate`` draws the estimate for all users at once. The sum of the rounded values plus one
 binomial number per coordinate has the same distribution as the sum of all users' bits.
+
+A process that has all vectors in plain need not round each of them. ``release_sum`` rounds their
+sum, once per coordinate, with the same guarantee (docs/proofs, page 2, Corollary 2.9).
 """
 
 from __future__ import annotations
@@ -18,16 +21,14 @@ import torch
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
-from opacus_shuffle.core.compiled import worth_compiling
 from opacus_shuffle.core.exact_binomials import draw_binomials
 from opacus_shuffle.core.guarantees import InconsistentBound
-from opacus_shuffle.core.randomness import SecretGenerator, stream_of
+from opacus_shuffle.core.randomness import SecretGenerator, for_pytorch, room_for, stream_of
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.protocols.calibration import GridPlan, SumBudget
 from opacus_shuffle.protocols.statement import PrivacyStatement
-from opacus_shuffle.protocols.sums_of_roundings import FINEST, round_at_random, sum_of_roundings
 
-_CHUNK = 2**17
+_CHUNK = 2**16
 """The number of values that are rounded at a time, so that they fit into the processor's cache."""
 TOLERANCE = 1e-5
 """By which fraction a value may exceed its bound, because of single precision."""
@@ -187,7 +188,7 @@ class GridSum(ABC):
             raise ValueError(f"x must have shape ({self.dimension},), got {tuple(point.shape)}")
         stream = stream_of(generator)
         position = self._grid_position(self._checked(point.reshape(1, -1)))[0]
-        return round_at_random(position, stream) + self.draw_noise(1, stream, part=True)
+        return round_at_random(position, stream) + self.draw_noise(1, stream)
 
     def check_reports(self, num_reports: Any) -> int:
         """Refuses a number of reports that the guarantee does not cover."""
@@ -214,72 +215,40 @@ class GridSum(ABC):
         """
         return self._encode(points, stream_of(generator))[0]
 
-    def _encode(
-        self, points: Any, draws: SecretGenerator, width: int | None = None
-    ) -> tuple[torch.Tensor, int]:
-        """Returns the sum of the rounded points, and their number.
-
-        Args:
-            points: As :meth:`encode`.
-            draws: The random stream of the rounding.
-            width: The number of columns, if the points have only some of the coordinates.
-        """
-        width = self.dimension if width is None else width
+    def _encode(self, points: Any, draws: SecretGenerator) -> tuple[torch.Tensor, int]:
+        """Returns the sum of the rounded points, and their number."""
         blocks = [points] if isinstance(points, torch.Tensor | np.ndarray) else points
         if isinstance(blocks, str | bytes) or not isinstance(blocks, Iterable):
             raise ValueError(
                 f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got "
                 f"{points!r}"
             )
+        width = self.dimension
         total, rows = torch.zeros(width, dtype=torch.int64), 0
         for block in blocks:
             if not isinstance(block, torch.Tensor | np.ndarray):
                 raise ValueError(
-                    f"X must be a tensor or contain tensors of shape (rows, {self.dimension}), got "
+                    f"X must be a tensor or contain tensors of shape (rows, {width}), got "
                     f"a {type(block).__name__} in it"
                 )
             numbers = real_numbers("X", block)
             if numbers.ndim != 2 or numbers.shape[1] != width:
                 raise ValueError(f"X must have shape (n, {width}), got {tuple(numbers.shape)}")
             rows += len(numbers)
-            for chunk in torch.split(numbers, max(1, _CHUNK // max(1, width))):
-                total += self._sum_rounded(self._checked(chunk), draws)
+            for chunk in torch.split(numbers, max(1, _CHUNK // width)):
+                total += round_at_random(self._grid_position(self._checked(chunk)), draws).sum(0)
         return total, rows
 
-    def _sum_rounded(self, points: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
-        """Returns the sum of the points rounded to the grid, in grid steps."""
-        if self.granularity > FINEST:
-            return round_at_random(self._grid_position(points), draws).sum(0)
-        middle = self._low + self._span / 2
-        centred = points - middle if middle else points
-        steps = torch.full((len(points),), self.granularity / self._span, dtype=torch.float64)
-        return sum_of_roundings(
-            centred,
-            steps,
-            granularity=self.granularity,
-            source=draws,
-            compiled=worth_compiling(self.num_users * self.dimension),
-        )
-
     def draw_noise(
-        self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False
+        self, num_reports: int, generator: torch.Generator | None = None
     ) -> torch.Tensor:
         """Draws the sum of the noise bits of some users: int64, shape (d,).
 
         Args:
-            num_reports: The number of users.
+            num_reports: The number of users, at least 0.
             generator: By default secret. The noise is drawn on its device, the CPU or a GPU.
-            part: Whether these are only some users of a round, so that their number is not checked.
-
-        Raises:
-            ValueError: If the number of reports is not covered, unless ``part``.
         """
-        reports = (
-            integer("num_reports", num_reports, minimum=0)
-            if part
-            else self.check_reports(num_reports)
-        )
-        trials = reports * self.noise_bits
+        trials = integer("num_reports", num_reports, minimum=0) * self.noise_bits
         return draw_binomials(trials, self.bit_probability, self.dimension, generator)
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
@@ -320,6 +289,34 @@ class GridSum(ABC):
             raise ValueError("X must hold one row per user, got none")
         return self.decode(counts + self.draw_noise(reports, draws), reports)
 
+    def release_sum(
+        self, total: torch.Tensor, num_reports: int, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """Releases a sum of users' points, rounded once per coordinate, with the users' noise bits.
+
+        This is for a process that adds up the points in plain. The guarantee is that of the
+        protocol: the same μ and the same δ. The distribution differs. The rounding adds at most ¼
+        grid step² to the variance of a coordinate, and ¼ grid step² per user in the protocol.
+
+        Args:
+            total: The sum of the points of the users who report, shape (d,). Each of them must be
+                within bounds; nothing checks it. A user who reports zero adds nothing. Rounding
+                errors of the sum are not covered by the guarantee.
+            num_reports: The number of users who report.
+            generator: By default secret. Everything is drawn on its device, the CPU or a GPU.
+
+        Returns:
+            float64, shape (d,), on the generator's device.
+
+        Raises:
+            ValueError: If the number of reports is not covered.
+        """
+        reports = self.check_reports(num_reports)
+        noise = self.draw_noise(reports, generator)
+        position = total.to(noise.device, torch.float64, copy=True).sub_(reports * self._low)
+        rounded = round_at_random(position.div_(self.grid_step), generator)
+        return self.decode(noise.add_(rounded), reports)
+
     def _grid_position(self, points: torch.Tensor) -> torch.Tensor:
         """Returns the positions of points on the grid, in grid steps."""
         return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
@@ -336,6 +333,30 @@ class GridSum(ABC):
         Raises:
             ValueError: If a value is farther out of bounds than rounding can explain.
         """
+
+
+def round_at_random(position: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Returns ⌊position + U⌋ (int64) with U uniform in [0, 1), fresh for every entry.
+
+    U has 32 bits on a CPU, so an entry is rounded as one that differs from it by less than 2⁻³².
+    Whole numbers are not changed.
+
+    Args:
+        position: float64.
+        generator: On the device of ``position``; by default secret.
+    """
+    whole = position.floor()
+    rest = position.sub(whole).flatten()
+    if position.device.type != "cpu":
+        rest += torch.rand(
+            rest.shape, dtype=rest.dtype, device=rest.device, generator=for_pytorch(generator)
+        )
+    else:
+        draws, room = stream_of(generator), room_for(_CHUNK // 2)
+        for some in torch.split(rest, _CHUNK):
+            bits = draws.words(-(-len(some) // 2), room).view(np.int32)[: len(some)]
+            some += torch.from_numpy(bits).double().mul_(2.0**-32).add_(0.5)
+    return whole.add_(rest.floor_().view(whole.shape)).long()
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:

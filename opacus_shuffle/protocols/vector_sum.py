@@ -10,14 +10,10 @@ ones: the sum of the rounded values plus Bin(b·n, p). So a user may send its nu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from opacus_shuffle.analysis import binomial_sums
-from opacus_shuffle.core.compiled import worth_compiling
-from opacus_shuffle.core.exact_binomials import draw_binomials
-from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.validation import integer, moderate
 from opacus_shuffle.protocols.calibration import (
     ROUNDING_SHARE,
@@ -26,13 +22,6 @@ from opacus_shuffle.protocols.calibration import (
     tight_vector_plan,
 )
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum
-from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
-from opacus_shuffle.protocols.sums_on_gpu import sum_on_gpu
-
-_ENTRIES = 2**24
-"""The number of values that are converted to double precision at a time."""
-_SHORT = 2**12
-"""Tensors with at most this many columns are concatenated, to save calls."""
 
 
 class ShuffleVectorSum(GridSum):
@@ -163,68 +152,6 @@ class ShuffleVectorSum(GridSum):
         )
         return protocol
 
-    def encode_scaled(
-        self,
-        pieces: Sequence[torch.Tensor],
-        factors: torch.Tensor,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Encodes scaled vectors that are given in pieces, without copying them.
-
-        Args:
-            pieces: Tensors of shapes (n, ...), finite, with at most ``dimension`` entries per user
-                together. Entries are rounded independently, so several calls may encode the pieces
-                one after the other.
-            factors: The factor of each user's pieces, shape (n,). The scaled norm must not exceed
-                ``max_norm``.
-            generator: By default secret. The rows are rounded and counted on its device, the CPU or
-                a GPU.
-
-        Returns:
-            The same as :meth:`encode`.
-        """
-        device = torch.device("cpu") if generator is None else generator.device
-        rows = [
-            piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).to(device)
-            for piece in pieces
-        ]
-        factors = factors.to(device)
-        steps = factors * (self.granularity / self._span)
-        if generator is not None and device.type != "cpu":
-            return sum_on_gpu(
-                _joined(rows), steps, granularity=self.granularity, generator=generator
-            )
-        draws = stream_of(generator)
-        if self.granularity > FINEST:
-            blocks = zip(
-                *(
-                    torch.split(piece, max(1, _ENTRIES // self.dimension))
-                    for piece in (*rows, factors)
-                ),
-                strict=True,
-            )
-            scaled = (
-                torch.cat([piece.double() for piece in block[:-1]], dim=1) * block[-1][:, None]
-                for block in blocks
-            )
-            return self._encode(scaled, draws, sum(piece.shape[1] for piece in rows))[0]
-        wide = [piece if piece.dtype == torch.float64 else piece.float() for piece in rows]
-        compiled = worth_compiling(len(factors) * self.dimension)
-        counts = [
-            sum_of_roundings(
-                piece, steps, granularity=self.granularity, source=draws, compiled=compiled
-            )
-            for piece in _joined(wide)
-        ]
-        return torch.cat(counts) if len(counts) > 1 else counts[0]
-
-    def encode_zeros(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Encodes ``count`` vectors of zero; returns a single number if zero is on the grid."""
-        if self.granularity % 2 == 0:
-            return torch.tensor(count * (self.granularity // 2), device="cpu")
-        coins = draw_binomials(count, 0.5, self.dimension, generator)
-        return coins + count * (self.granularity // 2)
-
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         largest = float(norms.max()) if len(norms) else 0.0
         if not math.isfinite(largest):
@@ -246,16 +173,3 @@ class ShuffleVectorSum(GridSum):
             f"bit_probability={self.bit_probability:.4g}, "
             f"{self.bits_per_user} bits per user"
         )
-
-
-def _joined(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Concatenates neighbouring short pieces of the same type."""
-    groups: list[list[torch.Tensor]] = []
-    for piece in rows:
-        last = groups[-1] if groups else [piece]
-        same_type = groups and piece.dtype == last[0].dtype
-        if same_type and max(piece.shape[1], last[-1].shape[1]) <= _SHORT:
-            last.append(piece)
-        else:
-            groups.append([piece])
-    return [group[0] if len(group) == 1 else torch.cat(group, dim=1) for group in groups]

@@ -173,16 +173,30 @@ def kept_range(noise, distribution, tail):
     return low, high
 
 
-@given(drawn=small_noise, one=st.floats(0, 1), other=st.floats(0, 1), true=st.floats(0, 1))
+OTHERS = st.floats(0, 1, exclude_max=True)
+"""The fractional part of the others' sum, where a whole sum is rounded."""
+
+
+@given(
+    drawn=small_noise,
+    others=OTHERS,
+    one=st.floats(0, 1),
+    other=st.floats(0, 1),
+    true=st.floats(0, 1),
+)
 @example(
-    drawn=(150, 0.5, 1.0, 1e-6), one=0.0, other=1.0, true=1.0
+    drawn=(150, 0.5, 1.0, 1e-6), others=0.0, one=0.0, other=1.0, true=1.0
 )  # the outcome hi + ⌊w⌋ itself has a threshold of its own
+@example(drawn=(1000, 0.5, 0.06, 0.02), others=0.9, one=0.0, other=1.0, true=1.0)
 @settings(max_examples=60)
-def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
+def test_what_is_lost_covers_the_lumped_tails(drawn, others, one, other, true):
     noise, shift, tail, bound = bounded(drawn)
     first, _ = distribution = binomial_distribution(noise.trials, noise.probability)
     low, high = kept_range(noise, distribution, tail)
-    values = sorted((one * shift, other * shift))
+    masses = distribution[1]
+    if masses[: max(low - shift + 1, 0)].sum() + masses[high:].sum() > tail:
+        high += 1  # of shifts by very few steps
+    values = sorted((others + one * shift, others + other * shift))
     value = values[0] + true * (values[1] - values[0])
     _, p, _ = moved_pair(distribution, value, value)
     outcomes = first + math.floor(value) + np.arange(len(p))
@@ -212,8 +226,8 @@ def test_one_two_and_three_coordinates_never_exceed_the_bound(
     bound = gaussian_bound(noise, shift=shift, tail=tail)
     assume(math.isfinite(bound.slope))
     values = [
-        (shift * data.draw(st.floats(0, 1)), shift * data.draw(st.floats(0, 1)))
-        for _ in range(dimension)
+        tuple(others + shift * data.draw(st.floats(0, 1)) for _ in range(2))
+        for others in (data.draw(OTHERS) for _ in range(dimension))
     ]
     epsilon = data.draw(st.floats(0, 8))
     distribution = binomial_distribution(noise.trials, noise.probability)

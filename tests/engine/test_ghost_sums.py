@@ -1,14 +1,11 @@
-"""Sums of bits with ghost clipping: layer by layer, each record's clipped gradient on the grid.
+"""Sums of bits with ghost clipping: the sum of the records' clipped gradients, on the grid.
 
-A protocol without its noise shows what was added up. Every rounding is off by less than a step, so
-a sum of n reports lies within n steps of the sum of the clipped gradients, whatever is drawn.
+A protocol without its noise shows what was added up. The rounding is off by less than a step.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
-import itertools
 import math
 
 import pytest
@@ -25,30 +22,12 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 USERS, BATCH = 21, 7
 SAMPLES = {"poisson_sampling": False}
-WIDTHS = [17, 19, 23, 29, 31]
-"""Of a network whose weights all have different sizes."""
 
 
 class Noiseless(ShuffleVectorSum):
-    """Adds up the users' rounded vectors alone; private it is not.
+    """Releases the rounded sum alone; private it is not."""
 
-    If watched, it remembers how many gradients of a network of these widths were in memory in each
-    call.
-    """
-
-    calls, watched = (), False
-
-    def encode_scaled(self, pieces, factors, generator=None):
-        gradients = {BATCH * below * above for below, above in itertools.pairwise(WIDTHS)}
-        alive = {
-            tensor.untyped_storage().data_ptr(): tensor.numel()
-            for tensor in (gc.get_objects() if self.watched else ())
-            if type(tensor) is torch.Tensor and tensor.dim() > 1 and tensor.numel() in gradients
-        }
-        self.calls = (*self.calls, sum(alive.values()))
-        return super().encode_scaled(pieces, factors, generator)
-
-    def draw_noise(self, num_reports, generator=None, *, part=False):
+    def draw_noise(self, num_reports, generator=None):
         return torch.zeros(self.dimension, dtype=torch.int64, device=generator.device)
 
     def decode(self, counts, num_reports):
@@ -116,9 +95,9 @@ def gradients(network, x, y):
 
 
 def rounding(run):
-    """The most that a sum of reports may be off by, in norm."""
+    """The most that the rounding of a sum may be off by, in norm."""
     protocol = run.optimizer.aggregator
-    return protocol.num_users * protocol.grid_step * math.sqrt(protocol.dimension)
+    return protocol.grid_step * math.sqrt(protocol.dimension)
 
 
 class Outputs(nn.Sequential):
@@ -168,7 +147,7 @@ def test_a_release_is_the_sum_of_the_clipped_gradients_of_the_records(name, opti
     for records, released in releases(run, physical):
         raw = gradients(plain, *records)
         expected = (raw / raw.norm(dim=1, keepdim=True).clamp(min=1)).sum(0)
-        tolerance = protocol.num_users * protocol.grid_step + 2e-4 * len(raw)
+        tolerance = protocol.grid_step + 2e-4 * len(raw)
         assert float((released - expected).abs().max()) <= tolerance
         assert float((expected.abs() > 4 * tolerance).double().mean()) > 0.1  # it can be told
 
@@ -180,34 +159,7 @@ def test_a_batch_of_no_records_is_a_round_in_which_all_report_zero(name):
     empty = [released for records, released in releases(run) if not len(records[0])]
     assert len(empty) > 3
     assert run.accounted == run.updates == USERS
-    assert float(torch.stack(empty).abs().max()) <= USERS * run.optimizer.aggregator.grid_step
-
-
-@pytest.mark.parametrize("growth", [1000.0, math.inf, math.nan])
-def test_no_report_is_longer_than_the_norm_whatever_the_first_pass_has_found(growth):
-    """As with an operation that answers otherwise each time.
-
-    Here the second pass's gradients of the first layer are a thousand times the first's, or no
-    numbers, and are left out then.
-    """
-    torch.manual_seed(3)
-    x, y = torch.randn(1, 5).expand(BATCH, 5), torch.randn(1, 3).expand(BATCH, 3)
-    module, passes = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), []
-
-    def grow(gradient):
-        passes.append("another")
-        return gradient * (growth if len(passes) == 2 else 1)
-
-    module[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(grow) and None)
-    passes.extend("unseen in the check of the network")
-    run = run_of(module, x, y, **SAMPLES)
-    run.step()
-    passes.clear()
-    ((_, released),) = releases(run)
-    assert len(passes) == 2
-    first, second = (float(part.norm()) for part in released.split([5 * 4 + 4, 4 * 3 + 3]))
-    assert 0.5 * BATCH < second <= math.hypot(first, second) <= BATCH + rounding(run)
-    assert first > 0.1 * BATCH if math.isfinite(growth) else first <= rounding(run)
+    assert float(torch.stack(empty).abs().max()) <= run.optimizer.aggregator.grid_step
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "autocast"])
@@ -223,19 +175,3 @@ def test_no_report_is_longer_than_the_norm_in_half_precision(half):
     assert released.dtype == dtype
     # .grad itself is rounded to eight bits.
     assert 0.98 * BATCH < float(released.double().norm()) <= BATCH * (1 + 2**-8) + rounding(run)
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_the_gradients_of_one_layer_alone_are_held_at_a_time(mode):
-    module = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)))
-    x, y = torch.randn(BATCH, WIDTHS[0]), torch.randn(BATCH, WIDTHS[-1])
-    run = run_of(module, x, y, mode=mode, **SAMPLES)
-    run.optimizer.aggregator.watched = True
-    gc.collect()  # other runs' gradients
-    run.backward()
-    assert mode == "hooks" or all(parameter.grad is None for parameter in run.optimizer.params)
-    run.optimizer.step()
-    alive = run.optimizer.aggregator.calls
-    weights = [layer.weight.numel() for layer in module]
-    assert max(alive) == BATCH * (max(weights) if mode == "ghost" else sum(weights))
-    assert len(alive) == (8 if mode == "ghost" else 1)

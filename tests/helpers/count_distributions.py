@@ -5,12 +5,12 @@ import functools
 import math
 
 import numpy as np
-import torch
 from published_sums import with_plan
 from scipy.stats import chi2
 
 from helpers import binomial_enumeration
 from helpers.binomial_enumeration import rounded
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.protocols.calibration import GridPlan
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -58,18 +58,9 @@ def assert_of_distribution(counts, first, distribution):
     assert chi2.sf(statistic, len(seen) - 1) > UNLIKELY
 
 
-class AllBeginnings:
-    """Words whose first bits, of as many entries, are every number once; later ones all the same.
-
-    ``kind``, an unsigned integer, has as many bits as decide for most entries.
-    """
-
-    def __init__(self, later, kind=np.uint16):
-        self.later, self.kind, self.asked = later, kind, []
+class AllBeginnings(SecretGenerator):
+    """Words that hold every number of 16 bits once, as the upper half of 32 bits."""
 
     def words(self, count, room=None):
-        return np.arange(8 * count // self.kind().nbytes).astype(self.kind).view(np.uint64)
-
-    def uniforms(self, count):
-        self.asked.append(count)
-        return torch.full((count,), self.later, dtype=torch.float64)
+        beginnings = np.arange(2**16, dtype=np.uint32) << 16
+        return (beginnings | 2**15)[: 2 * count].view(np.uint64)

@@ -130,7 +130,7 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
     for reports in (3, 11):
         for act in (
             lambda n: protocol.simulate(torch.zeros(n, 2)),
-            protocol.draw_noise,
+            lambda n: protocol.release_sum(torch.zeros(2), n),
             lambda n: protocol.decode(torch.zeros(2, dtype=torch.int64), n),
         ):
             with pytest.raises(ValueError, match=f"4 to 10 users.*got {reports}"):

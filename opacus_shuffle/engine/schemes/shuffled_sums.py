@@ -30,7 +30,7 @@ from opacus_shuffle.engine.schemes.random_allocation import EpochScheme
 from opacus_shuffle.engine.step.clipping import Clipping
 from opacus_shuffle.engine.step.noise import Noise
 from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.step.shuffled_sum import GhostShuffledSumsStrategy, ShuffledSumsStrategy
+from opacus_shuffle.engine.step.shuffled_sum import SumsNoise
 from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.protocols.calibration import SumBudget
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -202,14 +202,13 @@ class ShuffledSumsScheme(EpochScheme):
         return self.accountant.planned  # type: ignore[no-any-return]
 
     def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
-        """Returns the protocol's strategy, which both clips and adds noise."""
+        """Returns the clipping, and the protocol's rounding and noise bits."""
         assert self.protocol is not None
-        sums = (GhostShuffledSumsStrategy if clipping.in_backward else ShuffledSumsStrategy)(
+        return clipping, SumsNoise(
             self.protocol,
             noise_multiplier=float(self.noise_multiplier),
             everyone_reports=self.everyone_reports,
         )
-        return sums, sums
 
     @property
     def allows_drop_outs(self) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,14 +59,11 @@ class Clipping:
         """
         raise NotImplementedError
 
-    def check_release(self, optimizer: Any) -> None:
-        """Raises a ValueError if the noise does not cover the sum."""
-
     def forget_pass(self) -> None:
         """Drops gradients that a backward pass has clipped and no step has used."""
 
     def forget_sum(self) -> None:
-        """Drops the sum of a logical batch that is stored outside of ``summed_grad``."""
+        """Drops what is stored of a logical batch outside of ``summed_grad``."""
 
 
 class FlatClipping(Clipping):
@@ -157,22 +154,6 @@ class GhostClipping(Clipping):
         """Drops the clipped gradients, so that no step uses them."""
         self.clipped, self.clipped_parameters, self.gradients, self.sums = None, frozenset(), (), {}
 
-    def encoder(
-        self, optimizer: Any, module: Any
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """Returns a function that replaces the clipped sum of a parameter's gradients of records.
-
-        Args:
-            optimizer: Whose step is to release it.
-            module: Opacus's wrapper or hooks, after the first pass, which has found the norms.
-
-        Returns:
-            A function of a parameter and its unclipped gradients of records. The second pass calls
-            it for each parameter, and its result replaces the sum. None for the plain sum, which
-            needs no gradients of records.
-        """
-        return None
-
     def note_pass(
         self, optimizer: Any, module: Any, records: int, sums: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
@@ -182,7 +163,7 @@ class GhostClipping(Clipping):
             optimizer: Whose step is to release it.
             module: Opacus's wrapper or hooks, with the norm and the parameters.
             records: How many records the batch had.
-            sums: Sums that replace ``.grad``, because they are more precise or in other units.
+            sums: Sums that replace ``.grad``, because they are more precise.
         """
         self.clipped = records, float(module.max_grad_norm)
         self.clipped_parameters = frozenset(map(id, module.trainable_parameters))
@@ -195,20 +176,6 @@ class GhostClipping(Clipping):
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
         """Adds what the criterion has clipped to the sum of the logical batch.
-
-        Raises:
-            ValueError: As :meth:`take`.
-        """
-        clipped, totals = self.take(optimizer)
-        for parameter, total in zip(optimizer.params, totals, strict=True):
-            add_to_sum(parameter, total.detach())
-        return clipped
-
-    def take(self, optimizer: Any) -> tuple[tuple[int, float], list[Any]]:
-        """Returns and removes what the criterion has clipped.
-
-        Returns:
-            How many records there were, the norm, and the sums in the order of the parameters.
 
         Raises:
             ValueError: If the gradient was not clipped, or changed since, or holds a parameter that
@@ -237,8 +204,9 @@ class GhostClipping(Clipping):
                     "another loss, or in place), so they are no longer clipped; backpropagate the "
                     "criterion's loss alone, and leave .grad to the optimizer"
                 )
-        pairs = zip(parameters, gradients, strict=True)
-        return clipped, [sums.get(parameter, gradient) for parameter, gradient in pairs]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            add_to_sum(parameter, sums.get(parameter, gradient).detach())
+        return clipped
 
 
 def clipping_for(clipping: str, grad_sample_mode: str, *, distributed: bool) -> Clipping:

@@ -7,16 +7,14 @@ exception leaves its hooks disabled, and later batches get old norms. One loss t
 makes the sum NaN, because zero times infinity is NaN.
 
 Here losses must have the shape ``[B]``, hooks are enabled again, and norms belong to the current
-pass. Three kinds of batches are summed from each record's gradients instead, layer by layer: a
-batch with a record that cannot be clipped, which is left out; a batch in half precision, whose
-second pass would round by more than the noise covers; and a batch that is summed as bits, for
-which every record's gradient is rounded.
+pass. Two kinds of batches are summed from each record's gradients instead, layer by layer: a
+batch with a record that cannot be clipped, which is left out; and a batch in half precision, whose
+second pass would round by more than the noise covers.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,7 +69,6 @@ class GhostPasses:
         self.calls: list[tuple[nn.Module, list[torch.Tensor], int | None]] = []
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self.factors: torch.Tensor | None = None
-        self.encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.half_precision = False
 
     def note_norms(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
@@ -122,11 +119,7 @@ class GhostPasses:
                 left_out = (factors == 0).view(-1, *[1] * (sample.dim() - 1))
                 # In place: Opacus has added them up in memory of their own.
                 sample.masked_fill_(left_out, 0.0)
-                self.sums[parameter] = (
-                    torch.einsum("i,i...", factors, sample)
-                    if self.encode is None
-                    else self.encode(parameter, sample)
-                )
+                self.sums[parameter] = torch.einsum("i,i...", factors, sample)
                 parameter.grad_sample = None
 
     def check_rows(self, losses: torch.Tensor, reduced: Any) -> None:
@@ -285,11 +278,10 @@ class GhostLoss(DPTensorFastGradientClipping):
                 )
             factors = module.get_clipping_coef()
             usable = _usable_records(module.per_sample_gradient_norms, losses.detach())
-            encode = optimizer.clipping.encoder(optimizer, module)
             exact = usable is None and not passes.half_precision
             if exact and len(losses) and not passes.rows_checked:
                 passes.check_rows(losses, reduced)
-            if exact and encode is None:
+            if exact:
                 passes.reset()  # frees memory for the second pass
                 clipped = torch.sum(factors.to(losses.device) * losses)
                 module.disable_hooks()
@@ -300,11 +292,10 @@ class GhostLoss(DPTensorFastGradientClipping):
             else:
                 factors = HALF_MARGIN * factors.float() if passes.half_precision else factors
                 passes.replay(factors if usable is None else factors.masked_fill(~usable, 0.0))
-                passes.encode = encode
                 if len(losses):  # without records there are no calls
                     reduced.backward()
                 for parameter in parameters:  # PyTorch has put the raw sum there
-                    total = None if encode is not None else passes.sums.get(parameter)
+                    total = passes.sums.get(parameter)
                     parameter.grad = None if total is None else total.to(parameter.dtype)
             optimizer.clipping.note_pass(optimizer, module, len(factors), passes.sums)
             done = True

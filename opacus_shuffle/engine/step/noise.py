@@ -35,6 +35,9 @@ class Noise:
     on_every_rank: ClassVar[bool] = False
     """Whether every rank adds the noise of its own reports; by default only rank 0 adds noise."""
 
+    def check_release(self, optimizer: Any) -> None:
+        """Raises a ValueError if the noise does not cover the sum; called before accounting."""
+
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
         """Draws the noise for one parameter.
 

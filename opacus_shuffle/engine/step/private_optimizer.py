@@ -298,7 +298,7 @@ class PrivateOptimizer(OpenOptimizer):
                 f"{self._divisor}: a divisor that follows the batch would reveal its number of "
                 "records; leave the attribute alone"
             )
-        self.clipping.check_release(self)
+        self.noise.check_release(self)
         if self.training_check is not None and self.num_records:
             self.training_check.end_batch()
         if self.before_release is not None:
@@ -344,7 +344,7 @@ class PrivateOptimizer(OpenOptimizer):
     @property
     def aggregator(self) -> Any:
         """The protocol that sums bits; None with Gaussian noise."""
-        return getattr(self.clipping, "protocol", None)
+        return getattr(self.noise, "protocol", None)
 
     @property
     def accumulated_iterations(self) -> int:
