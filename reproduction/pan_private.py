@@ -139,7 +139,8 @@ class PanPrivateSGD(AcceleratedSGD):
         """Reads a batch of the stream; returns its mean gradient with both noises, shape (d,)."""
         # An intruder who looks between two records sees this sum, which already has noise.
         state = self._draw(plan)
-        for rows in self.reports(plan, theta, users):
+        for batch in self.batches_of(plan, users):
+            rows = self.problem.bounded_gradients(plan.objective, theta, batch)
             state = state + rows.sum(0) / len(users)
         # The intruder then knows the first noise, so the result needs a second one.
         mean = state + self._draw(plan)

@@ -312,6 +312,7 @@ class GridSum(ABC):
             ValueError: If the number of reports is not covered.
         """
         reports = self.check_reports(num_reports)
+        generator = SecretGenerator() if generator is None else generator
         noise = self.draw_noise(reports, generator)
         position = total.to(noise.device, torch.float64, copy=True).sub_(reports * self._low)
         rounded = round_at_random(position.div_(self.grid_step), generator)

@@ -67,8 +67,8 @@ class MoreauEnvelope(Objective):
         raise NotImplementedError
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        if isinstance(self.objective, LinearObjective):
-            gradients = self._linear_gradients(self.objective, theta, batch)
+        if (factors := self.factors(theta, batch)) is not None:
+            gradients = factors[0][:, None] * factors[1]
             points = theta - gradients / self.smoothness
         else:
             theta = theta.expand(number_of_users(batch), -1)
@@ -77,19 +77,22 @@ class MoreauEnvelope(Objective):
         values = self.objective.losses(points, batch)
         return values + self.smoothness / 2 * (theta - points).square().sum(1), gradients
 
-    def _linear_gradients(self, objective: LinearObjective, theta: Tensor, batch: Any) -> Tensor:
-        """Returns the gradients for a linear loss, directly: β(θ − p) would lose digits.
+    def factors(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Returns slopes and features for a linear loss, directly: β(θ − p) would lose digits.
 
-        They are ax with a ∈ ∂h(⟨θ, x⟩ − κa), κ = ‖x‖²/β. The error of a is at most 2⁻⁵² of
+        The gradients are ax with a ∈ ∂h(⟨θ, x⟩ − κa), κ = ‖x‖²/β. The error of a is at most 2⁻⁵² of
         h′(⟨θ, x⟩), given h′ exactly.
         """
+        objective = self.objective
+        if not isinstance(objective, LinearObjective):
+            return None
         link = objective.link
         scores, features, targets = objective.scores(theta, batch)
         kappa = features.square().sum(1) / self.smoothness
         # Any positive κ will do for a record without features: its gradient is zero.
         kappa = torch.where(kappa > 0, kappa, 1.0)
         if link.coefficient is not None:
-            return link.coefficient(scores, targets, kappa)[:, None] * features
+            return link.coefficient(scores, targets, kappa), features
         # The root lies between 0 and h′(⟨θ, x⟩), because h′ increases.
         far = link.derivative(scores, targets)
         near = torch.zeros_like(far)
@@ -98,4 +101,4 @@ class MoreauEnvelope(Objective):
             step = middle - link.derivative(scores - kappa * middle, targets)
             beyond = step * torch.sign(far) > 0  # the root is nearer to 0 than the middle
             near, far = torch.where(beyond, near, middle), torch.where(beyond, middle, far)
-        return ((near + far) / 2)[:, None] * features
+        return (near + far) / 2, features

@@ -90,7 +90,7 @@ class Objective(ABC):
         """
         count = number_of_users(batch)
         check_point(theta, self.dimension, count)
-        theta, batch = theta.detach().to("cpu", torch.float64), map_data(_on_cpu, batch)
+        theta, batch = theta.detach().to("cpu", torch.float64), map_data(as_numbers, batch)
         losses = torch.zeros(count, dtype=torch.float64)
         gradients = torch.zeros(count, self.dimension, dtype=torch.float64)
         for start in range(0, count, self.chunk_size):
@@ -112,6 +112,17 @@ class Objective(ABC):
     @abstractmethod
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns losses (B,) and gradients (B, d) of a chunk; θ is (d,) or (B, d), in double."""
+
+    def factors(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Returns slopes (B,) and rows (B, d) whose products are the gradients, or None.
+
+        None means that the gradients have no such form. Sums of them then take longer.
+
+        Args:
+            theta: A point (d,), in double precision.
+            batch: B records.
+        """
+        return None
 
     def smoothing_cost(self, lipschitz: float) -> float:
         """Returns the most by which the original loss exceeds this one; 0 without smoothing.
@@ -164,10 +175,15 @@ class LinearObjective(Objective):
         scores = features @ theta if theta.ndim == 1 else (features * theta).sum(1)
         return scores, features, targets
 
+    def factors(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Returns h′ and the features."""
+        scores, features, targets = self.scores(theta, batch)
+        return self.link.derivative(scores, targets), features
+
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         scores, features, targets = self.scores(theta, batch)
-        slopes = self.link.derivative(scores, targets)
-        return self.link.value(scores, targets), slopes[:, None] * features
+        gradients = self.link.derivative(scores, targets)[:, None] * features
+        return self.link.value(scores, targets), gradients
 
 
 class RecordObjective(Objective):
@@ -216,7 +232,7 @@ class RecordObjective(Objective):
         return loss.reshape(())
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def as_numbers(tensor: Tensor) -> Tensor:
     """Returns a tensor on the CPU, in double precision if it has a floating-point type."""
     dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", dtype)

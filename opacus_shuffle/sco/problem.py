@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from opacus_shuffle.core.validation import boolean, instance_of, integer, modera
 from opacus_shuffle.protocols.calibration import SumBudget
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, check_constraint
 from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.objective import Objective, as_numbers
 from opacus_shuffle.sco.records import map_data, number_of_users, real_vector, take
 
 Envelope = Callable[[float], MoreauEnvelope]
@@ -180,6 +182,22 @@ class Problem:
                 f"envelope must return one of dimension {self.dimension}, got {made.dimension}"
             )
         return made
+
+    def sum_of_gradients(self, objective: Objective, theta: Tensor, batch: Any) -> Tensor:
+        """Returns the sum (d,) of :meth:`bounded_gradients`, without the rows if it can.
+
+        Rounding errors of the sum are not covered by the guarantee.
+        """
+        with contextlib.suppress(ValueError):  # about some record: the rows show which
+            factors = objective.factors(theta, map_data(as_numbers, batch))
+            if factors is not None:
+                slopes, rows = factors
+                norms = slopes.abs() * rows.norm(dim=1)
+                longest = float(norms.max())
+                allowed = self.clip or longest <= self.lipschitz * (1 + _SLACK)
+                if math.isfinite(longest) and allowed:
+                    return (slopes * (self.lipschitz / norms.clamp_min(self.lipschitz))) @ rows
+        return self.bounded_gradients(objective, theta, batch).sum(0)
 
     def bounded_gradients(self, objective: Objective, theta: Tensor, batch: Any) -> Tensor:
         """Returns the users' reports: one gradient per record, none longer than ``lipschitz``.

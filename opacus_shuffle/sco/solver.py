@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -20,12 +21,12 @@ from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
-from opacus_shuffle.sco.records import take
+from opacus_shuffle.sco.records import map_data, take
 
 _BLOCK = 2**23
 """The most entries of per-user gradients in memory at a time."""
-_CACHED = 2**17
-"""The usual number: it fits into a processor's cache, and larger blocks are slower to round."""
+_CACHED = 2**19
+"""The usual number: it fits into a processor's cache."""
 _MAX_ROUNDS = 10**7
 
 
@@ -272,17 +273,22 @@ class Solver(ABC):
             users: The users' numbers.
             rounds: The number of rounds of the phase.
         """
-        total = self.protocol(len(users), rounds).simulate(
-            self.reports(plan, theta, users), self.problem.generator
-        )
-        mean = total / len(users)
+        problem, total = self.problem, torch.zeros(self.problem.dimension, dtype=torch.float64)
+        for batch in self.batches_of(plan, users):
+            total += problem.sum_of_gradients(plan.objective, theta, batch)
+        protocol = self.protocol(len(users), rounds)
+        mean = protocol.release_sum(total, len(users), problem.generator) / len(users)
         self.history.append(float(mean.norm()))
         return mean
 
-    def reports(self, plan: Plan, theta: Tensor, users: Tensor) -> Iterator[Tensor]:
-        """Yields these users' gradients, in blocks of rows that fit into memory."""
+    def batches_of(self, plan: Plan, users: Tensor) -> Iterator[Any]:
+        """Yields these users' records, in blocks whose gradients fit into memory."""
         problem = self.problem
         limit = max(1, _BLOCK // problem.dimension)
         rows = min(limit, max(plan.objective.chunk_size, _CACHED // problem.dimension))
-        for block in torch.split(users, rows):
-            yield problem.bounded_gradients(plan.objective, theta, take(problem.data, block))
+        if len(users) == problem.num_users:  # in any order; slices need no copies
+            for start in range(0, len(users), rows):
+                yield map_data(operator.itemgetter(slice(start, start + rows)), problem.data)
+        else:
+            for block in torch.split(users, rows):
+                yield take(problem.data, block)

@@ -117,6 +117,25 @@ def test_unusable_records_report_zero_where_long_gradients_are_cut_and_change_no
         assert alone.tolist() == [[0, 0]]
 
 
+@pytest.mark.parametrize("spoil", [None, math.nan, math.inf, 1e200])
+@pytest.mark.parametrize("loss", [logistic_loss, absolute_loss, half_square])
+def test_the_sum_of_reports_is_the_sum_of_their_rows(loss, spoil):
+    """Gradients that are a number times the record's features are never written out."""
+    features = 3 * normal(9, 2, seed=3)  # some gradients are longer than 2 and cut
+    data = features if loss is half_square else (features, torch.ones(9).double())
+    if spoil is not None:
+        features[4, 0] = spoil
+    theta = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    problem = Problem(loss, data, constraint=BALL, dimension=2, lipschitz=2.0, clip=True)
+    objectives = [problem.objective]
+    if loss is not half_square:
+        objectives.append(MoreauEnvelope(problem.objective, 0.3))
+    for objective in objectives:
+        rows = problem.bounded_gradients(objective, theta, data)
+        total = problem.sum_of_gradients(objective, theta, data)
+        assert torch.allclose(total, rows.sum(0), rtol=1e-12, atol=1e-12)
+
+
 def test_mistakes_in_the_call_are_refused_even_where_long_gradients_are_cut(silent):
     options = {"constraint": BALL, "lipschitz": 2.0, "dimension": 2, "clip": True, **BUDGET}
     data = torch.zeros(20, 3), torch.zeros(20)

@@ -45,7 +45,7 @@ def test_sequential_algorithms_ask_each_user_at_most_once_and_count_them(run, ba
     assert len(recorder.seen) == len(set(recorder.seen)) == estimate.privacy.num_users == used
     assert estimate.privacy.rounds_per_user == 1
     assert estimate.privacy.rounds == len(estimate.history) == 103 // batch_size
-    assert recorder.seen != list(range(used))  # the order is random
+    assert batch_size == 103 or recorder.seen != list(range(used))  # the order is random
 
 
 def test_phases_share_no_user():
