@@ -11,15 +11,6 @@ from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_SHUFFLED_TYPES, ShuffledRound, coarsen
 
 
-def test_those_are_grouped_that_cost_least_together():
-    kinds = np.array([[9.0], [2.9], [8.0], [3.0], [2.8]])
-    left = grouped(kinds, 7 * np.ones(5), lambda worst: worst.prod(axis=1), most=2)
-    told = sorted(
-        (sorted(places.tolist()), worst.tolist(), rounds) for worst, places, rounds in left
-    )
-    assert told == [([0, 2], [9.0], 14), ([1, 3, 4], [3.0], 21)]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_two_groups_are_those_of_the_cheapest_cut(seed):
     draws = np.random.default_rng(seed)

@@ -145,17 +145,6 @@ def test_gdp_turns_the_limits_into_mu_and_mu_into_epsilon(mistakes, delta):
     assert epsilon_lower_bound(*mistakes, 1000, delta).mu is None
 
 
-def test_gdp_errs_for_a_mechanism_whose_curve_is_not_gaussian():
-    # Randomised response at ε = 1 errs with probability 1/(1 + e): the reason why "gdp" is no
-    # default.
-    mistakes = round(1_000_000 / (1 + math.e))
-    counts, gdp = (
-        epsilon_lower_bound(mistakes, mistakes, 1_000_000, 1e-5, method=method).epsilon
-        for method in ("clopper_pearson", "gdp")
-    )
-    assert counts < 1 < gdp
-
-
 # confidence
 
 

@@ -82,8 +82,3 @@ def test_shufflers_are_started_by_options_that_there_are_and_files_that_they_are
         with pytest.raises(SystemExit):
             main(command)
         assert "No such file or directory" in capsys.readouterr().err  # no option is unknown
-    context = APP / "machines" / service["build"]["context"]
-    dockerfile = (context / service["build"]["dockerfile"]).read_text().replace("\\\n", "")
-    for word, *rest in filter(None, map(str.split, dockerfile.splitlines())):
-        assert word in {"#", "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENTRYPOINT"}
-        assert word != "COPY" or all((context / source).exists() for source in rest[:-1])

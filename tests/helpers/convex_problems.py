@@ -97,6 +97,17 @@ def labelled(users, dimension, seed=0):
     return normal(users, dimension, seed=seed), torch.sign(normal(users, seed=seed + 1))
 
 
+def ac_sa(steps, gradient, start, project=lambda theta: theta):
+    """AC-SA as Lan (2012) writes it, slowly; the gradient's second argument is the step."""
+    theta = aggregate = start
+    for t, size in enumerate(steps, 1):
+        alpha = 2 / (t + 2)
+        middle = alpha * theta + (1 - alpha) * aggregate
+        theta = project(theta - gradient(middle, t) / size)
+        aggregate = alpha * theta + (1 - alpha) * aggregate
+    return aggregate
+
+
 def by_autograd(loss, theta, data):
     """The reference: each record in a batch of its own."""
     rows, values = [], []

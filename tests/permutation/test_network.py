@@ -49,6 +49,7 @@ def test_harmless_results_are_no_reason_to_refuse(give):
     )  # nobody reads the other head, which may move
 
 
+@pytest.mark.zoo
 def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.convex_problems import BUDGET, Quadratic, normal, solve
+from helpers.convex_problems import BUDGET, Quadratic, ac_sa, normal, solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,17 +17,6 @@ from opacus_shuffle.sco.accelerated_sgd import (
     best_smoothing,
 )
 from opacus_shuffle.sco.solver import Oracle
-
-
-def ac_sa(steps, gradient, start, project=lambda theta: theta):
-    """AC-SA as Lan (2012) writes it, slowly; the gradient's second argument is the step."""
-    theta = aggregate = start
-    for t, size in enumerate(steps, 1):
-        alpha = 2 / (t + 2)
-        middle = alpha * theta + (1 - alpha) * aggregate
-        theta = project(theta - gradient(middle, t) / size)
-        aggregate = alpha * theta + (1 - alpha) * aggregate
-    return aggregate
 
 
 def closed_form(rounds, smoothness, deviation, distance, gap, weight):

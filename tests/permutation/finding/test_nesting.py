@@ -70,18 +70,11 @@ def test_packed_projections_move_queries_with_keys_and_values_apart(name, parame
     plan = spec.sample(torch.Generator().manual_seed(3))
     origins = entry_moves(spec, module, plan)[parameter].movedim(axis, 0)[:, 0]
     origins = origins // (dict(module.named_parameters())[parameter].shape[1] if axis == 0 else 1)
-    size = len(origins) // 12
-    shape = (3, 4, size) if layout == "port head" else (4, 3, size)
-    index = torch.arange(len(origins)).view(shape)
+    shape = (3, 4, -1) if layout == "port head" else (4, 3, -1)
     old = origins.view(shape)
+    port, head, inner = torch.unravel_index(old, old.shape)
     if layout == "head port":
-        index, old = index.transpose(0, 1), old.transpose(0, 1)
-    port, head, inner = (torch.empty_like(old) for _ in range(3))
-    for p in range(3):
-        for h in range(4):
-            for i in range(size):
-                hit = old == index[p, h, i]
-                port[hit], head[hit], inner[hit] = p, h, i
+        port, head, inner = (each.transpose(0, 1) for each in (head, port, inner))
     assert torch.equal(port, torch.arange(3).view(3, 1, 1).expand_as(port))
     assert torch.equal(head[0], head[1])
     assert torch.equal(head[0], head[2])
