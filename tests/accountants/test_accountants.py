@@ -17,7 +17,7 @@ from helpers.accountants import (
     spent,
     weights_of,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opacus.accountants.utils import get_noise_multiplier
 
@@ -34,7 +34,7 @@ RUN = [(2.0, 0.1, 50)]
 def test_nothing_costs_nothing_and_more_noise_fewer_rounds_and_a_larger_delta_cost_less(
     kind, bound
 ):
-    """Certified, a smaller rate and more users cost less, too; of printed formulas it is not so."""
+    """Certified, a smaller rate costs less, too; of the printed formulas it is not so."""
     assert spent(kind, [], bound=bound) == ShuffleAccountant(kind).get_epsilon(0.1) == 0.0
     base = spent(kind, RUN, bound=bound)
     assert spent(kind, [(2.2, 0.1, 50)], bound=bound) < base
@@ -42,7 +42,6 @@ def test_nothing_costs_nothing_and_more_noise_fewer_rounds_and_a_larger_delta_co
     assert spent(kind, RUN, bound=bound, delta=1e-4) < base
     if bound == "certified" and kind.sampling is not None:
         assert spent(kind, [(2.0, 0.09, 50)]) < base
-        assert spent(kind, RUN, num_users=1200) <= base
 
 
 @pytest.mark.zoo
@@ -260,7 +259,6 @@ ROUND = ShuffledCheckIn(noise_multiplier=2.0, num_users=100, sample_rate=0.1)
 moves = st.tuples(st.sampled_from(["run", "load", "rewind"]), st.booleans())
 
 
-@settings(max_examples=100)
 @given(st.lists(moves, max_size=20))
 def test_no_load_removes_a_round_that_ran_here_silently(moves):
     """Every round has a number of its own, as equal noise does not make equal rounds."""

@@ -47,13 +47,13 @@ LARGE = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
 
 @functools.cache
 def report_of(kind, **changes):
-    numbers = {"noise_multiplier": 3.0, "num_users": 5000}
+    numbers = {"noise_multiplier": 3.0, "num_users": 1000}
     if kind.sampling is not None:
         numbers["sample_rate"] = 0.1
     if kind is ShuffledWeights:
         numbers |= {"dimension": 1000, "batch_clip": 500.0}
     options = {name: changes.pop(name) for name in ("adjacency",) if name in changes}
-    return PrivacyReport([(kind(**{**numbers, **changes}), 200)], delta=1e-5, **options)
+    return PrivacyReport([(kind(**{**numbers, **changes}), 20)], delta=1e-5, **options)
 
 
 def epsilons_of(report):

@@ -16,7 +16,7 @@ from helpers.binomial_enumeration import (
     gaussian_delta,
     moved_pair,
 )
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from scipy.special import ndtri
 from scipy.stats import binom
@@ -128,7 +128,6 @@ def test_the_hockey_stick_is_rounded_up_at_huge_trials(trials, shift, epsilon):
     other=st.floats(0, 1),
     epsilon=st.floats(0, 6),
 )
-@settings(max_examples=150)
 def test_no_two_values_within_the_shift_are_told_apart_better_than_its_ends(
     trials, probability, shift, one, other, epsilon
 ):
@@ -188,7 +187,6 @@ OTHERS = st.floats(0, 1, exclude_max=True)
     drawn=(150, 0.5, 1.0, 1e-6), others=0.0, one=0.0, other=1.0, true=1.0
 )  # the outcome hi + ⌊w⌋ itself has a threshold of its own
 @example(drawn=(1000, 0.5, 0.06, 0.02), others=0.9, one=0.0, other=1.0, true=1.0)
-@settings(max_examples=60)
 def test_what_is_lost_covers_the_lumped_tails(drawn, others, one, other, true):
     noise, shift, tail, bound = bounded(drawn)
     first, _ = distribution = binomial_distribution(noise.trials, noise.probability)
@@ -214,7 +212,6 @@ def test_what_is_lost_covers_the_lumped_tails(drawn, others, one, other, true):
     share=st.floats(0.1, 1.2),
     data=st.data(),
 )
-@settings(max_examples=50)
 @pytest.mark.parametrize("dimension", [1, 2, 3])
 def test_one_two_and_three_coordinates_never_exceed_the_bound(
     dimension, trials, probability, tail, share, data

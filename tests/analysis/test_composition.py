@@ -93,7 +93,6 @@ def log_floats(low, high):
 
 
 # WS Theorem 2.
-@settings(max_examples=200)
 @given(log_floats(1e-6, 1e6), log_floats(1e-6, 1.0))
 @example(699.9999999, 0.3)
 @example(700.0000001, 0.3)
@@ -106,7 +105,6 @@ def test_sampling_is_theorem_2_without_overflow(epsilon, rate):
 
 
 # WS Theorem 1.
-@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.one_of(st.just(0.0), log_floats(1e-300, 1e6)), st.integers(1, 10**6)),
@@ -126,7 +124,6 @@ def test_composition_is_theorem_1_rounded_up(epsilons, slack):
         assert exact <= epsilon <= exact * (1 + mpmath.mpf(2e-12))
 
 
-@settings(max_examples=200)
 @given(
     log_floats(1e-6, 1e6),
     log_floats(1e-12, 0.1),

@@ -39,7 +39,6 @@ epsilons = st.floats(0.0, 4.0)
 
 
 @given(sigma=sigmas, epsilon=epsilons)
-@settings(max_examples=60)
 def test_one_report_is_the_gaussian_mechanism_at_distance_two(sigma, epsilon):
     replaced = opposite_reports(noise_multiplier=sigma, num_users=1)
     mu = 2 / sigma

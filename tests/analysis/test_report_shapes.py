@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 from helpers.report_ratios import FAR, RATIOS, call, integral
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtr
 from scipy.stats import norm
@@ -113,7 +113,6 @@ def test_less_noise_and_longer_vectors_tell_more_in_convex_order(report):
             assert (share * call(RATIOS[report](sigma), inner) <= tails[-1] + 1e-12).all()
 
 
-@settings(max_examples=300)
 @given(st.floats(math.log(LEAST_TILTED_NOISE), math.log(1e12)).map(math.exp))
 def test_linear_reports_of_any_noise_have_their_mean(sigma):
     shape = LinearTilt(max(sigma, LEAST_TILTED_NOISE))

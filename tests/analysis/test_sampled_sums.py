@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.binomial_enumeration import both_ways, rounded
 from helpers.hockey_sticks import hockey_stick, reverse_hockey_stick
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import binom, norm
@@ -44,7 +44,6 @@ def profile(mu, rate, alpha):
 # ----------------------------------------------------------------------
 
 
-@settings(max_examples=60)
 @given(
     mu=st.floats(0.01, 6.0),
     rate=st.floats(1e-4, 1.0),

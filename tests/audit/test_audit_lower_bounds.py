@@ -12,7 +12,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -96,7 +96,6 @@ def test_both_kinds_of_errors_count_equally(wrong, trials):
     confidence=st.floats(0.1, 0.99),
     method=st.sampled_from(["clopper_pearson", "gdp"]),
 )
-@settings(max_examples=100)
 def test_the_bound_decreases_with_errors_delta_and_confidence(counts, delta, confidence, method):
     bound = epsilon_lower_bound(*counts, 60, delta, confidence, method=method).epsilon
     assert 0 <= bound < math.inf

@@ -126,7 +126,7 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-@pytest.mark.parametrize("connection", ["holds", "breaks"])
+@pytest.mark.parametrize("connection", ["holds", pytest.param("breaks", marks=pytest.mark.zoo)])
 def test_clients_that_train_fail_or_have_nothing_to_say_answer_alike(reports, connection):
     def train(client: int) -> torch.Tensor:
         if client % 3 == 0:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from published_sums import (
     published_noise_variance,
@@ -40,7 +40,6 @@ def smallest_bits(g, epsilon, delta, n):
 
 # SCO Theorem A.6.
 @given(given_numbers=vectors)
-@settings(max_examples=200)
 def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
     n, d, norm = (given_numbers[name] for name in ("num_users", "dimension", "max_norm"))
     epsilon, delta = given_numbers["epsilon"], given_numbers["delta"]
@@ -60,7 +59,6 @@ def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
 
 # SCO Lemma 3.1, SCO Lemma A.2.
 @given(given_numbers=vectors)
-@settings(max_examples=200)
 def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
     n, epsilon, delta = (given_numbers[name] for name in ("num_users", "epsilon", "delta"))
     top = given_numbers["max_norm"]
@@ -161,7 +159,6 @@ def rows(bits, users):
 
 
 @given(bits=st.integers(1, 70), users=st.integers(1, 6), data=st.data())
-@settings(max_examples=100)
 def test_shuffling_keeps_the_announced_bits_and_every_coordinates_ones(bits, users, data):
     ones = np.array(data.draw(rows(bits, users)))
     sent = [report(of_user, bits) for of_user in ones]

@@ -13,7 +13,7 @@ import mpmath
 import numpy as np
 import pytest
 import weight_shuffling_figures as figures
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lognormal_sums import (
     NormalDistribution,
@@ -51,7 +51,6 @@ def agreement(samples, others=math.inf):
 
 # WS Lemma 1.
 @pytest.mark.zoo
-@settings(max_examples=150)
 @given(groups, stds)
 def test_fenton_wilkinson_has_the_sums_own_mean_and_variance(terms, std):
     means, counts = zip(*terms, strict=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.convex_problems import BUDGET, Quadratic, ac_sa, normal, solve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_shuffle.sco import L2Ball, shuffle_accelerated_sgd
@@ -29,7 +29,6 @@ def best_weight(rounds, deviation, distance):
     return deviation / distance * math.sqrt((rounds + 1) * (rounds + 2) * (2 * rounds + 3) / 6)
 
 
-@settings(max_examples=100)
 @given(
     curvatures=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(np.array),
     rounds=st.integers(1, 60),
@@ -53,7 +52,6 @@ def test_the_bound_holds_without_noise_on_every_quadratic(curvatures, rounds, sl
 
 
 # SCO Lemma 4.4, SCO Lemma B.3.
-@settings(max_examples=100)
 @given(st.integers(1, 300), st.floats(0.01, 100), st.floats(0.01, 100), st.floats(0.1, 10))
 def test_the_bound_is_at_most_the_closed_form_and_its_weight_is_the_best(
     rounds, smoothness, deviation, distance

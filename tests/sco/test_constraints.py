@@ -6,7 +6,7 @@ That holds for every y in the set, and for no other point z of it.
 import pytest
 import torch
 from helpers.convex_problems import normal
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_shuffle.sco.constraints import Box, L2Ball
@@ -22,7 +22,6 @@ def corners(dimension, seed):
 
 
 @given(dimension=st.integers(1, 6), seed=st.integers(0, 2**31), radius=st.floats(0.1, 50))
-@settings(max_examples=150)
 def test_a_projection_is_the_nearest_point(dimension, seed, radius):
     center, theta, other = 50 * normal(3, dimension, seed=seed)
     low, high = corners(dimension, seed)

@@ -18,7 +18,7 @@ from helpers.convex_problems import (
     seeded,
     solve,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_shuffle.sco import (
@@ -50,7 +50,6 @@ BOUND = DescentBound(
 
 
 # SCO Definition B.1: ``second_moment`` of its noisy gradients.
-@settings(max_examples=100)
 @given(st.floats(0.1, 10), st.integers(1, 100), st.floats(1e-3, 1e4), st.integers(1, 10_000))
 def test_the_sgd_batch_size_minimises_its_bound(lipschitz, dimension, variance, users):
     oracle = Oracle(lipschitz=lipschitz, dimension=dimension, variance=variance)

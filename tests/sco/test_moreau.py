@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.convex_problems import labelled, normal
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_shuffle.sco import (
@@ -81,7 +81,6 @@ def test_scores_on_a_kink_and_records_without_features_are_fine():
     dimension=st.integers(1, 4),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60)
 def test_lemma_4_6_holds_and_with_l_in_place_of_2l(loss, beta, dimension, seed):
     data = labelled(3, dimension, seed=seed)
     bound = float(data[0].norm(dim=1).max())

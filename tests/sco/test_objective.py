@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers.convex_problems import by_autograd, labelled, normal
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_shuffle.sco import losses
@@ -79,7 +79,6 @@ def test_a_built_in_loss_is_recognised_and_gives_the_same_as_autograd(loss):
     t=st.floats(-50, 50),
     label=st.sampled_from([-1.0, 1.0]),
 )
-@settings(max_examples=200)
 def test_links_are_convex_with_the_constants_they_claim(loss, s, t, label):
     link, ends = loss.link, torch.tensor([s, t], dtype=torch.float64)
     values, slopes = (f(ends, torch.full_like(ends, label)) for f in (link.value, link.derivative))
