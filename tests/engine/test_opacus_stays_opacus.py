@@ -154,10 +154,8 @@ def seen(
 MODES = ("hooks", "functorch", "ew", "ghost")
 RUNS = [
     {},
-    {"records": 930, "batch_size": 10, "epochs": 1},  # 92 batches
     {"records": 98, "batch_size": 2, "epochs": 1},  # an expected batch size of 1
     {"accountant": "rdp", "physical": 3, "schedulers": ("noise", "clip", "rate")},
-    {"accountant": "prv", "checkpoint": True},
     {"poisson_sampling": False, "loader": {"shuffle": True}, "mode": "ew"},
     {"mode": "functorch", "batch_size": 20, "network": "pictures"},
     {"mode": "ghost", "batch_size": 20, "optimizer": "AdamW", "wrap_model": False},
@@ -166,6 +164,10 @@ RUNS = [
     {"clipping": "adaptive", "batch_size": 20, "optimizer": "groups"},
     {"generators": True, "loss_reduction": "sum"},
     {"target_epsilon": 3.0, "target_delta": 1e-5},
+]
+ZOO = [
+    {"records": 930, "batch_size": 10, "epochs": 1},  # 92 batches
+    {"accountant": "prv", "checkpoint": True},
 ]
 SLOW = [
     # In larger batches, for Opacus fails at empty ones here and there.
@@ -195,7 +197,15 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=slow) for run in SLOW)], ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [
+        *RUNS,
+        *(pytest.param(run, marks=pytest.mark.zoo) for run in ZOO),
+        *(pytest.param(run, marks=slow) for run in SLOW),
+    ],
+    ids=str,
+)
 def test_every_batch_weight_and_random_number_is_that_of_opacus(run, tmp_path):
     (ours, told), (stock, expected) = (
         seen(engine_class, tmp_path, **run)

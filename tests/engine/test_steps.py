@@ -72,16 +72,21 @@ NOISE = [  # accountant, mode, clipping, options, size of physical batches, secu
     ("shuffled_checkin", "hooks", "flat", LOCAL, None, False),
     ("shuffled_checkin", "functorch", "per_layer", LOCAL, 2, False),
     ("shuffled_checkin", "ghost", "flat", LOCAL, 2, False),
-    ("subsampled_shuffle", "hooks", "flat", LOCAL, 2, False),
-    ("shuffle_gauss", "ghost", "flat", LOCAL, None, False),
     ("shuffle_gauss", "hooks", "flat", {**LOCAL, "poisson_sampling": False}, 4, False),
     ("shuffled_checkin", "hooks", "flat", {**LOCAL, "loss_reduction": "sum"}, None, False),
     ("shuffled_checkin", "no wrapper", "per_layer", {}, 2, False),
     ("shuffled_fw", "functorch", "flat", {}, 2, False),
-    ("rdp", "hooks", "flat", {}, 2, False),
     ("rdp", "ghost", "flat", {"poisson_sampling": False}, None, False),
-    ("shuffle_gauss", "hooks", "per_layer", LOCAL, 2, True),
     ("rdp", "ghost", "flat", {}, None, True),
+    *(
+        pytest.param(*run, marks=pytest.mark.zoo)
+        for run in [
+            ("subsampled_shuffle", "hooks", "flat", LOCAL, 2, False),
+            ("shuffle_gauss", "ghost", "flat", LOCAL, None, False),
+            ("rdp", "hooks", "flat", {}, 2, False),
+            ("shuffle_gauss", "hooks", "per_layer", LOCAL, 2, True),
+        ]
+    ),
 ]
 
 
@@ -216,7 +221,7 @@ def records(seed=0, scale=30.0):
 
 INFLUENCE = [
     *((name, "hooks", "flat") for name in [*OURS, "rdp"]),
-    *(("shuffled_checkin", *mode) for mode in MODES[1:]),
+    *(pytest.param("shuffled_checkin", *mode, marks=pytest.mark.zoo) for mode in MODES[1:]),
     ("rdp", "ghost", "flat"),
     ("shuffled_sums", "ghost", "flat"),
     ("prv", "no wrapper", "per_layer"),
