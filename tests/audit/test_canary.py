@@ -13,13 +13,18 @@ from opacus_shuffle.networks.running import unwrap
 
 MODES = [
     (False, "hooks", "flat"),
-    (False, "functorch", "flat"),
     (False, "ew", "flat"),
     (False, "ghost", "flat"),
-    (False, "hooks", "per_layer"),
-    (True, "hooks", "flat"),
-    (True, "ghost", "flat"),
     (True, "hooks", "per_layer"),
+    *(
+        pytest.param(*mode, marks=pytest.mark.zoo)
+        for mode in [
+            (False, "functorch", "flat"),
+            (False, "hooks", "per_layer"),
+            (True, "hooks", "flat"),
+            (True, "ghost", "flat"),
+        ]
+    ),
 ]
 
 

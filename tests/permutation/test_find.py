@@ -58,7 +58,7 @@ def test_shuffling_again_and_again_changes_no_output(name, level):
     assert moved
 
 
-@pytest.mark.parametrize("name", [marked(name, level="residual") for name in ZOO])
+@pytest.mark.parametrize("name", tiered(ZOO))
 def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name):
     module, sample = entry(name)
     shuffled, spec = copy.deepcopy(module), spec_of(name)

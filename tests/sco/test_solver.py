@@ -67,8 +67,8 @@ def test_full_interaction_asks_everyone_in_every_round_and_says_so():
 
 def test_users_whose_gradients_do_not_fit_into_memory_together_all_take_part(silent):
     recorder = Recorder(dimension=2**22)  # two gradients are a block
-    solve(shuffle_gradient_descent, recorder, torch.arange(5.0), rounds=1, **COMMON)
-    assert sorted(recorder.seen) == [0, 1, 2, 3, 4]
+    solve(shuffle_gradient_descent, recorder, torch.arange(3.0), rounds=1, **COMMON)
+    assert sorted(recorder.seen) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("steps", ["proved", "practical"])
