@@ -168,7 +168,7 @@ LOGISTIC = {"constraint": L2Ball(4.0), "lipschitz": 1.0, "smoothness": 0.25, "di
 @pytest.mark.parametrize(
     ("run", "users", "sizes"),
     [
-        pytest.param(shuffle_sgd, 20_000, {}, marks=pytest.mark.zoo),
+        pytest.param(shuffle_sgd, 8000, {}, marks=pytest.mark.zoo),
         (shuffle_gradient_descent, 1000, {"rounds": 50}),
     ],
 )
