@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_shuffle.core.validation import instance_of, one_of
-from opacus_shuffle.networks.running import results, rolled_back, unwrap, without_graph
+from opacus_shuffle.networks.running import Snapshot, results, rolled_back, unwrap, without_graph
 from opacus_shuffle.networks.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.finding.axes import fix_all
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
@@ -98,7 +98,8 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> Per
         calls: Arguments. Other sizes are derived from the first ones.
         groups: As of :func:`find_permutations`.
     """
-    with rolled_back(network):
+    before = Snapshot(network)
+    with rolled_back(network, before):
         traces = _trace_all(network, calls)
     spec = build_spec(traces.run, groups, tuple(traces.reads))
     if not spec.blocks:
@@ -107,7 +108,7 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str) -> Per
         dict(network.named_parameters()) | dict(network.named_buffers()), spec.blocks
     )
     if all(parameter.device.type != "meta" for parameter in network.parameters()):
-        check_calls(spec, network, [traces.shortest, *calls[1:]])
+        check_calls(spec, network, [traces.shortest, *calls[1:]], before)
     return spec
 
 
@@ -144,6 +145,8 @@ class _Traces:
         """Traces the network on arguments that must run in both modes."""
         for number, call in enumerate(calls):
             for training in (True, False):
+                if self.run.outdated:
+                    return
                 try:
                     self._trace(call, training=training)
                 except Exception as error:

@@ -13,6 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+NO_TENSORS = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size}
+"""Types of most arguments, which are no tensors."""
+
 
 @contextlib.contextmanager
 def plain_operations(network: nn.Module) -> Iterator[None]:
@@ -41,6 +44,8 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Returns the tensors among arguments or results, faster than PyTorch's ``tree_leaves``."""
     result: list[torch.Tensor] = []
     for value in values:
+        if type(value) in NO_TENSORS:
+            continue
         if isinstance(value, torch.Tensor):
             result.append(value)
         elif isinstance(value, list | tuple):

@@ -132,7 +132,7 @@ def _row(axes: tuple[Axis, ...]) -> _Row:
 
 
 def determined_positions(occurrences: Iterable[Iterable[Iterable[Axis]]]) -> dict[Axis, set[Axis]]:
-    """Returns for each atom the atoms whose position is determined wherever it occurs."""
+    """Returns for each free atom the atoms whose position is determined wherever it occurs."""
     row_of = functools.cache(_row)
     distinct = {}
     for axes in occurrences:
@@ -140,6 +140,8 @@ def determined_positions(occurrences: Iterable[Iterable[Iterable[Axis]]]) -> dic
         distinct[tuple(row.terms for row in rows)] = rows
     determined: dict[Axis, set[Axis]] = {}
     for rows in distinct.values():
+        if all(atom.fixed for row in rows for atom in row.most):
+            continue
         times = sum((row.most for row in rows), Counter[Axis]())
         for place, row in enumerate(rows):
             # An atom on two other axes has two positions, so none is determined.
@@ -151,6 +153,8 @@ def determined_positions(occurrences: Iterable[Iterable[Iterable[Axis]]]) -> dic
             }
             for term in row.terms:
                 for atom in term:
+                    if atom.fixed:
+                        continue
                     here = elsewhere.union(
                         other for other in term if _always_paired(term, atom, other)
                     )

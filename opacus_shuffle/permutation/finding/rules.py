@@ -76,7 +76,7 @@ def elementwise(run: TracedRun, call: Call) -> None:
     else:
         rank = max((tensor.dim() for tensor in operands), default=0)
         axes = broadcast([run.axes(tensor) for tensor in operands], rank)
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in operands))  # type: ignore[no-untyped-call]
+    shape = call.out.shape if operands else ()
     for tensor in call.outputs:
         # An empty result of another shape is a buffer that this device does not use.
         run.set(tensor, axes if tensor.shape == shape else fixed_axes(tensor.shape))

@@ -92,7 +92,7 @@ class Tracer(FastMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = tensors_in(args, kwargs)
+        inputs = tensors_in(*args, *kwargs.values())
         restrided = func is torch.ops.aten.as_strided_.default
         before = _layout(args[0]) if restrided else None
         result = func(*args, **kwargs)
