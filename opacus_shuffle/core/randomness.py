@@ -152,6 +152,7 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         self.key = key
+        # GCM's keystream would also be authenticated, which takes twice the time (OpenSSL 4, VAES).
         self._stream: CipherContext = Cipher(
             algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))
         ).encryptor()
