@@ -43,6 +43,9 @@ NEGLIGIBLE = 1e-4
 Some are zero up to rounding, such as the gradients of a bias of keys, which softmax cancels.
 """
 
+NOISE_LENGTH = 65_537
+"""The noise of a tensor repeats itself after so many entries (a prime number), to save time."""
+
 CONSTANT_DRAWS = dict.fromkeys(
     [
         "rand",
@@ -161,13 +164,7 @@ def _change(
         buffers: Whether buffers are perturbed too.
     """
     weights = _perturbed_copy(network, buffers=buffers)
-
-    def run(
-        calls: Sequence[Call], *, training: bool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        # Restored, so that a counter of calls has the same value in all runs.
-        with rolled_back(network, before):
-            return _run(network, weights, calls, training)
+    run = functools.partial(_run, network, weights, before)
 
     def move(plan: PermutationPlan) -> None:
         group.move({name: [weights[name]] for name in group.blocks}, plan)
@@ -192,9 +189,17 @@ def _change(
 
 
 def _run(
-    network: nn.Module, weights: Tensors, calls: Sequence[Call], training: bool
+    network: nn.Module,
+    weights: Tensors,
+    before: Snapshot,
+    calls: Sequence[Call],
+    *,
+    training: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the outputs with these weights, and in training mode summaries of the gradients."""
+    """Returns the outputs with these weights, and in training mode summaries of the gradients.
+
+    The network is restored, so that a counter of calls has the same value in all runs.
+    """
     # Copies, because a pass may write to buffers.
     copies = _each_once(
         weights,
@@ -209,7 +214,7 @@ def _run(
         return results(torch.func.functional_call(network, dict(copies), args, kwargs))
 
     outputs: list[torch.Tensor] = []
-    with plain_operations(network):
+    with rolled_back(network, before), plain_operations(network):
         network.train(training)
         torch.set_default_dtype(torch.float64)
         try:
@@ -227,16 +232,20 @@ def _run(
             ) from error
         finally:
             torch.set_default_dtype(default)
-    if not any(output.numel() for output in outputs):
-        raise ValueError(f"{name} returns no tensor on the sample input, so it cannot be checked")
-    if any(bool(torch.isnan(output).any()) for output in outputs):
-        raise ValueError(f"{name} returns NaN on the sample input: pass another sample_input")
-    # Tied tensors by their first name, as the specification has them.
-    first_names = {tensor: name for name, tensor in reversed(copies.items())}
-    leaves = {
-        name: tensor for tensor, name in first_names.items() if training and tensor.requires_grad
-    }
-    gradients = _gradients(outputs, leaves)
+        if not any(output.numel() for output in outputs):
+            raise ValueError(
+                f"{name} returns no tensor on the sample input, so it cannot be checked"
+            )
+        if any(bool(torch.isnan(output).any()) for output in outputs):
+            raise ValueError(f"{name} returns NaN on the sample input: pass another sample_input")
+        # Tied tensors by their first name, as the specification has them.
+        first_names = {tensor: name for name, tensor in reversed(copies.items())}
+        leaves = {
+            first: tensor
+            for tensor, first in first_names.items()
+            if training and tensor.requires_grad
+        }
+        gradients = _gradients(outputs, leaves)
     # Floating-point numbers, because unsigned integers and booleans cannot be subtracted.
     numbers = [
         output.detach() * torch.ones((), dtype=torch.float64, device="cpu") for output in outputs
@@ -335,22 +344,22 @@ def _in_double(value: Any) -> Any:
 def _perturbed_copy(network: nn.Module, *, buffers: bool) -> Tensors:
     """Copies parameters and buffers in double precision, and adds noise."""
     generator = torch.Generator().manual_seed(20_230_102)
-    # The noise repeats itself after 65,537 entries (a prime number), which saves time.
-    length = 65_537
-    draws = torch.randn(length, generator=generator, dtype=torch.float64, device="cpu").repeat(2)
+    draws = torch.randn(
+        NOISE_LENGTH, generator=generator, dtype=torch.float64, device="cpu"
+    ).repeat(2)
 
     def perturbed(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.detach().to(DOUBLE_OF.get(tensor.dtype, tensor.dtype), copy=True)
         if copy.is_floating_point() and copy.layout == torch.strided:
             copy = copy.contiguous()
-            start = int(torch.randint(length, (), generator=generator, device="cpu"))
-            repeated = draws[start : start + min(length, copy.numel())].to(copy.device)
+            start = int(torch.randint(NOISE_LENGTH, (), generator=generator, device="cpu"))
+            repeated = draws[start : start + min(NOISE_LENGTH, copy.numel())].to(copy.device)
             spread = 0.2
             if copy.dim() > 1:
-                spread = 0.5 * max(float(copy.view(-1)[:length].std(correction=0)), 1e-2)
+                spread = 0.5 * max(float(copy.view(-1)[:NOISE_LENGTH].std(correction=0)), 1e-2)
             is_parameter = isinstance(tensor, nn.Parameter)
             usual = not is_parameter and buffers and bool(torch.isfinite(copy).all())
-            for part in torch.split(copy.view(-1), length):
+            for part in torch.split(copy.view(-1), NOISE_LENGTH):
                 noise = repeated[: len(part)]
                 if is_parameter:
                     part.add_(noise, alpha=spread)
@@ -379,7 +388,5 @@ def _difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) ->
 
 def _largest(tensor: torch.Tensor) -> float:
     """Returns the largest absolute value of an entry that is no mask."""
-    if not tensor.numel():
-        return 0.0
     sizes = tensor.abs()
-    return float(torch.where(sizes < MASK, sizes, 0.0).max())
+    return float(torch.where(sizes < MASK, sizes, 0.0).max()) if sizes.numel() else 0.0

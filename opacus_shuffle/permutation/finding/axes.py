@@ -216,7 +216,9 @@ def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Factors]:
             else:
                 outside.append(remaining.popleft())
         try:
-            result += _regroup_stretch(inside, outside)
+            # Most stretches are a whole axis, which needs no other grouping.
+            one = len(outside) == 1
+            result += [factors(inside)] if one else _regroup_stretch(inside, outside)
         except IncompatibleError:
             fix_all(inside)
             result += fixed_axes(outside)

@@ -116,11 +116,11 @@ def _fix_unreached(run: TracedRun) -> None:
 
 
 class _Row(NamedTuple):
-    """The alternatives of an axis, the atoms common to all, and the largest count of each atom."""
+    """The alternatives of an axis, the atoms common to all, and each atom as often as it occurs."""
 
     terms: tuple[tuple[Axis, ...], ...]
     common: frozenset[Axis]
-    most: Counter[Axis]
+    every: tuple[Axis, ...]
 
 
 def _row(axes: tuple[Axis, ...]) -> _Row:
@@ -128,21 +128,23 @@ def _row(axes: tuple[Axis, ...]) -> _Row:
     most = Counter[Axis]()
     for term in alternatives:
         most |= Counter(term)
-    return _Row(alternatives, frozenset.intersection(*map(frozenset, alternatives)), most)
+    return _Row(
+        alternatives,
+        frozenset.intersection(*map(frozenset, alternatives)),
+        tuple(most.elements()),
+    )
 
 
 def determined_positions(occurrences: Iterable[Iterable[Iterable[Axis]]]) -> dict[Axis, set[Axis]]:
     """Returns for each free atom the atoms whose position is determined wherever it occurs."""
     row_of = functools.cache(_row)
-    distinct = {}
-    for axes in occurrences:
-        rows = [row_of(tuple(row)) for row in axes if row]
-        distinct[tuple(row.terms for row in rows)] = rows
+    every = ([row_of(tuple(row)) for row in axes if row] for axes in occurrences)
+    distinct = {tuple(row.terms for row in rows): rows for rows in every}
     determined: dict[Axis, set[Axis]] = {}
     for rows in distinct.values():
-        if all(atom.fixed for row in rows for atom in row.most):
+        times = Counter(itertools.chain.from_iterable(row.every for row in rows))
+        if all(atom.fixed for atom in times):
             continue
-        times = sum((row.most for row in rows), Counter[Axis]())
         for place, row in enumerate(rows):
             # An atom on two other axes has two positions, so none is determined.
             elsewhere = {
@@ -152,9 +154,7 @@ def determined_positions(occurrences: Iterable[Iterable[Iterable[Axis]]]) -> dic
                 if times[atom] == 1
             }
             for term in row.terms:
-                for atom in term:
-                    if atom.fixed:
-                        continue
+                for atom in [atom for atom in term if not atom.fixed]:
                     here = elsewhere.union(
                         other for other in term if _always_paired(term, atom, other)
                     )

@@ -43,6 +43,7 @@ EXPORTING = (
 )
 """Methods that export values from PyTorch, or into other tensors, without an operation."""
 
+_AS_STRIDED = torch.ops.aten.as_strided_.default
 _LIBRARY = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
 """Modules whose lines do not belong to the network."""
 
@@ -93,7 +94,7 @@ class Tracer(FastMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tensors_in(*args, *kwargs.values())
-        restrided = func is torch.ops.aten.as_strided_.default
+        restrided = func is _AS_STRIDED
         before = _layout(args[0]) if restrided else None
         result = func(*args, **kwargs)
         outputs = tensors_in(result)

@@ -285,12 +285,17 @@ class TracedRun:
             if len(call.inputs) > 1 or call.written:
                 self.fix_unknown(touched, call.name)
             return
-        source = call.inputs[0] if call.inputs and call.name in VIEWS else None
-        if source is not None and (uniform_cause := self._record(source).uniform_cause):
+        operands = [self._record(tensor) for tensor in call.inputs]
+        is_view = bool(operands) and call.name in VIEWS
+        if is_view and operands[0].uniform_cause:
             for tensor in call.outputs:
-                self._mark_uniform(tensor, uniform_cause)
+                self._mark_uniform(tensor, operands[0].uniform_cause)
             return
-        self._note_used(call, source)
+        if is_view:
+            for tensor in call.outputs:
+                self._record(tensor).sources |= operands[0].sources
+        elif any(tensor.numel() for tensor in call.outputs):
+            self.used.update(*[record.sources for record in operands])
         contractions = self._contractions
         if rule is not None:
             try:
@@ -306,7 +311,7 @@ class TracedRun:
         if any(record.axes is None and not record.uniform_cause for record in results):
             self.fix_unknown(touched, call.name)
         if self._contractions == contractions:
-            origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
+            origins = frozenset[int]().union(*[record.origins for record in operands])
             for record in results:
                 record.origins = origins
 
@@ -366,17 +371,12 @@ class TracedRun:
         """Fixes all axes of these tensors."""
         for tensor in tensors:
             fix_all(*self.axes(tensor))
-            self.use([tensor])
+            self.used |= self._record(tensor).sources
 
     def fix_unknown(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         """Fixes the tensors of an operation without a rule, and counts the operation."""
         self.unknown[name] += 1
         self.stay(tensors)
-
-    def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Records that parameters or buffers, or views of them, were used."""
-        for tensor in tensors:
-            self.used |= self._record(tensor).sources
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
         """Fixes tensors that exist in every run, including uniform constants."""
@@ -449,14 +449,6 @@ class TracedRun:
             for row in axes.of_each if isinstance(axes, Slices) else [axes or []]:
                 for number, factors_ in enumerate(row):
                     yield (name, number), factors_
-
-    def _note_used(self, call: Call, source: torch.Tensor | None) -> None:
-        """Records which parameters an operation uses, or returns a view of."""
-        if source is not None:
-            for tensor in call.outputs:
-                self._record(tensor).sources |= self._record(source).sources
-        elif any(tensor.numel() for tensor in call.outputs):
-            self.use(call.inputs)
 
     def _note_written(self, written: Sequence[torch.Tensor]) -> None:
         """Finds uniform constants that are written to and have views."""
