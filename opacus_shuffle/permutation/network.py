@@ -32,7 +32,7 @@ def plain_operations(network: nn.Module) -> Iterator[None]:
         yield
 
 
-class FastMode(TorchDispatchMode):
+class FastMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode without PyTorch's wrapper around each call, which disables its compiler."""
 
     @classmethod
