@@ -25,11 +25,12 @@ from opacus_shuffle.core.solve import bracket, log_excess, safe_root
 from opacus_shuffle.core.validation import open_unit_interval, positive
 
 LOWEST, HIGHEST = 1e-3, 1e9
-RELATIVE_TOLERANCE = 1e-7
-SLOW_TOLERANCE = 1e-4
-"""Relative gap below the target that ends a search by a bound with estimates, which is slow."""
-_ESTIMATE_TOLERANCE, _SLOPE_STEP = 0.1, 1.02
-"""Relative gap that ends a search by an estimate, and the factor over which its slope is taken."""
+RELATIVE_TOLERANCE = 1e-4
+"""By what share a multiplier may exceed the smallest one: an ε of some bounds takes a second."""
+_FINEST = 1e-7
+"""The same for functions of :func:`smallest_noise`."""
+_SLOPE_STEP = 1.01
+"""The factor of σ over which the slope of an estimate is taken."""
 _LARGEST_STEP = math.log(8)
 """The largest step of a search, in log σ."""
 _LEAST_SLOPE = 0.5
@@ -62,7 +63,7 @@ def noise_within(
     """Returns the smallest noise multiplier within a budget, rounded up.
 
     If the bound has estimates, which take little time, the search begins where they meet the
-    target.
+    target, with the slope of the fastest one.
 
     Args:
         entry: The bound to calibrate by.
@@ -72,8 +73,8 @@ def noise_within(
         delta: δ in (0, 1).
         adjacency: Between which data sets.
         lowest: The smallest multiplier to try.
-        tolerance: Relative distance of ε below the target, or of the multiplier above the smallest
-            one where ε jumps. It is at least 1e-4 if the bound has estimates.
+        tolerance: Relative distance of the multiplier above the smallest one, as the slope of ε
+            says.
 
     Returns:
         A multiplier whose ε was computed and is within the target; ``lowest`` if that is enough.
@@ -83,29 +84,34 @@ def noise_within(
             the bound raises.
     """
     target = positive("target_epsilon", target_epsilon)
-    search = functools.partial(_smallest, target=target, lowest=lowest)
 
     def epsilon(sigma: float) -> float:
         return evaluate_bound(entry, rounds(sigma), delta=delta, adjacency=adjacency).epsilon
 
     start = slope = 1.0
-    for estimate in entry.estimates:  # from the fastest; each begins where the one before ended
-        estimated = functools.cache(_estimate_at(estimate, rounds, delta, adjacency))
-        guess = search(estimated, tolerance=_ESTIMATE_TOLERANCE, start=start, slope=slope)
-        guess = guess or HIGHEST
-        # The line through two estimates meets the target at the next start.
-        here, beyond = (
-            log_excess(estimated(sigma), target)
-            for sigma in (guess, min(_SLOPE_STEP * guess, HIGHEST))
+    if entry.estimates:
+        fast, *closer = (
+            functools.cache(_estimate_at(estimate, rounds, delta, adjacency))
+            for estimate in entry.estimates
         )
-        slope = max(_LEAST_SLOPE, (here - beyond) / math.log(_SLOPE_STEP))
-        # Where ε = 0 the line would suggest no noise at all, so the step is limited.
-        start = guess * math.exp(min(max(here / slope, -_LARGEST_STEP), _LARGEST_STEP))
-    tolerance = max(tolerance, SLOW_TOLERANCE) if entry.estimates else tolerance
-    sigma = search(epsilon, tolerance=tolerance, start=start, slope=slope)
+        start = _smallest(fast, target=target, lowest=lowest, tolerance=1e-2) or HIGHEST
+        slope = _slope(fast, start, target)
+        for estimated in closer:
+            step = log_excess(estimated(start), target) / slope
+            start = min(start * math.exp(min(max(step, -_LARGEST_STEP), _LARGEST_STEP)), HIGHEST)
+            slope = _slope(fast, start, target)
+    sigma = _smallest(
+        epsilon, target=target, lowest=lowest, tolerance=tolerance, start=start, slope=slope
+    )
     if sigma is None:
         raise _unreachable(target, epsilon(HIGHEST))
     return sigma
+
+
+def _slope(epsilon: Callable[[float], float], sigma: float, target: float) -> float:
+    """Returns how steeply log ε falls over log σ."""
+    here, beyond = (log_excess(epsilon(at), target) for at in (sigma, _SLOPE_STEP * sigma))
+    return max(_LEAST_SLOPE, (here - beyond) / math.log(_SLOPE_STEP))
 
 
 def estimated_noise(
@@ -125,6 +131,7 @@ def estimated_noise(
         _estimate_at(entry.estimates[0], rounds, delta, adjacency),
         target=positive("target_epsilon", target_epsilon),
         lowest=lowest,
+        tolerance=_FINEST,
     )
     return sigma or HIGHEST
 
@@ -161,7 +168,7 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float) 
     target = positive("target_epsilon", target_epsilon)
     if not callable(epsilon):
         raise ValueError(f"epsilon must be a function of the noise multiplier, got {epsilon!r}")
-    sigma = _smallest(epsilon, target=target)
+    sigma = _smallest(epsilon, target=target, tolerance=_FINEST)
     if sigma is None:
         raise _unreachable(target, epsilon(HIGHEST))
     return sigma
@@ -182,18 +189,18 @@ def _smallest(
     epsilon: Callable[[float], float],
     *,
     target: float,
+    tolerance: float,
     lowest: float = LOWEST,
-    tolerance: float = RELATIVE_TOLERANCE,
     start: float = 1.0,
     slope: float = 1.0,
 ) -> float | None:
     """Returns the smallest σ up to ``HIGHEST`` whose ε is within the target; None if there is none.
 
     The search is in y = log(σ / ``lowest``), over which log ε is nearly straight. It begins at
-    ``start`` and assumes that log ε falls with ``slope`` there. It ends at a σ whose ε is below the
-    target by a share of ``tolerance`` or less, or which is too large by no more than that.
+    ``start`` and assumes that log ε falls with ``slope`` there. It ends at a σ that is too large by
+    a share of ``tolerance`` or less: by that slope, or because ε is above the target just below.
     """
-    end = math.log(HIGHEST / lowest)
+    end, gap = math.log(HIGHEST / lowest), tolerance * slope
 
     def sigma_at(y: float) -> float:
         return HIGHEST if y == end else min(lowest * math.exp(y), HIGHEST)
@@ -206,8 +213,8 @@ def _smallest(
         if math.isnan(value):
             raise ValueError(f"epsilon is NaN at noise_multiplier={sigma_at(y):.6g}")
         difference = log_excess(value, target)
-        # Any value within the tolerance ends the search, so it aims at the middle of that range.
-        return 0.0 if -tolerance <= difference <= 0 else difference + tolerance / 2
+        # Any value within the gap ends the search, so it aims at the middle of that range.
+        return 0.0 if -gap <= difference <= 0 else difference + gap / 2
 
     first = min(max(math.log(start / lowest), 0.0), end)
     unsafe, safe = bracket(

@@ -35,6 +35,7 @@ from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import (
+    NO_PROTECTION,
     Merged,
     Rounds,
     ShuffledRound,
@@ -199,6 +200,8 @@ def _with_clones(
     guess = _gaussian_fixed_point(rounds, delta, clones, distance, unshuffled)
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
+        if guess > NO_PROTECTION and best == math.inf:
+            break
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)
         if all(_clones(round_, margin) < _FEWEST_CLONES for round_, _ in rounds):
             break
