@@ -36,7 +36,7 @@ from opacus_shuffle.core.validation import (
     sampling_rate,
 )
 
-TOLERANCE = 1e-3
+TOLERANCE = 3e-4
 """Relative tolerance of noise multipliers. Three digits are enough for planning; they are rounded
 up.
 """

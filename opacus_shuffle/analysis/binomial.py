@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy.special import bdtrik, betainc, betaincc, gammaln
+from scipy.special import betainc, betaincc, gammaln, ndtri
 
 _SMALL_CHANCE = 2.0**-10
 """Below this chance of success, 1 − chance would lose too many digits of it."""
@@ -67,7 +67,12 @@ def sf(k: Any, trials: Any, chance: float) -> Any:
 
 def fewest(trials: Any, chance: float, probability: float) -> Any:
     """Returns the largest number below which a binomial lies with at most ``probability``."""
-    number = np.nan_to_num(np.ceil(bdtrik(probability, trials, chance)))
+    # A normal distribution with a correction for skewness is usually off by one at most.
+    z, variance = ndtri(probability), trials * chance * (1 - chance)
+    guess = trials * chance + z * np.sqrt(variance) + (0.5 - chance) * (z * z - 1) / 3
+    number = np.clip(np.floor(guess), 0.0, trials)
+    while np.any(too_small := cdf(number, trials, chance) <= probability):
+        number = number + too_small
     while np.any(too_large := cdf(number - 1, trials, chance) > probability):
         number = number - too_large
     return number
@@ -77,8 +82,6 @@ def likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, A
     """Returns numbers outside which a binomial lies with at most ``probability`` a side."""
     if probability > 1e-12:
         most = trials - fewest(trials, 1 - chance, probability)
-        while np.any(too_small := sf(most, trials, chance) > probability):
-            most = most + too_small
         return fewest(trials, chance, probability), most
     # Bernstein's inequality, because a search loses its accuracy so far from the mean.
     mean = trials * chance

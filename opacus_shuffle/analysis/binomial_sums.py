@@ -52,9 +52,6 @@ _BLOCKS = 2**16
 The slope then exceeds c by 0.3 % at most.
 """
 
-_NEAR = 4
-"""Outcomes that are evaluated on both sides of the expected end of a tail."""
-
 _CELLS = 4096
 LOST_SHARE = 1e-6
 """Share of δ that the tails of all coordinates and rounds together may take."""
@@ -175,8 +172,9 @@ def gaussian_bound(
         replacement adjacency.
     """
     m, p = noise.trials, noise.probability
-    lowest = _largest_with_tail(noise, tail / 2) - shift
-    highest = m - 1 - _largest_with_tail(noise.reflected, tail / 2) + shift
+    each = tail / 2 / (1 + noise.relative_error)
+    lowest = int(binomial.fewest(m, p, each)) - 1 - shift
+    highest = m - int(binomial.fewest(m, 1 - p, each)) + shift
     # Whole sums that are rounded lose more if a single outcome has a large share of a tail (2.9).
     if binomial.cdf(lowest, m, p) + binomial.sf(highest - shift - 1, m, p) > tail:
         highest += 1
@@ -216,24 +214,6 @@ def gaussian_bound(
 
 def _density(z: Vector) -> Vector:
     return np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-
-
-@functools.lru_cache(maxsize=1024)
-def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
-    """Returns the largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
-    m, p = noise.trials, noise.probability
-    more = 1 + noise.relative_error
-
-    def above(y: Vector) -> npt.NDArray[np.bool_]:
-        return binomial.cdf(y, m, p) * more > tail
-
-    # A normal distribution with a correction for skewness usually has the tail nearby.
-    z = float(ndtri(tail))
-    guess = round(m * p + z * math.sqrt(noise.variance) + (0.5 - p) * (z * z - 1) / 3)
-    near = above(np.arange(guess - _NEAR, guess + _NEAR + 1.0))
-    if near[-1] and not near[0]:
-        return guess - _NEAR + int(np.argmax(near)) - 1
-    return _first(above, 0, math.ceil(m * p)) - 1
 
 
 def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high: int) -> int:
