@@ -62,8 +62,8 @@ def noise_within(
 ) -> float:
     """Returns the smallest noise multiplier within a budget, rounded up.
 
-    If the bound has estimates, which take little time, the search begins where they meet the
-    target, with the slope of the fastest one.
+    If the bound has an estimate, which takes little time, the search begins where it meets the
+    target, with its slope.
 
     Args:
         entry: The bound to calibrate by.
@@ -89,29 +89,19 @@ def noise_within(
         return evaluate_bound(entry, rounds(sigma), delta=delta, adjacency=adjacency).epsilon
 
     start = slope = 1.0
-    if entry.estimates:
-        fast, *closer = (
-            functools.cache(_estimate_at(estimate, rounds, delta, adjacency))
-            for estimate in entry.estimates
+    if entry.estimate is not None:
+        estimated = functools.cache(_estimate_at(entry, rounds, delta, adjacency))
+        start = _smallest(estimated, target=target, lowest=lowest, tolerance=1e-3) or HIGHEST
+        here, beyond = (
+            log_excess(estimated(at), target) for at in (start, min(_SLOPE_STEP * start, HIGHEST))
         )
-        start = _smallest(fast, target=target, lowest=lowest, tolerance=1e-2) or HIGHEST
-        slope = _slope(fast, start, target)
-        for estimated in closer:
-            step = log_excess(estimated(start), target) / slope
-            start = min(start * math.exp(min(max(step, -_LARGEST_STEP), _LARGEST_STEP)), HIGHEST)
-            slope = _slope(fast, start, target)
+        slope = max(_LEAST_SLOPE, (here - beyond) / math.log(_SLOPE_STEP))
     sigma = _smallest(
         epsilon, target=target, lowest=lowest, tolerance=tolerance, start=start, slope=slope
     )
     if sigma is None:
         raise _unreachable(target, epsilon(HIGHEST))
     return sigma
-
-
-def _slope(epsilon: Callable[[float], float], sigma: float, target: float) -> float:
-    """Returns how steeply log ε falls over log σ."""
-    here, beyond = (log_excess(epsilon(at), target) for at in (sigma, _SLOPE_STEP * sigma))
-    return max(_LEAST_SLOPE, (here - beyond) / math.log(_SLOPE_STEP))
 
 
 def estimated_noise(
@@ -123,12 +113,12 @@ def estimated_noise(
     adjacency: str = "zero_out",
     lowest: float = LOWEST,
 ) -> float:
-    """Returns the smallest noise multiplier by a bound's first estimate. It guarantees no budget.
+    """Returns the smallest noise multiplier by a bound's estimate. It guarantees no budget.
 
     The arguments are those of :func:`noise_within`; the bound must have an estimate.
     """
     sigma = _smallest(
-        _estimate_at(entry.estimates[0], rounds, delta, adjacency),
+        _estimate_at(entry, rounds, delta, adjacency),
         target=positive("target_epsilon", target_epsilon),
         lowest=lowest,
         tolerance=_FINEST,
@@ -137,14 +127,13 @@ def estimated_noise(
 
 
 def _estimate_at(
-    estimate: Callable[..., float],
-    rounds: Callable[[float], Rounds],
-    delta: float,
-    adjacency: str,
+    entry: Bound, rounds: Callable[[float], Rounds], delta: float, adjacency: str
 ) -> Callable[[float], float]:
     """Returns a bound's estimate of ε as a function of the noise multiplier."""
+    if entry.estimate is None:
+        raise ValueError(f"bound {entry.name!r} has no estimate: use noise_within")
     evaluate = functools.partial(
-        estimate, delta=open_unit_interval("delta", delta), adjacency=Adjacency(adjacency)
+        entry.estimate, delta=open_unit_interval("delta", delta), adjacency=Adjacency(adjacency)
     )
     return lambda sigma: evaluate(rounds(sigma))
 

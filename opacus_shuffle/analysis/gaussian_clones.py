@@ -58,11 +58,11 @@ _MOST_MARGINS, _SMALL_GAIN = 10, 3e-3
 """The most margins that are tried, and the relative decrease of ε below which the search ends."""
 MOST_USERS = 10**9
 """A larger number of users is computed as this one, because more users hide better (1.17)."""
-_FINE, _MANY_TYPES, _COARSE = (7, 0.04), (5, 0.06), (5, 0.1)
+_FINE, _MANY_TYPES = (7, 0.04), (5, 0.06)
 """To how many significant bits pool sizes are rounded down, and the resolution of grids.
 
-Seven bits are 0.6 % on average, 0.3 % in ε. The others are rounded up as ever, by about 1 % of ε
-more: for histories of many types of rounds, and at the start of a search for noise.
+Seven bits are 0.6 % on average, 0.3 % in ε. The others, for histories of many types of rounds, are
+rounded up by about 1 % of ε more.
 """
 _FEW_TYPES = 4
 """Histories with more types of rounds than this are computed with ``_MANY_TYPES``."""
@@ -74,7 +74,6 @@ def compute_epsilon(
     delta: float,
     adjacency: str = "zero_out",
     clones: Clones = "mended",
-    coarse: bool = False,
 ) -> float:
     """Returns ε of adaptive rounds at δ, for every data set, rounded up.
 
@@ -84,7 +83,6 @@ def compute_epsilon(
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"`` (it becomes any
             other).
         clones: Which proof: ``"mended"`` or ``"truncated"``.
-        coarse: Whether to round up by some percent more, in a tenth of the time.
 
     Returns:
         ε, never above that of the unshuffled reports. The two are equal at σ below 0.05, or with
@@ -103,17 +101,16 @@ def compute_epsilon(
     one_of("clones", clones, CLONE_TYPES)
     merged = merge(rounds)
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
-    return min(best, _with_clones(merged, delta, clones, distance, coarse)) if best else 0.0
+    return min(best, _with_clones(merged, delta, clones, distance)) if best else 0.0
 
 
 def smallest_epsilon(
-    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", coarse: bool = False
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 ) -> tuple[float, Clones | None]:
     """Returns the smaller ε of both proofs, and the proof that gives it.
 
     The proof is None if neither gains anything from shuffling. The proof with the larger estimate
     is computed only if its estimate is below the ε of the other one, which saves half of the work.
-    It is never computed for a ``coarse`` ε, which :func:`compute_epsilon` describes.
     """
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=Adjacency(adjacency).distance)
     if all(_clones(round_, _SMALLEST_MARGIN) < _FEWEST_CLONES for round_, _ in rounds):
@@ -124,8 +121,8 @@ def smallest_epsilon(
     }
     first, second = sorted(CLONE_TYPES, key=promised.__getitem__)
     compute = functools.partial(compute_epsilon, rounds, delta=delta, adjacency=adjacency)
-    best, proof = compute(clones=first, coarse=coarse), first
-    if not coarse and (promised[second] <= 1.05 * best or best >= unshuffled):
+    best, proof = compute(clones=first), first
+    if promised[second] <= 1.05 * best or best >= unshuffled:
         other = compute(clones=second)
         if other < best:
             best, proof = other, second
@@ -173,9 +170,7 @@ def _clones(round_: ShuffledRound, margin: float) -> float:
 
 
 @functools.lru_cache(maxsize=512)
-def _with_clones(
-    rounds: Merged, delta: float, clones: Clones, distance: float, coarse: bool
-) -> float:
+def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) -> float:
     """Returns ε by clones alone, at a margin t near the best one; ``inf`` if there is none.
 
     Of two records that are ``distance`` = 2 apart the worst are opposite (9.3); at 1, one of them
@@ -193,14 +188,14 @@ def _with_clones(
     )
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=distance)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
-    precision = _COARSE if coarse else _FINE if len(rounds) <= _FEW_TYPES else _MANY_TYPES
+    precision = _FINE if len(rounds) <= _FEW_TYPES else _MANY_TYPES
 
     # The slack is multiplied by e^ε, so the margin must be chosen for an ε that is at least the
     # result, but not far above it.
     guess = _gaussian_fixed_point(rounds, delta, clones, distance, unshuffled)
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
-        if guess > NO_PROTECTION and best == math.inf:
+        if guess > 2 * NO_PROTECTION and best == math.inf:  # guesses may be twice too high
             break
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)
         if all(_clones(round_, margin) < _FEWEST_CLONES for round_, _ in rounds):
@@ -217,7 +212,7 @@ def _with_clones(
         close = abs(epsilon - guess) <= 0.02 or (1 - _SMALL_GAIN) * best <= epsilon < math.inf
         if epsilon < best:
             best, good = epsilon, guess
-        if close or guess >= unshuffled or (coarse and epsilon < math.inf):
+        if close or guess >= unshuffled:
             break
         too_low = guess if epsilon == math.inf else too_low
         if too_low < epsilon < math.inf:
@@ -337,7 +332,6 @@ def _mixture(
                     factor=factor,
                     tail=tail,
                     negligible=budget,
-                    coarse=precision == _COARSE,
                 )
             else:
                 distribution = mean_distribution(

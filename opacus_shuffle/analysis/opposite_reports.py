@@ -72,7 +72,6 @@ def opposite_reports(
     report: str = "gaussian",
     tail: float = TAILS[0],
     negligible: float = 1e-12,
-    coarse: bool = False,
 ) -> RatioDistribution:
     """Returns a distribution of R with hockey sticks above those of the round times ``factor``.
 
@@ -86,7 +85,6 @@ def opposite_reports(
         report: The shape of X (:mod:`opacus_shuffle.analysis.report_shapes`).
         tail: Where the tails of one report end, in standard deviations.
         negligible: Probabilities that need no accuracy.
-        coarse: Whether to use grids of twice the step, in a quarter of the time.
 
     Formal Guarantees:
         Propositions 9.3 to 9.5: an upper bound, up to floating-point rounding of sums of positive
@@ -101,7 +99,7 @@ def opposite_reports(
     # A hockey stick decreases in ε, so a bound at a smaller ε holds at a larger one as well.
     capped = np.minimum(epsilons, _LARGEST_ON_SLOPES)
     thetas = np.tanh(capped / 2)
-    resolution = (_RESOLUTION if noise_multiplier >= 2 else _COARSER) * (2 if coarse else 1)
+    resolution = _RESOLUTION if noise_multiplier >= 2 else _COARSER
     means = functools.partial(_mean, shape, users=num_users, tail=tail, resolution=resolution)
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
     multiples = _SLOPES if num_users >= _FEW_USERS else _MORE_SLOPES

@@ -465,7 +465,12 @@ def _compose(
     ):
         around = np.zeros(size)  # loss 0 comes first, those below it last
         around[loss.first - centre + at] = probabilities
-        spectrum *= rfft(around) ** count
+        transform = rfft(around)
+        # The other powers underflow. Of many rounds these are almost all.
+        matters = np.abs(transform) > math.exp(-745 / count)
+        spectrum *= np.power(
+            transform, count, out=np.zeros_like(transform), where=matters, dtype=np.complex128
+        )
     shift = sum(count * centre for count, centre in zip(counts, centres, strict=True))
     # Rounding: a power multiplies the relative error of the spectrum, of which some tens of entries
     # matter.

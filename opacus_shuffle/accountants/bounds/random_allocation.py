@@ -69,7 +69,7 @@ def _estimate(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
 @register_bound(
     RandomAllocation,
     "certified",
-    estimates=(_estimate,),
+    estimate=_estimate,
     meaning="each record falls into one batch of every epoch, by a secret draw of its own, and a "
     "begun epoch counts in full; whatever the others are",
     trusted=SERVER,

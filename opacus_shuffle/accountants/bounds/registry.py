@@ -95,8 +95,8 @@ class Bound:
         zero_out_only: Whether the bound has no value for replacement.
         uses_orders: Whether the bound takes Rényi orders.
         cites: Where the proof is written down, for statements.
-        estimates: Functions that approximate ε quickly, the fastest first, called as ``function``
-            without ``orders``. They bound nothing: calibration starts its search there.
+        estimate: A function that approximates ε quickly, called as ``function`` without
+            ``orders``. It bounds nothing: calibration starts its search there.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Bound:
     zero_out_only: bool = False
     uses_orders: bool = False
     cites: str = ""
-    estimates: tuple[Callable[..., float], ...] = ()
+    estimate: Callable[..., float] | None = None
 
     @property
     def rank(self) -> int:

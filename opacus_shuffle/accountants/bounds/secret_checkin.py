@@ -52,7 +52,7 @@ def _estimate(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
 @register_bound(
     SecretCheckIn,
     "certified",
-    estimates=(_estimate,),
+    estimate=_estimate,
     meaning="the reports of all users are seen in random order; for all other records, the reports "
     "of users who do not participate hide the others",
     cites="docs/proofs, page 12",

@@ -88,12 +88,6 @@ def _estimate_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -
     )
 
 
-def _estimate_certified_closely(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
-    return gaussian_clones.smallest_epsilon(
-        shuffled(rounds), delta=delta, adjacency=adjacency.value, coarse=True
-    )[0]
-
-
 def _estimate_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     return shuffled_rounds.estimate_pair_epsilon(shuffled(rounds), delta=delta)
 
@@ -101,7 +95,7 @@ def _estimate_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> flo
 @register_bound(
     FAMILY,
     "certified",
-    estimates=(_estimate_certified, _estimate_certified_closely),
+    estimate=_estimate_certified,
     meaning="the reports are seen in random order; whatever the other records are (by Gaussian "
     "clones)",
     cites="docs/proofs, pages 1, 6, 9 and 10",
@@ -157,7 +151,7 @@ def _published(
     guarantee=Guarantee.PAIR,
     covers=f"{PAIR}; both directions",
     zero_out_only=True,
-    estimates=(_estimate_pair,),
+    estimate=_estimate_pair,
 )
 def _pair(
     rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None
