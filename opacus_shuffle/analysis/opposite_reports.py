@@ -57,6 +57,8 @@ _FEW_USERS = 32
 _STEEP, _NEAR_ONE = 0.5, 0.1
 """Above this slope, means also have cells near 1, of this width in units of 1 − slope."""
 _LARGEST_SLOPE = 1 - 1e-6
+_CLIPPED = 1e-4
+"""The share of negligible probabilities that the tails of a mean may lose."""
 _LARGEST_LOSS = 60.0
 """Privacy losses beyond this ε count as infinite."""
 _LARGEST_ON_SLOPES = 20.0
@@ -100,7 +102,14 @@ def opposite_reports(
     capped = np.minimum(epsilons, _LARGEST_ON_SLOPES)
     thetas = np.tanh(capped / 2)
     resolution = _RESOLUTION if noise_multiplier >= 2 else _COARSER
-    means = functools.partial(_mean, shape, users=num_users, tail=tail, resolution=resolution)
+    means = functools.partial(
+        _mean,
+        shape,
+        users=num_users,
+        tail=tail,
+        resolution=resolution,
+        negligible=max(_CLIPPED * negligible, float(ndtr(-tail))),
+    )
     unit = 2.0 ** math.floor(math.log2(4 * min(deviation, 1.0)))
     multiples = _SLOPES if num_users >= _FEW_USERS else _MORE_SLOPES
     slopes = [0.0, *(math.tanh(multiple * unit / 2) for multiple in multiples), 1.0]
@@ -130,7 +139,7 @@ def opposite_reports(
 
 @functools.lru_cache(maxsize=4096)
 def _mean(
-    shape: Shape, slope: float, *, users: int, tail: float, resolution: float
+    shape: Shape, slope: float, *, users: int, tail: float, resolution: float, negligible: float
 ) -> tuple[Atoms, float]:
     """Returns atoms above the mean of ``users`` copies of W_θ in increasing convex order.
 
@@ -140,7 +149,7 @@ def _mean(
         return _one_report(shape, slope, tail, resolution)
     small = users // 2
     halves = [
-        _mean(shape, slope, users=number, tail=tail, resolution=resolution)
+        _mean(shape, slope, users=number, tail=tail, resolution=resolution, negligible=negligible)
         for number in (small, users - small)
     ]
     (first, infinite), (second, other) = halves
@@ -157,7 +166,7 @@ def _mean(
         near = 1 + edge * growing_grid(1.0, *ends, _NEAR_ONE)
         cuts = np.union1d(cuts, near[(near > cuts[0]) & (near < cuts[-2])])
     masses, moments, cuts = mean_of_atoms(
-        first, second, weight=weight, cuts=cuts, centre=0.0, negligible=float(ndtr(-tail))
+        first, second, weight=weight, cuts=cuts, centre=0.0, negligible=negligible
     )
     atoms, beyond = atoms_above(masses, moments, cuts)
     return (cuts, atoms), beyond + weight * infinite + (1 - weight) * other
