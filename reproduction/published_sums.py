@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 from typing import TypeVar
 
-from opacus_shuffle.analysis.advanced_composition import step_budget
+from step_budgets import step_budget
+
 from opacus_shuffle.analysis.binomial_sums import MOST_TRIALS
 from opacus_shuffle.protocols.calibration import GridPlan, honest_users
 from opacus_shuffle.protocols.grid_sum import GridSum

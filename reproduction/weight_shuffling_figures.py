@@ -33,9 +33,9 @@ import lognormal_sums
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtri
+from step_budgets import step_budget
 
 from opacus_shuffle.analysis import fenton_wilkinson
-from opacus_shuffle.analysis.advanced_composition import step_budget
 from opacus_shuffle.core import imports
 from opacus_shuffle.core.solve import safe_root
 

@@ -130,10 +130,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     )
     valid_calls |= {
         "subsample": (advanced_composition.subsample, {"epsilon": 1.0, "sample_rate": 0.1}),
-        "step_budget": (
-            advanced_composition.step_budget,
-            {"epsilon": 1.0, "delta": 1e-5, "steps": 5, "sample_rate": 0.1},
-        ),
         "log_delta": (gaussian.log_delta, {"mu": 1.0, "epsilon": 1.0}),
         "gaussian.compute_epsilon": (gaussian.compute_epsilon, {"mu": 1.0, "delta": 1e-5}),
         "fenton_wilkinson.compute_delta": (

@@ -10,9 +10,9 @@ and Theorem 2: a step that each record enters with probability at most q is (log
 qδ)-DP. The paper does not print how δ is split between Σ δ_j and δ′; one half each
 (``delta_split=0.5``) is this library's reading.
 
->>> epsilon, delta = step_budget(epsilon=0.5, delta=5e-6, steps=500, sample_rate=0.02)
->>> round(epsilon, 4), round(delta, 10)
-(0.1976, 2.5e-07)
+>>> sampled = subsample(0.1976, sample_rate=0.02)
+>>> round(compose([(sampled, 500)], slack=2.5e-6), 3)
+0.5
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from opacus_shuffle.core.validation import (
     integer,
     not_negative,
     open_unit_interval,
-    positive,
     sampling_rate,
 )
 
@@ -110,36 +109,4 @@ def compute_epsilon(
     return compose(
         [(subsample(step(share), sample_rate=rate), count) for step, rate, count in steps],
         slack=slack,
-    )
-
-
-def step_budget(
-    *, epsilon: float, delta: float, steps: int, sample_rate: float = 1.0, delta_split: float = 0.5
-) -> tuple[float, float]:
-    """Returns the (ε_s, δ_s) that each of ``steps`` equal steps may spend before sampling.
-
-    The formula is that of WS section V-B.
-
-    Args:
-        epsilon: ε > 0 of the run.
-        delta: δ in (0, 1) of the run.
-        steps: T, at least 1.
-        sample_rate: q in (0, 1].
-        delta_split: The share of δ that goes to Σ δ_j.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
-    steps, rate = integer("steps", steps), sampling_rate("sample_rate", sample_rate)
-    split = open_unit_interval("delta_split", delta_split)
-    slope = math.sqrt(-2 * math.log(max((1 - split) * delta, math.ulp(0.0))) * steps)
-    # The smaller of Theorem 1's two forms, so the larger of the two roots; the second without
-    # cancellation.
-    sampled = max(
-        epsilon / steps, 2 * epsilon / (slope + math.sqrt(slope * slope + 2 * steps * epsilon))
-    )
-    before = sampled - math.log(rate) if sampled > 700 else math.log1p(math.expm1(sampled) / rate)
-    return before * (1 - RELATIVE_ERROR), min(
-        split * delta / (rate * steps), math.nextafter(1.0, 0.0)
     )

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opacus_shuffle.analysis import advanced_composition, gaussian, mean_ratio
-from opacus_shuffle.analysis.advanced_composition import compose, step_budget, subsample
+from opacus_shuffle.analysis.advanced_composition import compose, subsample
 from opacus_shuffle.analysis.composition import RELATIVE_ERROR, OrderCapWarning, epsilon_from_rdp
 
 TABLE_1 = {"noise_multiplier": 9.48, "num_users": 60_000}
@@ -122,32 +122,6 @@ def test_composition_is_theorem_1_rounded_up(epsilons, slack):
         )
         epsilon = compose(epsilons, slack=slack)
         assert exact <= epsilon <= exact * (1 + mpmath.mpf(2e-12))
-
-
-@given(
-    log_floats(1e-6, 1e6),
-    log_floats(1e-12, 0.1),
-    st.integers(1, 10**5),
-    log_floats(1e-4, 1.0),
-    st.floats(0.05, 0.95),
-)
-@example(1e6, 1e-9, 1, 1e-3, 0.5)
-@example(0.5, 5e-6, 500, 0.02, 0.5)
-def test_the_budget_of_a_step_spends_the_whole_budget_and_no_more(
-    epsilon, delta, steps, rate, split
-):
-    step_epsilon, its_delta = step_budget(
-        epsilon=epsilon, delta=delta, steps=steps, sample_rate=rate, delta_split=split
-    )
-    assert 0 < step_epsilon < math.inf
-    assert 0 < its_delta < 1
-    assert its_delta == pytest.approx(min(split * delta / (rate * steps), 1.0), rel=1e-12)
-    spent_then = compose(
-        [(subsample(step_epsilon, sample_rate=rate), steps)], slack=(1 - split) * delta
-    )
-    # Rounded down by 1e-12 here, up by as much there; e^ε − 1 over q passes a relative error on at
-    # most ε/(1 − e^{−ε})-fold.
-    assert spent_then == pytest.approx(epsilon, rel=1e-10)
 
 
 @pytest.mark.parametrize("delta_split", [0.1, 0.5, 0.9])

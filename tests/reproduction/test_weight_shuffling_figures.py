@@ -13,7 +13,7 @@ import mpmath
 import numpy as np
 import pytest
 import weight_shuffling_figures as figures
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lognormal_sums import (
     NormalDistribution,
@@ -24,7 +24,9 @@ from lognormal_sums import (
     monte_carlo,
     schwartz_yeh,
 )
+from step_budgets import step_budget
 
+from opacus_shuffle.analysis.advanced_composition import compose, subsample
 from opacus_shuffle.analysis.fenton_wilkinson import compute_delta
 
 KOLMOGOROV = 1.95
@@ -205,3 +207,34 @@ def test_figures_are_written_with_distribution_functions(tmp_path, monkeypatch):
         for method, values in reading["cdf"].items():
             assert 0 <= values[0] <= values[-1] <= 1, method
             assert np.all(np.diff(values) >= 0), method
+
+
+def log_floats(low, high):
+    return st.floats(math.log(low), math.log(high)).map(math.exp)
+
+
+@settings(max_examples=200)
+@given(
+    log_floats(1e-6, 1e6),
+    log_floats(1e-12, 0.1),
+    st.integers(1, 10**5),
+    log_floats(1e-4, 1.0),
+    st.floats(0.05, 0.95),
+)
+@example(1e6, 1e-9, 1, 1e-3, 0.5)
+@example(0.5, 5e-6, 500, 0.02, 0.5)
+def test_the_budget_of_a_step_spends_the_whole_budget_and_no_more(
+    epsilon, delta, steps, rate, split
+):
+    step_epsilon, its_delta = step_budget(
+        epsilon=epsilon, delta=delta, steps=steps, sample_rate=rate, delta_split=split
+    )
+    assert 0 < step_epsilon < math.inf
+    assert 0 < its_delta < 1
+    assert its_delta == pytest.approx(min(split * delta / (rate * steps), 1.0), rel=1e-12)
+    spent_then = compose(
+        [(subsample(step_epsilon, sample_rate=rate), steps)], slack=(1 - split) * delta
+    )
+    # Rounded down by 1e-12 here, up by as much there; e^ε − 1 over q passes a relative error on at
+    # most ε/(1 − e^{−ε})-fold.
+    assert spent_then == pytest.approx(epsilon, rel=1e-10)
