@@ -40,8 +40,8 @@ from opacus_shuffle.core.validation import integer, open_unit_interval
 RELATIVE_ERROR = 1e-9
 """Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more.
 
-That is above the error of SciPy's binomial distribution (against 50 digits: 5e-11 at m = 2^30, 6e-9
-at 2^40, 1e-7 at 2^50).
+That is above the error of SciPy's incomplete beta function (against 50 digits: 5e-11 at m = 2^30,
+6e-9 at 2^40, 1e-7 at 2^50), and of :func:`opacus_shuffle.analysis.binomial.pmf`.
 """
 
 MOST_TRIALS = 2**50
