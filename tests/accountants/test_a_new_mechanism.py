@@ -47,7 +47,7 @@ def test_it_answers_for_its_name_and_fields(laplace, capsys):
     assert cost(NAME, diameter=3.0, **ROUNDS, **RUN) == pytest.approx(0.6)
     budget = {"target_epsilon": 1, "target_delta": 0.1, "num_users": 9, "steps": 7}
     sigma = opacus_shuffle.compute_noise_multiplier(NAME, **budget)
-    assert sigma == pytest.approx(7, rel=1e-6)
+    assert 7 <= sigma <= 7 * (1 + 1e-4)
     with pytest.raises(ValueError, match="did you mean diameter"):
         cost(NAME, diametre=3.0, **ROUNDS, **RUN)
     with pytest.warns(opacus_shuffle.PrivacyAssumptionWarning):
