@@ -20,7 +20,7 @@ from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, R
 
 from opacus_shuffle.accountants.bounds.registry import Answer, Bound
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.accountants.report import UNCHECKED, PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import Sampling
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Guarantee
 
@@ -36,14 +36,13 @@ MEANINGS: dict[type[IAccountant], tuple[Guarantee, str]] = {
 """What the ε of each of Opacus's accountants is worth, and how it is found."""
 
 UNPROVED = {
-    "Poisson samples, which batches with poisson_sampling=False are not": "leave it out, or use "
-    "'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', which account for batches of one "
-    "size",
-    "clipping norms that nobody sees, while those of clipping='adaptive' reveal something about "
-    "the batch sizes": "use clipping='flat'",
+    "own_batches": "leave it out, or use 'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', "
+    "which account for batches of one size",
+    "seen_norms": "use clipping='flat'",
 }
-"""What their ε assumes where it is no guarantee, with the remedy."""
-OWN_BATCHES, NORMS_UNSEEN = UNPROVED
+"""The entries of :data:`~opacus_shuffle.accountants.report.UNCHECKED` with which their ε is no
+guarantee, with the remedy.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,8 @@ def report_of_opacus(accountant: IAccountant, *, delta: float, **facts: Any) -> 
     covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
     unproved = [reason for reason in facts.get("unchecked", ()) if reason in UNPROVED]
     if unproved:
-        guarantee, covers = Guarantee.ESTIMATE, " and ".join(unproved)
+        guarantee = Guarantee.ESTIMATE
+        covers = " and ".join(UNCHECKED[reason] for reason in unproved)
     bound = Bound(
         name=name,
         function=spent,
@@ -124,7 +124,7 @@ def report_of_opacus(accountant: IAccountant, *, delta: float, **facts: Any) -> 
         covers=covers,
         trusted="the server",
         adversary="sees the noised sum "
-        + "and the noised count of unclipped records " * (NORMS_UNSEEN in unproved)
+        + "and the noised count of unclipped records " * ("seen_norms" in unproved)
         + "of every round, but not how many records a batch has",
         cites=f"opacus {version('opacus')}, accountant {name!r}",
     )

@@ -77,6 +77,19 @@ HOW_IT_RAN = {
     "expected size",
 }
 
+UNCHECKED = {
+    "own_batches": "Poisson samples, which batches with poisson_sampling=False are not",
+    "seen_norms": "clipping norms that nobody sees, while those of clipping='adaptive' reveal "
+    "something about the batch sizes",
+    "skipped_batches": "the assumption that skipped batches were skipped independently of their "
+    "content",
+    "stock_checkpoint": "a checkpoint of Opacus's own engine, which says neither how its batches "
+    "were drawn nor whether it was changed",
+    "pickled_file": "a file read with allow_pickle=True, which could run code, and so change "
+    "anything",
+}
+"""What an account may rest on without a check, by its name in checkpoints."""
+
 POINTS = 9
 """Points of each curve of the picture."""
 
@@ -569,8 +582,9 @@ def on_trust(unchecked: Sequence[str]) -> str:
     """Returns a warning about assumptions that nothing verifies; else ""."""
     if not unchecked:
         return ""
+    reasons = [UNCHECKED.get(reason, reason) for reason in unchecked]
     return (
-        f"This account rests on {' and on '.join(unchecked)}: every epsilon here assumes that "
+        f"This account rests on {' and on '.join(reasons)}: every epsilon here assumes that "
         "without a check."
     )
 

@@ -5,9 +5,9 @@ loaded into an engine that has accounted nothing yet; an engine that holds round
 ``allow_rewind=True`` says that nobody saw a result of these rounds.
 
 Weights that are loaded into a private network without their account raise a warning. The state
-dicts of a private network contain a mark for this purpose: a random name of the engine's run and
-how many rounds were accounted. Weights whose marks this engine accounts for raise no warning: those
-of its own run, and those of the run whose checkpoint it has loaded.
+dicts of a private network contain a mark for this purpose: a random name of the accountant's run
+and how many rounds were accounted. Weights whose marks the accountant accounts for raise no
+warning: those of its own run, and those of the run whose checkpoint was loaded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ import contextlib
 import copy
 import errno
 import os
-import secrets
-import types
 import warnings
-import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import opacus
@@ -33,7 +29,7 @@ from opacus_shuffle.accountants.history import check_load, number_of_rounds, rea
 from opacus_shuffle.core.atomic_file import atomic_write
 from opacus_shuffle.core.plain_values import plain
 from opacus_shuffle.core.validation import boolean, instance_of, integer
-from opacus_shuffle.engine.guards.raw_gradients import private_optimizers
+from opacus_shuffle.engine.guards.raw_gradients import OWNER, private_optimizers
 from opacus_shuffle.engine.step.weight_shuffler import WeightShuffler
 from opacus_shuffle.networks.running import rolled_back_if_refused, unwrap
 
@@ -41,12 +37,7 @@ _MARK = "opacus_shuffle"
 _SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
 _WEIGHTS, _ROUNDS = "module_state_dict", "privacy_accountant_state_dict"
 _STATES = ("optimizer_state_dict", "noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
-STOCK = (
-    "a checkpoint of Opacus's own engine, which says neither how its batches were drawn nor "
-    "whether it was changed"
-)
 WITHOUT_ACCOUNT = "weights were loaded into a private network without their account"
-PICKLED = "a file read with allow_pickle=True, which could run code, and so change anything"
 
 
 class CheckpointMixin(opacus.PrivacyEngine):
@@ -61,8 +52,6 @@ class CheckpointMixin(opacus.PrivacyEngine):
     shuffler: WeightShuffler | None = None
     tickets: tuple[Any, ...] = ()
     accountant: Any  # Opacus's, untyped
-    loaded_runs: Mapping[str, int] = types.MappingProxyType({})
-    """How many rounds of earlier runs a loaded checkpoint accounts for, by the runs' names."""
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -207,8 +196,13 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 read_history(accountant.history)  # refuses a malformed one
                 accountant.rewound += rewound + accounted
             accountant.predictable = tuple(dict.fromkeys((*accountant.predictable, *predictable)))
-            unchecked = (*accountant.unchecked, *unchecked, *([PICKLED] if allow_pickle else []))
+            unchecked = (
+                *accountant.unchecked,
+                *unchecked,
+                *(["pickled_file"] if allow_pickle else []),
+            )
             accountant.unchecked = tuple(dict.fromkeys(unchecked))
+            accountant.loaded_runs = {**accountant.loaded_runs, **runs}
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.load_state_dict(saved[_SHUFFLER])
             # The account comes before the weights, in case of an interrupt.
@@ -228,7 +222,6 @@ class CheckpointMixin(opacus.PrivacyEngine):
                     )
             for private in private_optimizers(module):
                 private.forget_batch()
-        self.loaded_runs = {**self.loaded_runs, **runs}
         return saved
 
     def _check_parts(self, path: Any, module: Any, optimizer: Any) -> None:
@@ -299,7 +292,7 @@ def _account_facts(
         ValueError: If these are malformed.
     """
     if _ACCOUNT not in saved:
-        return {}, 0, (), (STOCK,)
+        return {}, 0, (), ("stock_checkpoint",)
     facts = instance_of(_ACCOUNT, saved[_ACCOUNT], (dict,))
     return (
         instance_of("runs", facts.get("runs"), (dict,)),
@@ -309,35 +302,26 @@ def _account_facts(
     )
 
 
-_ENGINES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""A weak reference to the engine of each private network. Copies of networks are not in it."""
-
-_RUNS: weakref.WeakKeyDictionary[CheckpointMixin, str] = weakref.WeakKeyDictionary()
-"""The random name of each engine's run. Copies of engines get names of their own."""
-
-
-def warn_on_unaccounted_weights(network: nn.Module, engine: CheckpointMixin) -> None:
-    """Marks the state dicts of a network, and warns of loaded weights without their account.
+def warn_on_unaccounted_weights(network: nn.Module) -> None:
+    """Marks the state dicts of a private network, and warns of weights without their account.
 
     Args:
         network: The network itself, not a wrapper.
-        engine: The engine that accounts for it. A later engine replaces an earlier one.
     """
     if _mark not in network._state_dict_hooks.values():
         network.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
         network.register_load_state_dict_pre_hook(_warn_before_load)  # type: ignore[no-untyped-call]
-    _ENGINES[network] = weakref.ref(engine)
 
 
 def _accounted(network: nn.Module) -> dict[str, int] | None:
-    """Returns how many rounds the network's engine has accounted, by run; None without one."""
-    engine = _ENGINES.get(network, lambda: None)()
-    if engine is None:
+    """Returns how many rounds a private network's account holds, by run; None without one."""
+    owner = vars(network).get(OWNER)  # which a copy of the network does not have
+    if owner is None:
         return None
-    name = _RUNS.setdefault(engine, secrets.token_hex(16))
-    rounds = sum(steps for *_, steps in engine.accountant.history)
+    accountant = owner.accountant
+    rounds = sum(steps for *_, steps in accountant.history)
     # After a fork both processes go on from the same rounds, and release different ones.
-    return {**engine.loaded_runs, f"{name}-{os.getpid()}": rounds}
+    return {**accountant.loaded_runs, f"{accountant.run_name}-{os.getpid()}": rounds}
 
 
 def _mark(network: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import secrets
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +72,6 @@ from opacus_shuffle.engine.guards.network_checks import (
 )
 from opacus_shuffle.engine.guards.raw_gradients import exclude_records
 from opacus_shuffle.engine.schemes import scheme_class
-from opacus_shuffle.engine.schemes.base import SKIPPED
 from opacus_shuffle.engine.step.ghost_loss import GhostCriterion, attach_passes
 from opacus_shuffle.engine.step.weight_shuffler import make_plain, make_shuffled
 from opacus_shuffle.engine.step.weight_shuffling import WeightShuffling, find_spec
@@ -162,8 +162,10 @@ class PrivacyEngine(CheckpointMixin):
                 "PrivacyEngine(accountant=...)"
             )
         self.__dict__["accountant"] = accountant
-        # What reports mention; Opacus's own accountants have no attributes for it.
+        # What reports mention, and how state dicts name the run (see checkpoints.py). Opacus's own
+        # accountants have no attributes for it.
         facts = {"rewound": 0, "predictable": (), "unchecked": ()}
+        facts |= {"run_name": secrets.token_hex(16), "loaded_runs": {}}
         vars(accountant).update({**facts, **vars(accountant)})
 
     def make_private(  # type: ignore[override]
@@ -355,7 +357,7 @@ class PrivacyEngine(CheckpointMixin):
             training_check.checked = training_check.checked and modes_of(unwrap(module))
         for part in (module, model):
             exclude_records(part)
-        warn_on_unaccounted_weights(unwrap(module), self)
+        warn_on_unaccounted_weights(unwrap(module))
         self.runs += 1
         self.num_users = scheme.sampling.num_users
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
@@ -507,7 +509,7 @@ class PrivacyEngine(CheckpointMixin):
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         skipped = [
-            SKIPPED
+            "skipped_batches"
             for reference in self.tickets
             if (book := reference()) and book.passes_with_skips(at_step=False)
         ]

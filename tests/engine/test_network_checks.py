@@ -13,6 +13,7 @@ import torch
 from helpers.private_runs import Run
 from helpers.toy import here, make_toy
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -44,10 +45,14 @@ def test_embeddings_that_a_forward_pass_rescales_are_refused(accountant, frozen)
     network[0].requires_grad_(not frozen)
     data = TensorDataset(torch.randint(0, 9, (24, 3)), torch.randint(0, 3, (24,)))
     before = network[0].weight.detach().clone()
+    toy = {"module": network, "data_loader": DataLoader(data, batch_size=6)}
     said = "module has embeddings with max_norm at 0: every forward pass rescales"
     with pytest.raises(ValueError, match=said):
-        Run(accountant, toy={"module": network, "data_loader": DataLoader(data, batch_size=6)})
+        Run(accountant, toy=toy)
     assert torch.equal(network[0].weight, before)
+    network[0].max_norm, network[0].sparse = None, True
+    with pytest.raises(ValueError, match=r"with sparse at 0: .*set sparse to False"):
+        Run(accountant, "ghost", toy=toy)
 
 
 WITHOUT_EMPTY_ONES = {  # batches with something that is neither a tensor nor text
@@ -67,6 +72,20 @@ def test_batches_that_cannot_be_empty_are_refused_where_some_will_be(kind):
     with pytest.raises(ValueError, match=said):
         private(data_loader=loader)
     private("subsampled_shuffle", data_loader=loader)  # none is empty
+
+
+def test_records_of_a_class_of_one_s_own_train_with_their_own_collate_function():
+    """Opacus's loader would read each record as a sequence."""
+
+    class Record:
+        def __init__(self, pair):
+            self.pair = pair
+
+    records = [Record(pair) for pair in make_toy()["data_loader"].dataset]
+    loader = DataLoader(
+        records, batch_size=6, collate_fn=lambda rows: default_collate([row.pair for row in rows])
+    )
+    assert Run("shuffled_checkin", toy={"data_loader": loader}).train().accounted == 4
 
 
 class Named(NamedTuple):
@@ -273,6 +292,22 @@ def test_parameters_that_were_thawed_since_are_named(mode):
     ):
         run.step()
     assert Run(mode=mode, toy={"module": run.model.to_standard_module()}).train().accounted == 4
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ew", "no wrapper"])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3), r"0\.weight_orig"),
+        (lambda layer: layer.register_parameter("lora", nn.Parameter(layer.weight)), r"0\.lora"),
+    ],
+    ids=["pruned", "adapter"],
+)
+def test_parameters_that_were_added_or_renamed_since_are_named(mode, change, name):
+    run = Run(mode=mode)
+    change(run.network[0])
+    with run.refused(rf"for {name}: .*added, renamed \(as by pruning\)", goes_on=False):
+        run.step()
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])

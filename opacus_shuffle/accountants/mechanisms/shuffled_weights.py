@@ -89,7 +89,7 @@ class ShuffledWeights(Mechanism):
                 "noise in parameters that are not permuted (WS Algorithm 1, line 16)"
             )
 
-    def with_noise(self, noise_multiplier: float) -> Mechanism:
+    def with_noise(self, noise_multiplier: float) -> ShuffledWeights:
         """Returns the same step at another σ, σ₀ in proportion."""
         stays = self.unshuffled_noise_multiplier
         if stays is not None and noise_multiplier != self.noise_multiplier:

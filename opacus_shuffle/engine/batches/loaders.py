@@ -15,7 +15,7 @@ batches contain text or named tuples, it fails in the middle of an epoch.
 >>> [loader.tickets.fresh().size for _ in loader]
 [4, 4, 4]
 >>> loader = DataLoader([{"x": torch.ones(3), "text": "a record"}] * 40, batch_size=4)
->>> private = DPDataLoader.from_data_loader(loader)
+>>> private = copy.copy(loader)
 >>> prepare_empty_batches(private, loader, SamplingPlan("poisson", 40, 10, 4, 0.1))
 >>> empty = private.collate_fn([])
 >>> empty["x"].shape, empty["text"]
@@ -247,21 +247,34 @@ def without_records(batch: Any, axis: int, path: str = "") -> Any:
     raise ValueError(f"a {type(batch).__name__} at a batch{path}")
 
 
-def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: SamplingPlan) -> None:
-    """Sets the first batch of a loader of Poisson batches, from which it makes empty ones.
+def prepare_empty_batches(
+    loader: DataLoader,
+    original: DataLoader,
+    sampling: SamplingPlan,
+    *,
+    batch_first: bool = True,
+    rand_on_empty: bool = False,
+) -> None:
+    """Lets a loader of Poisson batches collate batches of no records, as Opacus's loader does.
+
+    Opacus's own constructor would read each record as a sequence.
 
     Args:
-        loader: A loader of Opacus's; others are not changed.
-        original: The user's loader.
+        loader: A copy of the user's loader, which is changed.
+        original: The user's loader, whose first batch gives empty ones their form.
         sampling: How batches are drawn.
+        batch_first: Whether the first axis of a batch is that of its records.
+        rand_on_empty: Whether an empty batch is replaced by random numbers.
 
     Raises:
         ValueError: Batches cannot be emptied, and some will be empty.
     """
-    collate: Any = loader.collate_fn
-    if not isinstance(collate, CollateFnWithEmpty) or collate.first_batch is not None:
-        return
-    collate.__class__ = CollateText
+    # A loader of an earlier call has such a collate function already.
+    collate_records = getattr(original.collate_fn, "wrapped_collator_fn", original.collate_fn)
+    collate = CollateText(collate_records, batch_first, rand_on_empty)
+    # What Opacus's loader has; DataLoader itself forbids to change some of it.
+    vars(loader).update(collate_fn=collate, batch_size=None, drop_last=False)
+    vars(loader)["sample_rate"] = sampling.sample_rate
     try:
         collate.first_batch = first_records(original)
     except Exception:  # the first batch of training sets it

@@ -102,6 +102,10 @@ class Ranks:
                 )
 
 
+ALONE = Ranks()
+"""A single process."""
+
+
 def add_up(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Adds up a tensor over all ranks, on the device that their process group works on."""
     here = numbers.to(device)

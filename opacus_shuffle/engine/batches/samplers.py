@@ -43,14 +43,12 @@ from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.core.participation import allocate, bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator, renew_after_fork
 from opacus_shuffle.core.validation import integer
-from opacus_shuffle.engine.batches.ranks import Ranks
+from opacus_shuffle.engine.batches.ranks import ALONE, Ranks
 from opacus_shuffle.engine.batches.tickets import Pass, Ticket
 
 Kind = Literal["poisson", "fixed_size", "random_allocation", "own"]
 INDEPENDENT: tuple[Kind, ...] = ("poisson", "random_allocation")
 """Kinds of sampling with an independent draw for each record: batch sizes are random and secret."""
-
-ALONE = Ranks()
 
 
 class TicketedSampler(Sampler[Any]):

@@ -34,7 +34,8 @@ from opacus_shuffle.networks.running import results
 
 REMEDY = (
     "iterate over the data loader that make_private returned, and step once on each batch, before "
-    "the next one is drawn"
+    "the next one is drawn (for Lightning, accelerate and transformers' Trainer, use "
+    "opacus_shuffle.integrations)"
 )
 
 

@@ -41,6 +41,7 @@ from opacus_shuffle.core.opacus_compat import (
 )
 from opacus_shuffle.engine.batches.tickets import REMEDY, TicketBook
 from opacus_shuffle.engine.guards.raw_gradients import (
+    OWNER,
     check_second_expansion,
     check_second_pass,
     names_of,
@@ -91,7 +92,7 @@ def check_network(
     network = unwrap(module)
     check_earlier_runs(module, trained, accountant)
     check_attention(network)
-    check_embeddings(network)
+    check_embeddings(network, grad_sample_mode)
     if grad_sample_mode == "ghost":  # which divides by no more than the number of records
         check_ghost_ties(network)
     else:
@@ -112,24 +113,35 @@ def check_network(
     return check
 
 
-def check_embeddings(network: nn.Module) -> None:
-    """Refuses embeddings with ``max_norm``, which write to the rows of the batch's tokens.
+def check_embeddings(network: nn.Module, grad_sample_mode: str) -> None:
+    """Refuses embeddings with options that training cannot keep private or cannot sum.
+
+    Args:
+        network: The network; its frozen embeddings are checked, too.
+        grad_sample_mode: How each record's gradient is found.
 
     Raises:
-        ValueError: There are some, trained or frozen.
+        ValueError: There are some.
     """
-    named = [
-        name or "the module itself"
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    ]
-    if named:
-        raise ValueError(
-            f"module has embeddings with max_norm at {', '.join(named)}: every forward pass "
-            "rescales the rows of the batch's tokens without noise, so that the weights reveal "
-            "these tokens; set max_norm to None, and if you need bounded rows, bound all of them "
-            "between epochs"
+    refused = {
+        "max_norm": "every forward pass rescales the rows of the batch's tokens without noise, so "
+        "that the weights reveal these tokens; set max_norm to None, and if you need bounded rows, "
+        "bound all of them between epochs"
+    }
+    if grad_sample_mode == "ghost":
+        refused["sparse"] = (
+            "ghost clipping adds dense gradients to their sparse ones; set sparse to False, which "
+            "gives the same sums, or use grad_sample_mode='hooks'"
         )
+    for option, why in refused.items():
+        named = [
+            name or "the module itself"
+            for name, module in network.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and getattr(module, option) not in (None, False)
+        ]
+        if named:
+            raise ValueError(f"module has embeddings with {option} at {', '.join(named)}: {why}")
 
 
 def check_denominators(network: nn.Module, criterion: Any) -> None:
@@ -229,30 +241,40 @@ def explain_missing_calls(module: Any) -> None:
     Args:
         module: Opacus's wrapper or hooks.
     """
-    watched, hook = module, check_second_expansion
+    if not watches_gradients(module):
+        return
+    network, checks = wrapped_network(module), [(module, check_hooked)]
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = types.MethodType(_rearranged, module)
-        watched, hook = wrapped_network(module), check_hooked
-    if watches_gradients(module) and hook not in watched._forward_pre_hooks.values():
-        watched.register_forward_pre_hook(hook)
+        checks.append((network, check_hooked))
+    else:
+        checks.append((module, check_second_expansion))
+    for watched, check in checks:
+        if isinstance(watched, nn.Module) and check not in watched._forward_pre_hooks.values():
+            watched.register_forward_pre_hook(check)
 
 
 def check_hooked(module: nn.Module, _: Any) -> None:
-    """Refuses, as a hook before a forward pass, to train parameters that have no hooks of Opacus.
+    """Refuses, as a hook before a forward pass, to train parameters without per-record gradients.
 
     Raises:
-        ValueError: There are some. They are those of a copy, or were added or thawed later.
+        ValueError: There are some. They are those of a copy, or were added or thawed later, as an
+            adapter or pruning does.
     """
-    if not (module.training and torch.is_grad_enabled()):
+    network = unwrap(module)
+    if not (network.training and torch.is_grad_enabled()):
         return
-    if unknown := unknown_to_hooks(module):
+    # Pruning renames a parameter and computes another tensor from it.
+    names = getattr(vars(network).get(OWNER), "names", None)
+    changed = [p for name, p in network.named_parameters() if names and names.get(id(p)) != name]
+    if unknown := dict.fromkeys((*changed, *unknown_to_hooks(network).values())):
         raise ValueError(
-            f"no gradients per record are computed for {names_of(unknown.values())}: this "
-            f"{type(module).__name__} is a copy of a private network, or these parameters were "
-            "added or thawed after make_private; train the network that make_private returned (use "
-            "copies under torch.no_grad() or in evaluation mode, and load their state_dict into a "
-            "new network to train them), and add parameters before make_private, or freeze them; "
-            "model.to_standard_module() ends the private run"
+            f"no gradients per record are computed for {names_of(unknown)}: this "
+            f"{type(network).__name__} is a copy of a private network, or these parameters were "
+            "added, renamed (as by pruning) or thawed after make_private; train the network that "
+            "make_private returned (use copies under torch.no_grad() or in evaluation mode, and "
+            "load their state_dict into a new network to train them), and add adapters or prune "
+            "before make_private, or freeze them; model.to_standard_module() ends the private run"
         )
 
 

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -30,7 +29,7 @@ from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import SecretGenerator, is_secret, seeded_generator
-from opacus_shuffle.core.validation import check_unregistered, noise_level, one_of
+from opacus_shuffle.core.validation import check_unregistered, noise_level, not_negative, one_of
 from opacus_shuffle.engine.batches.loaders import (
     TicketedDPDataLoader,
     prepare_empty_batches,
@@ -52,16 +51,14 @@ from opacus_shuffle.engine.batches.tickets import TicketBook
 from opacus_shuffle.engine.guards.network_checks import watch_inputs
 from opacus_shuffle.engine.guards.raw_gradients import protect
 from opacus_shuffle.engine.step.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
-from opacus_shuffle.engine.step.noise import ClippedSumNoise, Noise, noise_for
+from opacus_shuffle.engine.step.noise import Noise, noise_for
 from opacus_shuffle.engine.step.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
 from opacus_shuffle.engine.step.weight_shuffler import start_shuffling
-from opacus_shuffle.engine.step.weight_shuffling import BatchClipPlan, WeightShuffling
+from opacus_shuffle.engine.step.weight_shuffling import WeightShuffling
 from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 
-SKIPPED = "the assumption that skipped batches were skipped independently of their content"
-"""What an account assumes if a batch was skipped: drawn, and no step taken on it."""
 OPTION_OWNERS = {
     "aggregator": "shuffled_sums",
     "sampling": "shuffled_sums",
@@ -93,7 +90,6 @@ class Scheme:
         sampling: How batches are drawn.
         noise_multiplier: σ, as the optimizer has it.
         spec: Which weights are shuffled; None for none.
-        batch_clip: How the sum of a batch is clipped; None for no clipping.
     """
 
     mechanisms: ClassVar[tuple[type[Mechanism], ...]] = ()
@@ -103,7 +99,6 @@ class Scheme:
     sampling: SamplingPlan
     noise_multiplier: float
     spec: PermutationSpec | None = None
-    batch_clip: BatchClipPlan | None = None
     _by_mechanism: ClassVar[dict[type[Mechanism], type[Scheme]]] = {}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -310,21 +305,24 @@ class Scheme:
             raise ValueError(
                 "noise_multiplier is missing: pass it, or call make_private_with_epsilon"
             )
-        return noise_level("noise_multiplier", noise_multiplier)
+        # Opacus allows 0.
+        check = noise_level if self.mechanisms else not_negative
+        return check("noise_multiplier", noise_multiplier)
 
     def plan_batch_clip(self, module: nn.Module, noise_multiplier: float | None) -> None:
-        """Plans how a batch's sum is clipped, in ``batch_clip``: by default not at all.
+        """Plans how the sum of shuffled weights is clipped: by default not at all.
 
         Args:
             module: The network, maybe in a wrapper.
             noise_multiplier: σ; None if it is found later.
-        """
-        self.check_shuffling("batch_clip", "unshuffled_noise_multiplier")
 
-    def check_shuffling(self, *names: str) -> None:
-        """Refuses fields of ``WeightShuffling`` that mean nothing to the accountant."""
-        remedy = f"does not go with accountant {self.name!r}: use accountant='shuffled_fw'"
-        self.shuffling.check_absent(names, remedy)
+        Raises:
+            ValueError: If a setting of the clipping was passed.
+        """
+        self.shuffling.check_absent(
+            ("batch_clip", "unshuffled_noise_multiplier"),
+            f"does not go with accountant {self.name!r}: use accountant='shuffled_fw'",
+        )
 
     def calibrate(self, budget: Budget) -> float:
         """Returns the smallest noise multiplier within a budget.
@@ -401,17 +399,16 @@ class Scheme:
             # Opacus's own accountants let users train on any batches.
             return ticketed_copy(loader, tickets) if self.mechanisms else loader
         if plan.kind in INDEPENDENT:
-            private = DPDataLoader.from_data_loader(
-                loader,
-                generator=engine.secure_rng,
-                distributed=self.ranks.distributed,
-                batch_first=batch_first,
-                rand_on_empty=rand_on_empty,
-            )
-            prepare_empty_batches(private, loader, plan)
+            if self.is_opacus:
+                # Opacus reads the first record twice, which may draw random numbers.
+                _ = loader.dataset[0], loader.dataset[0]
             engine.tickets = (*engine.tickets, weakref.ref(tickets))
             sampler = self.independent_sampler(generator)
-            return with_batch_sampler(private, sampler, tickets, TicketedDPDataLoader)
+            private = with_batch_sampler(loader, sampler, tickets, TicketedDPDataLoader)
+            prepare_empty_batches(
+                private, loader, plan, batch_first=batch_first, rand_on_empty=rand_on_empty
+            )
+            return private
         fixed = FixedSizeSampler(
             num_samples=plan.num_users,
             batch_size=plan.batch_size,
@@ -437,8 +434,13 @@ class Scheme:
         )
 
     def sampling_generator(self, loader_generator: Any) -> torch.Generator | None:
-        """Returns the generator that draws the batches, by default a secret one."""
+        """Returns the generator that draws the batches, by default a secret one.
+
+        In runs that are Opacus's it is the loader's, or None for PyTorch's own.
+        """
         ranks, engine = self.ranks, self.engine
+        if self.is_opacus and not ranks.distributed:
+            return loader_generator  # type: ignore[no-any-return]
         if engine.secure_mode:
             return engine.secure_rng  # type: ignore[no-any-return]
         secret = isinstance(loader_generator, SecretGenerator)
@@ -450,10 +452,6 @@ class Scheme:
             shared = SecretGenerator(key=key, secret=True)
             return shared if engine.seed is None else self.fresh_generator("participation")
         return self.fresh_generator(ranks.named("participation"))
-
-    def noise_generator(self) -> torch.Generator | None:
-        """Returns the generator of the noise, if the user passed none."""
-        return self.fresh_generator(self.ranks.named("noise"), self.noise_device(None))
 
     def fresh_generator(self, use: str, device: torch.device | str = "cpu") -> torch.Generator:
         """Returns a new secret generator, or a repeatable one if the engine has a seed."""
@@ -475,30 +473,27 @@ class Scheme:
         adaptive = isinstance(clipping, AdaptiveClipping)
         clipping, noise = self.strategies(clipping)
         generator = self.engine.secure_rng if secure else noise_generator
+        if generator is None and not self.is_opacus:  # which draws from PyTorch's own
+            device = self.noise_device(None)
+            generator = self.fresh_generator(self.ranks.named("noise"), device)
         return (AdaptivePrivateOptimizer if adaptive else PrivateOptimizer)(
             getattr(optimizer, "original_optimizer", optimizer),
             clipping=clipping,
             noise=noise,
-            distributed=distributed,
+            ranks=self.ranks,
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.max_grad_norm,
             # A public number, by which sums are divided.
             expected_batch_size=self.sampling.batch_size / self.ranks.size,
             loss_reduction=loss_reduction,
-            generator=self.noise_generator() if generator is None else generator,
+            generator=generator,
             secure_mode=secure,
             **self.adaptive,
         )
 
     def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
         """Returns how the optimizer clips and what noise it adds."""
-        noise, plan = noise_for(self.clipping, local_noise=self.local_noise), self.batch_clip
-        if plan is not None and plan.parameters:
-            ratio = plan.unshuffled_noise_ratio or 1.0
-            noise = ClippedSumNoise(
-                noise, plan.parameters, batch_clip=plan.batch_clip, noise_ratio=ratio
-            )
-        return clipping, noise
+        return clipping, noise_for(self.clipping, local_noise=self.local_noise)
 
     # ---- attach: what runs at every step -----------------------------------------------------
 
@@ -606,4 +601,4 @@ class Scheme:
                 stacklevel=6,
             )
         accountant = self.accountant
-        accountant.unchecked = tuple(dict.fromkeys((*accountant.unchecked, SKIPPED)))
+        accountant.unchecked = tuple(dict.fromkeys((*accountant.unchecked, "skipped_batches")))

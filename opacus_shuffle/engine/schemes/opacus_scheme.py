@@ -18,12 +18,11 @@ from typing import Any, ClassVar
 
 import torch
 from opacus.accountants.utils import get_noise_multiplier
-from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants.opacus_report import NORMS_UNSEEN, OWN_BATCHES, UNPROVED
+from opacus_shuffle.accountants.opacus_report import UNPROVED
+from opacus_shuffle.accountants.report import UNCHECKED
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
-from opacus_shuffle.core.validation import not_negative
 from opacus_shuffle.engine.batches.samplers import (
     ExactPoissonSampler,
     Kind,
@@ -34,7 +33,6 @@ from opacus_shuffle.engine.batches.samplers import (
 )
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.step.weight_shuffling import plan_batch_clip
 from opacus_shuffle.engine.training_plan import MODES, Budget
 
 LARGEST_TARGET = 1e6
@@ -85,24 +83,6 @@ class OpacusScheme(Scheme):
             )
         return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
 
-    def plan_noise(self, noise_multiplier: float | None) -> float:
-        """Returns the noise multiplier; Opacus allows 0."""
-        if noise_multiplier is None:
-            return super().plan_noise(noise_multiplier)  # which says that it is missing
-        return not_negative("noise_multiplier", noise_multiplier)
-
-    def plan_batch_clip(self, module: nn.Module, noise_multiplier: float | None) -> None:
-        """Plans the clipping of sums if ``shuffle_weights`` has a ``batch_clip``."""
-        self.check_shuffling("unshuffled_noise_multiplier")
-        if self.spec is not None and self.shuffling.batch_clip is not None:
-            self.batch_clip = plan_batch_clip(
-                self.shuffling,
-                self.spec,
-                module,
-                max_grad_norm=self.max_grad_norm,
-                trained=self.trained,
-            )
-
     def calibrate(self, budget: Budget) -> float:
         """Returns Opacus's noise multiplier, for no fewer steps than will run."""
         if (budget.bound, budget.adjacency) != ("certified", "zero_out"):
@@ -148,13 +128,14 @@ class OpacusScheme(Scheme):
         engine = self.engine
         pytorch_noise = self.is_opacus and noise_generator is None
         engine.pytorch_noise = engine.pytorch_noise or pytorch_noise
-        reasons = [OWN_BATCHES] * (self.sampling.kind == "own")
-        reasons += [NORMS_UNSEEN] * (self.clipping == "adaptive")
+        reasons = ["own_batches"] * (self.sampling.kind == "own")
+        reasons += ["seen_norms"] * (self.clipping == "adaptive")
         accountant = self.accountant
         accountant.unchecked = tuple(dict.fromkeys((*accountant.unchecked, *reasons)))
         for reason in reasons:
             warnings.warn(
-                f"{self.name} assumes {reason}, so that its ε is no guarantee; {UNPROVED[reason]}",
+                f"{self.name} assumes {UNCHECKED[reason]}, so that its ε is no guarantee; "
+                f"{UNPROVED[reason]}",
                 PrivacyAssumptionWarning,
                 stacklevel=4,
             )
@@ -175,16 +156,6 @@ class OpacusScheme(Scheme):
             generator=generator,
             **({"ranks": self.ranks} if exact else {}),
         )
-
-    def sampling_generator(self, loader_generator: Any) -> torch.Generator | None:
-        """Returns Opacus's generator: the loader's, or None for PyTorch's own."""
-        if self.is_opacus and not self.ranks.distributed:
-            return loader_generator  # type: ignore[no-any-return]
-        return super().sampling_generator(loader_generator)
-
-    def noise_generator(self) -> torch.Generator | None:
-        """Returns None, for PyTorch's own generator, where Opacus would."""
-        return None if self.is_opacus else super().noise_generator()
 
     def record(self, optimizer: PrivateOptimizer) -> None:
         """Records the step with Opacus's accountant, at the rate of Opacus's own hook."""

@@ -34,6 +34,7 @@ from opacus.optimizers import AdaClipDPOptimizer
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum
 from opacus_shuffle.core.randomness import SecretGenerator, renew_after_fork
 from opacus_shuffle.core.validation import integer
+from opacus_shuffle.engine.batches.ranks import ALONE, Ranks
 from opacus_shuffle.engine.batches.tickets import TicketBook
 from opacus_shuffle.engine.guards.raw_gradients import names_of
 from opacus_shuffle.engine.step.clipping import Clipping, FlatClipping, version_of
@@ -47,7 +48,7 @@ class PrivateOptimizer(OpenOptimizer):
         optimizer: The plain optimizer inside, which makes the update.
         clipping: How records' gradients become a sum; by default flat clipping.
         noise: What is added to the sum; by default Opacus's Gaussian noise.
-        distributed: Whether ranks train copies of the network, whose releases are added up.
+        ranks: The processes that train copies of the network, whose releases are added up.
         **keywords: As Opacus's: ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``,
             ``loss_reduction``, ``generator``, ``secure_mode``. A list of norms is one for each
             parameter.
@@ -62,7 +63,6 @@ class PrivateOptimizer(OpenOptimizer):
             call.
         released: The gradients that this step has released for the update, with their versions.
         training_check: Checks the network when its modes have changed; None for no check.
-        rank: The rank of this process.
     """
 
     generator: torch.Generator | None
@@ -71,8 +71,6 @@ class PrivateOptimizer(OpenOptimizer):
     num_records: int = 0
     released: Mapping[torch.Tensor, tuple[Any, int]] = types.MappingProxyType({})
     training_check: Any = None
-    rank: int = 0
-    world_size: int = 1
     planned_rounds: float = math.inf
     before_release: Callable[[], Any] | None = None
     _account: Callable[[Any], Any] | None = None
@@ -86,7 +84,7 @@ class PrivateOptimizer(OpenOptimizer):
         *,
         clipping: Clipping | None = None,
         noise: Noise | None = None,
-        distributed: bool = False,
+        ranks: Ranks = ALONE,
         max_grad_norm: Any,
         **keywords: Any,
     ) -> None:
@@ -96,10 +94,7 @@ class PrivateOptimizer(OpenOptimizer):
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **keywords)
         self.clipping = FlatClipping() if clipping is None else clipping
         self.noise = GaussianNoise() if noise is None else noise
-        self.distributed = distributed
-        if distributed:
-            self.rank = torch.distributed.get_rank()
-            self.world_size = torch.distributed.get_world_size()
+        self.rank, self.world_size, self.distributed = ranks.rank, ranks.size, ranks.distributed
         self.planned: tuple[torch.Tensor, ...] = tuple(self.params)
         renew_after_fork(self)
         self._divisor = self.expected_batch_size

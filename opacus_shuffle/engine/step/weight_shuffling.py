@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +34,8 @@ MOST_REASONS = 3
 class WeightShuffling:
     """The settings of ``make_private(shuffle_weights=...)``. True means ``WeightShuffling()``.
 
-    The last two fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1.
+    The last two fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1. They
+    go with ``shuffled_fw`` only.
 
     Attributes:
         groups: What moves. True, the same as ``"residual"``, for every permutation that
@@ -44,12 +44,11 @@ class WeightShuffling:
             nothing; with ``shuffled_fw`` it asks for plain DP-SGD.
         generator: A generator on the CPU. By default a secret one, from the operating system.
         batch_clip: c′, the norm to which the **sum** of the shuffled parameters' gradients is
-            clipped before the noise is added (line 12), in the units of ``max_grad_norm``. With
-            ``shuffled_fw`` the default is ``max_grad_norm``, which scales a batch's sum down to the
-            size of one record's gradient. ``math.inf`` clips nothing, and then WS Theorem 6 gains
-            nothing. With Opacus's accountants the default is no clipping.
-        unshuffled_noise_multiplier: ``shuffled_fw`` only: σ₀ ≥ σ, for parameters that are not
-            shuffled (line 16). The default is σ.
+            clipped before the noise is added (line 12), in the units of ``max_grad_norm``. The
+            default is ``max_grad_norm``, which scales a batch's sum down to the size of one
+            record's gradient. ``math.inf`` clips nothing, and then WS Theorem 6 gains nothing.
+        unshuffled_noise_multiplier: σ₀ ≥ σ, for parameters that are not shuffled (line 16). The
+            default is σ.
 
     Raises:
         ValueError: If a field is out of range.
@@ -96,87 +95,6 @@ class WeightShuffling:
         ]
         if given:
             raise ValueError(f"{', '.join(given)} {why}")
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchClipPlan:
-    """How a batch's sum is clipped before the noise is added (WS Algorithm 1, lines 12 to 16).
-
-    Attributes:
-        parameters: The trainable parameters that are shuffled.
-        dimension: WS's d, the number of their entries that move.
-        clip: c, the clipping norm of one record's gradient.
-        batch_clip: c′, the clipping norm of their sum; infinite for no clipping.
-        unshuffled_noise_ratio: σ₀/σ of trainable parameters that stay; None if there are none.
-        orbit: The size of the smallest orbit of an entry of a shuffled parameter; None without any.
-    """
-
-    parameters: tuple[torch.Tensor, ...]
-    dimension: int
-    clip: float
-    batch_clip: float
-    unshuffled_noise_ratio: float | None
-    orbit: int | None = None
-
-
-def plan_batch_clip(
-    shuffling: WeightShuffling,
-    spec: PermutationSpec,
-    module: nn.Module,
-    *,
-    trained: Sequence[torch.Tensor],
-    max_grad_norm: float | Sequence[float],
-    noise_multiplier: float | None = None,
-) -> BatchClipPlan:
-    """Plans the clipping of the shuffled parameters' sum, by default to one record's norm.
-
-    The arguments are those of ``make_private``. ``trained`` are the parameters that the optimizer
-    trains; ``noise_multiplier`` is σ of the shuffled parameters, None while it is unknown.
-    """
-    identities = set(map(id, trained))
-    tensors = spec.tensors(unwrap(module)).items()
-    moving = {key: tensor for key, tensor in tensors if id(tensor) in identities}
-    if not moving:
-        raise ValueError(
-            "shuffle_weights permutes no trainable parameter: unfreeze some, or use another "
-            "accountant"
-        )
-    some_stay = not identities <= set(map(id, moving.values()))
-    unshuffled = shuffling.unshuffled_noise_multiplier
-    if unshuffled is not None and not some_stay:
-        raise ValueError(
-            f"unshuffled_noise_multiplier={unshuffled!r} applies to parameters that stay, and all "
-            "are shuffled: leave it out"
-        )
-    clip = whole_norm(max_grad_norm)
-    return BatchClipPlan(
-        parameters=tuple(moving.values()),
-        dimension=sum(
-            round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items()
-        ),
-        clip=clip,
-        batch_clip=clip if shuffling.batch_clip is None else float(shuffling.batch_clip),
-        unshuffled_noise_ratio=noise_ratio(noise_multiplier, unshuffled) if some_stay else None,
-        orbit=min(spec.smallest_orbit(key) for key in moving),
-    )
-
-
-def noise_ratio(noise_multiplier: float | None, unshuffled: float | None) -> float:
-    """Returns σ₀/σ, rounded up; 1 if either is unknown."""
-    if unshuffled is None or noise_multiplier is None:
-        return 1.0
-    if noise_level("unshuffled_noise_multiplier", unshuffled) < noise_multiplier:
-        raise ValueError(
-            f"unshuffled_noise_multiplier must be at least noise_multiplier={noise_multiplier}, "
-            f"got {unshuffled}: the certified epsilon depends on it"
-        )
-    return max(1.0, unshuffled / noise_multiplier * (1 + 1e-12))
-
-
-def whole_norm(max_grad_norm: float | Sequence[float]) -> float:
-    """Returns the clipping norm of one record's whole gradient, over all parameters."""
-    norms = max_grad_norm if isinstance(max_grad_norm, list | tuple) else [max_grad_norm]
-    return math.hypot(*(positive("max_grad_norm", norm) for norm in norms))
 
 
 def find_spec(
