@@ -79,7 +79,7 @@ def build(name: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 def measure(name: str, task: str, batch: int) -> tuple[float, float]:
     """Returns CPU seconds and the peak memory in MiB."""
     import opacus_shuffle
-    from opacus_shuffle.engine.step.weight_shuffling import WeightShuffling, find_spec
+    from opacus_shuffle.engine.step.weight_shuffler import WeightShuffling, find_spec
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

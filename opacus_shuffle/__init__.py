@@ -44,8 +44,7 @@ if TYPE_CHECKING:
         PrivacyBound,
     )
     from opacus_shuffle.engine.privacy_engine import PrivacyEngine
-    from opacus_shuffle.engine.step.weight_shuffler import ShuffleGradSampleModule
-    from opacus_shuffle.engine.step.weight_shuffling import WeightShuffling
+    from opacus_shuffle.engine.step.weight_shuffler import ShuffleGradSampleModule, WeightShuffling
     from opacus_shuffle.networks.position_ids import prepare_model
     from opacus_shuffle.networks.token_loss import token_loss
     from opacus_shuffle.permutation import PermutationSpec, find_permutations
@@ -98,8 +97,7 @@ _HOMES = {
     "networks.position_ids": "prepare_model",
     "networks.token_loss": "token_loss",
     "engine.privacy_engine": "PrivacyEngine",
-    "engine.step.weight_shuffler": "ShuffleGradSampleModule",
-    "engine.step.weight_shuffling": "WeightShuffling",
+    "engine.step.weight_shuffler": "ShuffleGradSampleModule WeightShuffling",
     "permutation.find": "find_permutations",
     "permutation.spec": "PermutationSpec",
     "protocols.vector_sum": "ShuffleVectorSum",

@@ -66,21 +66,21 @@ from opacus_shuffle.engine.checkpoints import (
     warn_on_unaccounted_weights,
 )
 from opacus_shuffle.engine.guards.network_checks import (
+    ADAPTIVE,
+    check_arguments,
     check_network,
     check_supported,
     explain_missing_calls,
 )
 from opacus_shuffle.engine.guards.raw_gradients import exclude_records
 from opacus_shuffle.engine.schemes import scheme_class
+from opacus_shuffle.engine.schemes.base import Budget
 from opacus_shuffle.engine.step.ghost_loss import GhostCriterion, attach_passes
-from opacus_shuffle.engine.step.weight_shuffler import make_plain, make_shuffled
-from opacus_shuffle.engine.step.weight_shuffling import WeightShuffling, find_spec
-from opacus_shuffle.engine.training_plan import (
-    ADAPTIVE,
-    Budget,
-    check_arguments,
-    check_norms,
-    trained_parameters,
+from opacus_shuffle.engine.step.weight_shuffler import (
+    WeightShuffling,
+    find_spec,
+    make_plain,
+    make_shuffled,
 )
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.training_check import modes_of
@@ -265,10 +265,12 @@ class PrivacyEngine(CheckpointMixin):
         # Check what does not depend on the accountant.
         allowed = ADAPTIVE if clipping == "adaptive" else ()
         self._refuse_unknown({name: adaptive[name] for name in adaptive if name not in allowed})
-        check_arguments(
+        trained = check_arguments(
             module,
             optimizer,
             data_loader,
+            max_grad_norm=max_grad_norm,
+            clipping=clipping,
             criterion=criterion,
             batch_first=batch_first,
             loss_reduction=loss_reduction,
@@ -279,8 +281,6 @@ class PrivacyEngine(CheckpointMixin):
             rand_on_empty=rand_on_empty,
             local_noise=local_noise,
         )
-        trained = trained_parameters(optimizer)
-        check_norms(max_grad_norm, clipping, len(trained))
         # Check and plan what depends on it: batches, noise, and the clipping of sums.
         scheme = scheme_class(self.accountant)(
             self,

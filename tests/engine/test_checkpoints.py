@@ -266,8 +266,6 @@ def test_half_a_file_is_refused_wherever_it_ends(legacy, tmp_path):
         with pytest.raises(ValueError, match=r"path must be a checkpoint.*run\.pt.*an earlier one"):
             other.load(path)
         assert contents(other) == before
-    path.write_bytes(whole)
-    other.engine.load_checkpoint(path=path, module=other.model)
 
 
 # ---- loading runs no code -------------------------------------------------------------------

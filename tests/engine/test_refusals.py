@@ -295,15 +295,6 @@ def test_bad_arguments_are_named_and_nothing_is_half_changed(name, change, match
         assert Run("shuffled_checkin", toy=toy, **LOCAL).train().accounted == 4
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WeightShuffling)])
-def test_a_field_of_the_record_that_is_passed_as_a_keyword_is_shown_its_place(field):
-    said = rf"did you mean shuffle_weights=WeightShuffling\({field}=\.\.\.\)"
-    with pytest.raises(ValueError, match=said):
-        PrivacyEngine(accountant="rdp").make_private(
-            **make_toy(), noise_multiplier=1.0, **{field: None}
-        )
-
-
 def test_a_record_says_the_same_as_its_short_forms():
     specs = [
         Run("rdp", shuffle_weights=asked).engine.shuffler.spec

@@ -444,6 +444,14 @@ def test_a_sum_is_divided_by_no_number_that_follows_the_batch(name):
 # ---- what is trained ------------------------------------------------------------------------
 
 
+def test_a_clipped_gradient_that_is_clipped_again_is_refused_by_name():
+    run = Run(mode="ghost")
+    run.backward()
+    nn.utils.clip_grad_norm_(run.network.parameters(), 1e-3)
+    with run.refused("gradients were changed .*clip_grad_norm_"):
+        run.optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

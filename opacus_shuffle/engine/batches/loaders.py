@@ -66,11 +66,9 @@ class TicketedLoader(DataLoader):
             optimizer knows.
     """
 
-    tickets: TicketBook | None = None
+    tickets: TicketBook
 
     def __iter__(self) -> Any:
-        if self.tickets is None:
-            return super().__iter__()
         # PyTorch draws the workers' seed on the default device, which need not be the device of the
         # loader's generator.
         with torch.device("cpu"):
@@ -134,10 +132,14 @@ def with_batch_sampler(
     loader: Any = copy.copy(data_loader)
     # The sampler draws the order. The loader's generator draws only the workers' seeds, which need
     # not be secret.
+    # DataLoader itself forbids to set some attributes after its creation.
     vars(loader).update(
-        _iterator=None, in_order=True, tickets=tickets, generator=for_pytorch(loader.generator)
+        _iterator=None,
+        in_order=True,
+        tickets=tickets,
+        batch_sampler=sampler,
+        generator=for_pytorch(loader.generator),
     )
-    _set_batch_sampler(loader, sampler)
     loader.__class__, tickets.loader = loader_class, weakref.ref(loader)
     return loader  # type: ignore[no-any-return]
 
@@ -164,13 +166,8 @@ def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoad
     if isinstance(order, RandomSampler) and order.generator is None:
         order, batches = copy.copy(order), copy.copy(loader.batch_sampler)
         order.generator, batches.sampler = for_pytorch(generator), order
-        _set_batch_sampler(loader, batches)
+        vars(loader)["batch_sampler"] = batches
     return loader  # type: ignore[no-any-return]
-
-
-def _set_batch_sampler(loader: DataLoader, sampler: Any) -> None:
-    """Sets the batch sampler of a loader; ``DataLoader`` itself forbids that after its creation."""
-    object.__setattr__(loader, "batch_sampler", sampler)
 
 
 def _physical_loader(
@@ -272,9 +269,9 @@ def prepare_empty_batches(
     # A loader of an earlier call has such a collate function already.
     collate_records = getattr(original.collate_fn, "wrapped_collator_fn", original.collate_fn)
     collate = CollateText(collate_records, batch_first, rand_on_empty)
-    # What Opacus's loader has; DataLoader itself forbids to change some of it.
-    vars(loader).update(collate_fn=collate, batch_size=None, drop_last=False)
-    vars(loader)["sample_rate"] = sampling.sample_rate
+    vars(loader).update(  # as Opacus's loader has them
+        collate_fn=collate, batch_size=None, drop_last=False, sample_rate=sampling.sample_rate
+    )
     try:
         collate.first_batch = first_records(original)
     except Exception:  # the first batch of training sets it

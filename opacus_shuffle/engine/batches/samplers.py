@@ -42,7 +42,6 @@ from torch.utils.data import (
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.core.participation import allocate, bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator, renew_after_fork
-from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.batches.ranks import ALONE, Ranks
 from opacus_shuffle.engine.batches.tickets import Pass, Ticket
 
@@ -77,12 +76,18 @@ class TicketedSampler(Sampler[Any]):
 
 
 class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
-    """Opacus's Poisson sampler."""
+    """Opacus's Poisson sampler.
+
+    Args:
+        ranks: The processes that train together.
+        **keywords: As in Opacus.
+    """
 
     generator: torch.Generator | None
 
-    def __init__(self, **keywords: Any) -> None:
+    def __init__(self, *, ranks: Ranks = ALONE, **keywords: Any) -> None:
         super().__init__(**keywords)
+        self.ranks = ranks
         renew_after_fork(self)
 
     def renew(self) -> None:
@@ -97,14 +102,8 @@ class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
 class ExactPoissonSampler(PoissonSampler):
     """Draws Poisson samples at the accounted rate to 2⁻⁵³, where Opacus compares 24 bits.
 
-    Args:
-        ranks: The processes, each of which draws from its own share of the records.
-        **keywords: As in Opacus.
+    Each of the ranks draws from its own share of the records.
     """
-
-    def __init__(self, *, ranks: Ranks = ALONE, **keywords: Any) -> None:
-        self.ranks = ranks
-        super().__init__(**keywords)
 
     def draw(self) -> Iterator[list[int]]:
         """Draws the batches of an epoch."""
@@ -125,15 +124,7 @@ class EpochSampler(TicketedSampler, BatchSampler):
         steps: Batches per epoch.
         generator: Source of the draws; by default one seeded by the operating system.
         ranks: The processes that train together.
-
-    Attributes:
-        sampling: The name of this way of sampling in accountants.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
-
-    sampling: Kind
 
     def __init__(
         self,
@@ -144,14 +135,8 @@ class EpochSampler(TicketedSampler, BatchSampler):
         generator: torch.Generator | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.num_samples = integer("num_samples", num_samples)
-        if integer("batch_size", batch_size) > self.num_samples:
-            raise ValueError(
-                f"batch_size must not exceed the data set's {num_samples} records, got {batch_size}"
-            )
-        self.ranks, self.steps = ranks, integer("steps", steps)
-        records = SequentialSampler(range(self.num_samples))
-        super().__init__(records, int(batch_size), drop_last=True)
+        super().__init__(SequentialSampler(range(num_samples)), batch_size, drop_last=True)
+        self.num_samples, self.steps, self.ranks = num_samples, steps, ranks
         self.generator = SecretGenerator() if generator is None else generator
 
     def __len__(self) -> int:
@@ -164,8 +149,6 @@ class FixedSizeSampler(EpochSampler):
     The accountant ``subsampled_shuffle`` needs it. All ranks draw the same batch, of which each
     takes its own share.
     """
-
-    sampling = "fixed_size"
 
     def draw(self) -> Iterator[list[int]]:
         """Draws the batches of an epoch."""
@@ -180,8 +163,6 @@ class RandomAllocationSampler(EpochSampler):
     Each record is in an epoch exactly once. Batch sizes are binomial and may be zero. Each rank
     draws for its own share of the records.
     """
-
-    sampling = "random_allocation"
 
     def draw(self) -> Iterator[list[int]]:
         """Draws the batches of an epoch.

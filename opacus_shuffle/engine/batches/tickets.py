@@ -95,19 +95,25 @@ class TicketBook:
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
         unsplit: Batches must not be split, because other processes wait for every backward pass.
-        warns_of_fewer: Missing records cause a warning and no error. Opacus's own accountants
-            allow them.
 
     Args:
         drop_outs: Fewer records than were drawn may report, because the protocol covers that.
         random_record: A batch of no records comes with a random one (``rand_on_empty``).
+        warns_of_fewer: Missing records cause a warning and no error. Opacus's own accountants
+            allow them.
     """
 
-    warns_of_fewer: bool = False
     unsplit: bool = False
 
-    def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        drop_outs: bool = False,
+        random_record: bool = False,
+        warns_of_fewer: bool = False,
+    ) -> None:
         self.drop_outs, self.random_record = drop_outs, random_record
+        self.warns_of_fewer = warns_of_fewer
         self.latest: Ticket | None = None
         self.issues = self.forward_passes = 0
         self.weights: Sequence[torch.Tensor] = ()

@@ -3,6 +3,7 @@
 ==================================  ===================================  ==========================
 when                                what is checked                      function
 ==================================  ===================================  ==========================
+``make_private``                    the arguments                        ``check_arguments``
 ``make_private``                    layers that Opacus supports          ``check_supported``
 ``make_private``                    an earlier run of the same network   ``check_earlier_runs``
 ``make_private``, and again if a    per-sample gradients: no record      ``TrainingCheck``
@@ -11,7 +12,8 @@ module's mode or flags change       affects those of another
 ``make_private``                    the criterion                        ``check_denominators``,
                                                                          ``check_criterion_on``
 each forward pass                   inputs of the latest batch;          ``FreshInputs``,
-                                    parameters that Opacus's hooks know  ``check_hooked``
+                                    no parameters were added, renamed    ``check_hooked``
+                                    or thawed since ``make_private``
 each backward pass                  no gradients of two batches; one     ``check_second_pass``,
                                     forward pass for each backward pass  ``explain_missing_calls``
 each step of any optimizer          released gradients only, inside and  ``raw_gradients``

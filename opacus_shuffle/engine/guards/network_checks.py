@@ -1,4 +1,4 @@
-"""Checks of a network when ``make_private`` begins, and of its passes during training.
+"""Checks of the arguments and the network when ``make_private`` begins, and of passes in training.
 
 Whether the records of a network can be clipped is decided in :mod:`~opacus_shuffle.networks.check`,
 which ``make_private`` calls from here. The other checks are of networks and passes on which Opacus
@@ -39,6 +39,8 @@ from opacus_shuffle.core.opacus_compat import (
     watches_gradients,
     wrapped_network,
 )
+from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.core.validation import boolean, instance_of, one_of, positive
 from opacus_shuffle.engine.batches.tickets import REMEDY, TicketBook
 from opacus_shuffle.engine.guards.raw_gradients import (
     OWNER,
@@ -50,15 +52,136 @@ from opacus_shuffle.engine.guards.raw_gradients import (
     protected_parameters,
     watch_leaves,
 )
+from opacus_shuffle.engine.step.weight_shuffler import innermost
 from opacus_shuffle.networks.check import SORT_BEFORE
 from opacus_shuffle.networks.loader_check import check_criterion_on, check_loader
 from opacus_shuffle.networks.running import results, unwrap
 from opacus_shuffle.networks.training_check import TrainingCheck
 
+MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
+ADAPTIVE = (  # the keywords of clipping="adaptive": Opacus hands these to its optimizer
+    "target_unclipped_quantile",
+    "clipbound_learning_rate",
+    "max_clipbound",
+    "min_clipbound",
+    "unclipped_num_std",
+)
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = (
     weakref.WeakKeyDictionary()
 )
 """The hooks of each private network's forward passes."""
+
+
+def check_arguments(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: DataLoader,
+    *,
+    max_grad_norm: float | Sequence[float],
+    clipping: str,
+    criterion: Any = None,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    poisson_sampling: bool | None = None,
+    noise_generator: torch.Generator | None = None,
+    grad_sample_mode: str = "hooks",
+    wrap_model: bool = True,
+    rand_on_empty: bool = False,
+    local_noise: bool = False,
+) -> list[torch.Tensor]:
+    """Refuses arguments of ``make_private`` that no scheme can train with.
+
+    Returns:
+        The optimizer's parameters that require a gradient.
+
+    Raises:
+        ValueError: If an argument has a wrong type or value, or the optimizer does not go with the
+            module.
+    """
+    instance_of("module", module, (nn.Module,))
+    instance_of("optimizer", optimizer, (torch.optim.Optimizer,))
+    instance_of("data_loader", data_loader, (DataLoader,))
+    if isinstance(innermost(optimizer), torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, which looks at the records several times in one step, where "
+            "only one noisy gradient is released: use SGD, Adam or another one that steps "
+            "without a closure"
+        )
+    flags = {
+        "local_noise": local_noise,
+        "wrap_model": wrap_model,
+        "batch_first": batch_first,
+        "rand_on_empty": rand_on_empty,
+        "poisson_sampling": False if poisson_sampling is None else poisson_sampling,
+    }
+    for name, value in flags.items():
+        boolean(name, value)
+    one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    one_of("grad_sample_mode", grad_sample_mode, MODES)
+    if noise_generator is not None:
+        instance_of("noise_generator", noise_generator, (torch.Generator, SecretGenerator))
+    if criterion is not None and not callable(criterion):
+        raise ValueError(
+            f"criterion must be a loss such as nn.CrossEntropyLoss(), got {criterion!r}: "
+            "leave it out?"
+        )
+    if criterion is not None and grad_sample_mode == "ghost":
+        reduction = getattr(criterion, "reduction", loss_reduction)
+        one_of("criterion.reduction", reduction, [loss_reduction])
+    trained = check_parameters(module, optimizer)
+    check_norms(max_grad_norm, clipping, len(trained))
+    return trained
+
+
+def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Refuses parameters of other networks, on several devices, or complex.
+
+    Returns:
+        The optimizer's parameters that require a gradient.
+
+    Raises:
+        ValueError: If the optimizer has any of these.
+    """
+    identities = set(map(id, module.parameters()))
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if any(id(parameter) not in identities for parameter in parameters):
+        raise ValueError(
+            "Module parameters are different than optimizer Parameters: make the optimizer for "
+            "this module, as in torch.optim.SGD(module.parameters(), lr=...), once all of its "
+            "layers exist"
+        )
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    devices = {parameter.device for parameter in trained}
+    if len(devices) != 1:
+        raise ValueError(
+            "optimizer must hold trainable parameters, all on one device, got "
+            f"{sorted(map(str, devices))}"
+        )
+    if any(parameter.is_complex() for parameter in trained):
+        raise ValueError(
+            "optimizer holds complex parameters. PyTorch splits their noise between the real and "
+            "the imaginary part, and each gets only half of the accounted variance: keep each "
+            "as two real parameters"
+        )
+    return trained
+
+
+def check_norms(max_grad_norm: float | Sequence[float], clipping: str, parameters: int) -> None:
+    """Refuses norms that are not positive, or not one per parameter with per-layer clipping.
+
+    Raises:
+        ValueError: If they are.
+    """
+    if clipping != "per_layer":
+        positive("max_grad_norm", max_grad_norm)
+    elif not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != parameters:
+        raise ValueError(
+            f"max_grad_norm must list {parameters} norms, one per trainable parameter, got "
+            f"{max_grad_norm!r}"
+        )
+    else:
+        for norm in max_grad_norm:
+            positive("max_grad_norm", norm)
 
 
 def check_network(
@@ -243,13 +366,12 @@ def explain_missing_calls(module: Any) -> None:
     """
     if not watches_gradients(module):
         return
-    network, checks = wrapped_network(module), [(module, check_hooked)]
+    inner: Any = (module, check_second_expansion)
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = types.MethodType(_rearranged, module)
-        checks.append((network, check_hooked))
-    else:
-        checks.append((module, check_second_expansion))
-    for watched, check in checks:
+        inner = (wrapped_network(module), check_hooked)
+    # On the wrapper, too: another check runs the network before its own hooks are called.
+    for watched, check in ((module, check_hooked), inner):
         if isinstance(watched, nn.Module) and check not in watched._forward_pre_hooks.values():
             watched.register_forward_pre_hook(check)
 

@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +25,32 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from opacus_shuffle.accountants.accountant import assumption
+from opacus_shuffle.accountants.bounds.registry import (
+    Rounds,
+    compute_bound,
+    find_bound,
+    mechanism_type,
+)
+from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import not_private
-from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+from opacus_shuffle.core.guarantees import (
+    Adjacency,
+    Guarantee,
+    PrivacyAssumptionWarning,
+    PrivacyBound,
+)
 from opacus_shuffle.core.randomness import SecretGenerator, is_secret, seeded_generator
-from opacus_shuffle.core.validation import check_unregistered, noise_level, not_negative, one_of
+from opacus_shuffle.core.validation import (
+    check_unregistered,
+    integer,
+    noise_level,
+    not_negative,
+    one_of,
+    open_unit_interval,
+    positive,
+)
 from opacus_shuffle.engine.batches.loaders import (
     TicketedDPDataLoader,
     prepare_empty_batches,
@@ -51,11 +72,9 @@ from opacus_shuffle.engine.batches.tickets import TicketBook
 from opacus_shuffle.engine.guards.network_checks import watch_inputs
 from opacus_shuffle.engine.guards.raw_gradients import protect
 from opacus_shuffle.engine.step.clipping import HALF, AdaptiveClipping, Clipping, clipping_for
-from opacus_shuffle.engine.step.noise import Noise, noise_for
+from opacus_shuffle.engine.step.noise import AdaptiveNoise, GaussianNoise, LocalGaussianNoise, Noise
 from opacus_shuffle.engine.step.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
-from opacus_shuffle.engine.step.weight_shuffler import start_shuffling
-from opacus_shuffle.engine.step.weight_shuffling import WeightShuffling
-from opacus_shuffle.engine.training_plan import Budget
+from opacus_shuffle.engine.step.weight_shuffler import WeightShuffling, start_shuffling
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
 
@@ -65,6 +84,48 @@ OPTION_OWNERS = {
     "report": "secret_checkin",
 }
 """The accountants of the arguments of ``make_private`` that only one scheme has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The target of ``make_private_with_epsilon``, each number checked by itself."""
+
+    target_epsilon: float
+    target_delta: float
+    epochs: int
+    bound: str = "certified"
+    adjacency: str = "zero_out"
+
+    def __post_init__(self) -> None:
+        positive("target_epsilon", self.target_epsilon)
+        open_unit_interval("target_delta", self.target_delta)
+        object.__setattr__(self, "epochs", integer("epochs", self.epochs))
+        Adjacency(self.adjacency)
+
+    def smallest_noise(self, rounds: Callable[[float], Rounds]) -> float:
+        """Returns the smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
+        mechanism_class = mechanism_type(rounds(1.0))
+        return noise_within(
+            find_bound(mechanism_class, self.bound),
+            rounds,
+            lowest=mechanism_class.least_noise,
+            target_epsilon=self.target_epsilon,
+            delta=self.target_delta,
+            adjacency=self.adjacency,
+        )
+
+    def spent(self, rounds: Rounds, bound: str | None = None) -> PrivacyBound:
+        """Returns the privacy loss of these rounds, by the budget's bound or another."""
+        return compute_bound(
+            rounds, delta=self.target_delta, bound=bound or self.bound, adjacency=self.adjacency
+        )
+
+    def warn_of_assumption(self, rounds: Rounds, *, emulated: bool = False) -> None:
+        """Warns if the budget's bound is not proved for all data sets."""
+        answer = self.spent(rounds)
+        if answer.guarantee is not Guarantee.PROVED:
+            sentence = assumption(answer, self.spent(rounds, "certified"), emulated=emulated)
+            warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=5)
 
 
 class Scheme:
@@ -393,8 +454,11 @@ class Scheme:
             loader = seeded_copy(loader, self.fresh_generator("the loader"))
         elif engine.secure_mode and plan.kind == "own":
             loader = seeded_copy(loader, engine.secure_rng)
-        tickets = TicketBook(drop_outs=self.allows_drop_outs, random_record=rand_on_empty)
-        tickets.warns_of_fewer = self.is_opacus
+        tickets = TicketBook(
+            drop_outs=self.allows_drop_outs,
+            random_record=rand_on_empty,
+            warns_of_fewer=self.is_opacus,
+        )
         if plan.kind == "own":
             # Opacus's own accountants let users train on any batches.
             return ticketed_copy(loader, tickets) if self.mechanisms else loader
@@ -493,7 +557,9 @@ class Scheme:
 
     def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
         """Returns how the optimizer clips and what noise it adds."""
-        return clipping, noise_for(self.clipping, local_noise=self.local_noise)
+        if self.clipping == "adaptive":
+            return clipping, AdaptiveNoise()
+        return clipping, LocalGaussianNoise() if self.local_noise else GaussianNoise()
 
     # ---- attach: what runs at every step -----------------------------------------------------
 

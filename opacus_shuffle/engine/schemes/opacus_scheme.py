@@ -31,9 +31,9 @@ from opacus_shuffle.engine.batches.samplers import (
     TicketedSampler,
     plan_sampling,
 )
-from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.guards.network_checks import MODES
+from opacus_shuffle.engine.schemes.base import Budget, Scheme
 from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.training_plan import MODES, Budget
 
 LARGEST_TARGET = 1e6
 """Opacus searches until ε is within 0.01 of its target, which floats far above this cannot be."""
@@ -154,7 +154,7 @@ class OpacusScheme(Scheme):
             sample_rate=self.coin_rate,
             steps=self.sampling.steps_per_epoch,
             generator=generator,
-            **({"ranks": self.ranks} if exact else {}),
+            ranks=self.ranks,
         )
 
     def record(self, optimizer: PrivateOptimizer) -> None:

@@ -62,13 +62,14 @@ class ReportsOfEveryone(Scheme):
         Other accountants take 1 over the number of batches, which would round 0.8 to 0.5.
         """
         plan = super().plan_sampling(data_loader, poisson_sampling=poisson_sampling)
-        if data_loader.batch_size is None:  # a Poisson sampler, of this package or of Opacus
-            rate = data_loader.batch_sampler.sample_rate  # type: ignore[union-attr]
-            batch = max(1, round(rate * plan.num_users))
-            return dataclasses.replace(plan, batch_size=batch, sample_rate=rate)
-        shares = self.ranks.size if isinstance(data_loader.sampler, DistributedSampler) else 1
-        batch = min(data_loader.batch_size * shares, plan.num_users)
-        return dataclasses.replace(plan, batch_size=batch, sample_rate=batch / plan.num_users)
+        # A Poisson sampler, of this package or of Opacus, has a rate of its own.
+        rate = getattr(data_loader.batch_sampler, "sample_rate", None)
+        if rate is None:
+            shares = self.ranks.size if isinstance(data_loader.sampler, DistributedSampler) else 1
+            batch = min(data_loader.batch_size * shares, plan.num_users)  # type: ignore[operator]
+            rate = batch / plan.num_users
+        expected = max(1, round(rate * plan.num_users))
+        return dataclasses.replace(plan, batch_size=expected, sample_rate=rate)
 
     def mechanism(self, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """Returns the mechanism of one round."""

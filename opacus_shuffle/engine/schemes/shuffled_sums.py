@@ -26,12 +26,12 @@ from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import instance_of, moderate, one_of
 from opacus_shuffle.engine.batches.samplers import INDEPENDENT, SamplingPlan
+from opacus_shuffle.engine.schemes.base import Budget
 from opacus_shuffle.engine.schemes.random_allocation import EpochScheme
 from opacus_shuffle.engine.step.clipping import Clipping
 from opacus_shuffle.engine.step.noise import Noise
 from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.step.shuffled_sum import SumsNoise
-from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.protocols.calibration import SumBudget
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 

@@ -13,10 +13,9 @@ from torch import nn
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.schemes.base import Budget, Scheme
 from opacus_shuffle.engine.step.clipping import Clipping
 from opacus_shuffle.engine.step.noise import ClippedSumNoise, Noise
-from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.networks.running import unwrap
 
 

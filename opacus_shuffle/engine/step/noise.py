@@ -170,13 +170,6 @@ class ClippedSumNoise(Noise):
         return (self.batch_clip / torch.linalg.vector_norm(torch.stack(norms))).clamp(max=1.0)
 
 
-def noise_for(clipping: str, *, local_noise: bool) -> Noise:
-    """Returns the strategy for keywords of ``make_private``."""
-    if clipping == "adaptive":
-        return AdaptiveNoise()
-    return LocalGaussianNoise() if local_noise else GaussianNoise()
-
-
 def draw_gaussian(optimizer: Any, deviation: float, reference: torch.Tensor) -> torch.Tensor:
     """Draws Gaussian noise of a tensor's shape, from the generator of an optimizer."""
     drawn = {"generator": optimizer.generator, "secure_mode": optimizer.secure_mode}

@@ -225,14 +225,6 @@ class PrivateOptimizer(OpenOptimizer):
             drop_sum(self)
             self.forget_sum()
             tickets.void()
-        stacks = [getattr(parameter, "grad_sample", None) for parameter in self.params]
-        batches = max((len(stack) for stack in stacks if isinstance(stack, list)), default=1)
-        if batches > 1:
-            raise ValueError(
-                f"gradients of {batches} batches were accumulated: a record might be in two of "
-                "them; call optimizer.step() and zero_grad() after each, or split batches with "
-                "BatchMemoryManager"
-            )
         tickets.check(self.clipping.record_counts(self))
         if changed := tickets.changed_weights():
             raise ValueError(

@@ -1,7 +1,8 @@
 """Permutes a network's weights and optimizer state after each update.
 
-``WeightShuffler`` does the work. ``ShuffleGradSampleModule`` is Opacus's wrapper of a network with
-a shuffler.
+``WeightShuffling`` has the settings, :func:`find_spec` finds which weights may move, and
+``WeightShuffler`` moves them. ``ShuffleGradSampleModule`` is Opacus's wrapper of a network with a
+shuffler.
 
 >>> from opacus.optimizers import DPOptimizer
 >>> private = ShuffleGradSampleModule(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)))
@@ -15,10 +16,13 @@ a shuffler.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,20 +30,97 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
-from opacus_shuffle.core.opacus_compat import waits_for_step
+from opacus_shuffle.core.opacus_compat import check_attention, check_ghost_ties, waits_for_step
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
-from opacus_shuffle.core.validation import instance_of, integer
+from opacus_shuffle.core.validation import instance_of, integer, noise_level, one_of, positive
 from opacus_shuffle.engine.batches.ranks import Ranks
 from opacus_shuffle.engine.guards.raw_gradients import copied_attributes
 from opacus_shuffle.networks.running import unwrap
+from opacus_shuffle.networks.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
+from opacus_shuffle.permutation.float64_check import check_calls
+from opacus_shuffle.permutation.network import check_ready
+
+LARGE_SHARE = 0.1
+"""A warning gives the reasons if a larger share of the parameters stays although all may move."""
+
+MOST_REASONS = 3
+"""How many reasons the warning gives."""
 
 _ATTACHED: weakref.WeakKeyDictionary[Any, weakref.ref[WeightShuffler]] = weakref.WeakKeyDictionary()
-"""The shuffler of each network and of each optimizer. Two of them would move the state twice."""
+"""The shuffler of each network and of each optimizer. Two of them would move the state twice.
 
-_WAITING: weakref.WeakSet[WeightShuffler] = weakref.WeakSet()
-"""Shufflers without an optimizer. They attach themselves to the first one that steps."""
+A shuffler without an optimizer attaches itself to the first one that steps on its network.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightShuffling:
+    """The settings of ``make_private(shuffle_weights=...)``. True means ``WeightShuffling()``.
+
+    The last two fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1. They
+    go with ``shuffled_fw`` only.
+
+    Attributes:
+        groups: What moves. True, the same as ``"residual"``, for every permutation that
+            :func:`find_permutations` finds on the first records; ``"heads"`` or ``"paper"`` for
+            fewer; or a ``PermutationSpec``, such as one found on a sample of your own. False moves
+            nothing; with ``shuffled_fw`` it asks for plain DP-SGD.
+        generator: A generator on the CPU. By default a secret one, from the operating system.
+        batch_clip: c′, the norm to which the **sum** of the shuffled parameters' gradients is
+            clipped before the noise is added (line 12), in the units of ``max_grad_norm``. The
+            default is ``max_grad_norm``, which scales a batch's sum down to the size of one
+            record's gradient. ``math.inf`` clips nothing, and then WS Theorem 6 gains nothing.
+        unshuffled_noise_multiplier: σ₀ ≥ σ, for parameters that are not shuffled (line 16). The
+            default is σ.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
+
+    groups: bool | str | PermutationSpec = True
+    generator: torch.Generator | None = None
+    batch_clip: float | None = None
+    unshuffled_noise_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        instance_of("shuffle_weights (groups)", self.groups, (bool, str, PermutationSpec))
+        if isinstance(self.groups, str):
+            from opacus_shuffle.permutation.finding.nesting import LEVELS
+
+            one_of("shuffle_weights (groups)", self.groups, (True, False, *LEVELS))
+        check_generator("generator (of WeightShuffling)", self.generator)
+        if self.batch_clip is not None:
+            positive("batch_clip", self.batch_clip, infinite=True)
+        if self.unshuffled_noise_multiplier is not None:
+            noise_level("unshuffled_noise_multiplier", self.unshuffled_noise_multiplier)
+        if self.groups is False:
+            self.check_absent(
+                [field.name for field in dataclasses.fields(self)[1:]],
+                "applies to shuffled parameters: pass shuffle_weights=True (or groups) too, or "
+                "leave it out",
+            )
+
+    @classmethod
+    def of(cls, shuffle_weights: Any) -> WeightShuffling:
+        """Returns the settings that the argument ``shuffle_weights`` of ``make_private`` gives."""
+        return shuffle_weights if isinstance(shuffle_weights, cls) else cls(groups=shuffle_weights)
+
+    def check_absent(self, names: Sequence[str], why: str) -> None:
+        """Refuses fields that were given and have no meaning here.
+
+        Raises:
+            ValueError: If one of them is not the default, with the reason.
+        """
+        given = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if field.name in names and (value := getattr(self, field.name)) != field.default
+        ]
+        if given:
+            raise ValueError(f"{', '.join(given)} {why}")
 
 
 class WeightShuffler:
@@ -101,7 +182,6 @@ class WeightShuffler:
         if optimizer is not None:
             self.attach(optimizer)
         else:
-            _WAITING.add(self)
             _register_hook_of_first_steps()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -138,7 +218,6 @@ class WeightShuffler:
 
     def detach(self) -> None:
         """Stops shuffling. The weights stay as they are."""
-        _WAITING.discard(self)
         for handle in self._handles:
             handle.remove()
         for owner in [owner for owner, shuffler in _ATTACHED.items() if shuffler() is self]:
@@ -153,7 +232,8 @@ class WeightShuffler:
                 network's ``parameters()``. Its weights are overwritten with those of the network.
 
         Raises:
-            ValueError: If it is no copy.
+            ValueError: If it is no copy, or an ``AveragedModel`` with averages of weights in
+                another order.
         """
         copied = unwrap(instance_of("average", average, (nn.Module,)))
         source, target = (net.state_dict(keep_vars=True) for net in (self._network, copied))
@@ -163,26 +243,16 @@ class WeightShuffler:
                 f"average must be a copy of the network, got {type(average).__name__}: pass "
                 "copy.deepcopy(model)"
             )
-        with torch.no_grad():
-            for name, tensor in source.items():
-                target[name].copy_(tensor)
-        self._averages.add(copied)
-
-    def follow_reader(self, average: AveragedModel) -> None:
-        """Follows an average that is about to read the network's parameters.
-
-        Raises:
-            ValueError: If it has averaged weights before, which were in another order.
-        """
-        if not self._handles or unwrap(average) in self._averages:
-            return
-        if average.n_averaged:
+        if isinstance(average, AveragedModel) and average.n_averaged:
             raise ValueError(
                 f"{type(average).__name__} has averaged weights whose units are in another order "
                 "than the network's: build it from the model that make_private returned, and load "
                 "its state afterwards"
             )
-        self.follow(average)
+        with torch.no_grad():
+            for name, tensor in source.items():
+                target[name].copy_(tensor)
+        self._averages.add(copied)
 
     def shuffle_(self) -> None:
         """Draws a permutation and applies it now.
@@ -288,7 +358,9 @@ def _register_hook_of_first_steps() -> None:
 
 
 def _attach_waiting(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for shuffler in list(_WAITING):
+    for shuffler in [reference() for reference in _ATTACHED.values()]:
+        if shuffler is None or shuffler._optimizer is not None:
+            continue
         if _trains_any(optimizer, shuffler._network.parameters()):
             shuffler.attach(optimizer)
 
@@ -386,18 +458,16 @@ class ShuffleGradSampleModule(AbstractGradSampleModule):
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of Opacus's wrapper, or else of the network."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_"):
-                raise
-        return getattr(unwrap(self), name)
+        # Opacus's wrapper has nothing else that a Python class does not find by itself.
+        return super().__getattr__(name) if name[0] == "_" else getattr(unwrap(self), name)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields the parameters. An ``AveragedModel`` that reads them follows from then on."""
-        caller = sys._getframe(1)
-        if caller.f_code is AveragedModel.update_parameters.__code__:
-            self.shuffler.follow_reader(caller.f_locals["self"])
+        caller, shuffler = sys._getframe(1), self.shuffler
+        if caller.f_code is AveragedModel.update_parameters.__code__ and shuffler._handles:
+            average = caller.f_locals["self"]
+            if unwrap(average) not in shuffler._averages:
+                shuffler.follow(average)
         return super().parameters(recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -453,3 +523,84 @@ def start_shuffling(
     if isinstance(wrapped, nn.Module):
         make_shuffled(wrapped, shuffler)
     return shuffler
+
+
+def find_spec(
+    shuffling: WeightShuffling,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: DataLoader,
+    *,
+    grad_sample_mode: str = "hooks",
+) -> PermutationSpec | None:
+    """Finds which weights of a network will be shuffled; None for none.
+
+    The arguments are those of ``make_private``. The network is traced on the loader's first
+    records. No sampler and no random state changes.
+
+    Warns:
+        UserWarning: If everything that can move was asked for, and much stays, with the reasons.
+
+    Raises:
+        ValueError: If network, data or optimizer do not go with shuffling.
+    """
+    if shuffling.groups is False:
+        return None
+    # Imported here because it takes time, and only runs with shuffled weights need it.
+    from opacus_shuffle.permutation.find import find_on_calls
+
+    network, inner = unwrap(module), innermost(optimizer)
+    check_optimizer(inner)
+    check_attention(network)
+    if grad_sample_mode == "ghost":
+        check_ghost_ties(network)
+    check_ready(network)
+    call = from_batch(network, first_records(data_loader))
+    try:
+        run_quietly(network, *call)
+    except Exception as error:
+        raise ValueError(
+            f"data_loader's first records do not run through {type(network).__name__}: "
+            f"{type(error).__name__}: {error}; pass shuffle_weights=find_permutations(module, "
+            "sample_input) if the network is called with something else than the batches"
+        ) from error
+    groups = "residual" if shuffling.groups is True else shuffling.groups
+    if isinstance(groups, PermutationSpec):
+        spec = groups
+        check_calls(spec, network, [call])
+    else:
+        spec = find_on_calls(network, [call], str(groups))
+        if groups == "residual":
+            warn_of_unmoved(spec, network)
+    if (ranks := Ranks.of(module)).distributed:
+        spec = ranks.of_the_first(spec)  # another rank's first records may have another length
+        check_calls(spec, network, [call])
+    spec.followers(spec.tensors(network), inner)  # raises for state that cannot follow
+    return spec
+
+
+def warn_of_unmoved(spec: PermutationSpec, network: nn.Module) -> None:
+    """Warns if a large share of a network stays in place, and gives the reasons.
+
+    Args:
+        spec: The permutations that were found, with the causes why axes stay.
+        network: The network itself.
+    """
+    share = spec.shuffle_ratio(network)
+    if share >= 1 - LARGE_SHARE:
+        return
+    entries = Counter[str]()
+    for name, size in spec.unmoved.items():
+        # A cause is written for each axis, "axis 0: ...", and several axes may have the same.
+        for reason in {axis.partition(": ")[2] for axis in spec.causes[name].split("; ")}:
+            entries[reason or "not reached"] += size
+    reasons = [f"{reason} ({size:,} entries)" for reason, size in entries.most_common(MOST_REASONS)]
+    warnings.warn(
+        f"shuffle_weights moves {share:.1%} of the parameters of {type(network).__name__}; the "
+        "others stay in place in all that is released. Most of them stay because of: "
+        f"{'; '.join(reasons)}. {spec.describe_unreached()}Let the network return only what the "
+        "loss needs (logits, no hidden states). Passing "
+        "shuffle_weights=find_permutations(module, sample_input) ends this warning, and describe() "
+        "of what it returns shows all reasons",
+        stacklevel=2,
+    )
