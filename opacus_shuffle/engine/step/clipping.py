@@ -201,8 +201,9 @@ class GhostClipping(Clipping):
             if gradient is not noted or version_of(gradient)[1] != version:
                 raise ValueError(
                     "gradients were changed between loss.backward() and optimizer.step() (by "
-                    "another loss, or in place), so they are no longer clipped; backpropagate the "
-                    "criterion's loss alone, and leave .grad to the optimizer"
+                    "another loss, or in place, as torch.nn.utils.clip_grad_norm_ does), so they "
+                    "are not those that were clipped; backpropagate the criterion's loss alone, "
+                    "leave .grad to the optimizer, and set the norm by max_grad_norm"
                 )
         for parameter, gradient in zip(parameters, gradients, strict=True):
             add_to_sum(parameter, sums.get(parameter, gradient).detach())
