@@ -270,7 +270,7 @@ def prepare_empty_batches(
     collate_records = getattr(original.collate_fn, "wrapped_collator_fn", original.collate_fn)
     collate = CollateText(collate_records, batch_first, rand_on_empty)
     vars(loader).update(  # as Opacus's loader has them
-        collate_fn=collate, batch_size=None, drop_last=False, sample_rate=sampling.sample_rate
+        collate_fn=collate, batch_size=None, drop_last=False, sample_rate=1 / len(original)
     )
     try:
         collate.first_batch = first_records(original)

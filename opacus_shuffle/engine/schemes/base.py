@@ -452,7 +452,7 @@ class Scheme:
         generator = self.sampling_generator(loader.generator)
         if engine.seed is not None:
             loader = seeded_copy(loader, self.fresh_generator("the loader"))
-        elif engine.secure_mode and plan.kind == "own":
+        elif engine.secure_mode:
             loader = seeded_copy(loader, engine.secure_rng)
         tickets = TicketBook(
             drop_outs=self.allows_drop_outs,
