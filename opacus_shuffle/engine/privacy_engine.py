@@ -164,8 +164,13 @@ class PrivacyEngine(CheckpointMixin):
         self.__dict__["accountant"] = accountant
         # What reports mention, and how state dicts name the run (see checkpoints.py). Opacus's own
         # accountants have no attributes for it.
-        facts = {"rewound": 0, "predictable": (), "unchecked": ()}
-        facts |= {"run_name": secrets.token_hex(16), "loaded_runs": {}}
+        facts = {
+            "rewound": 0,
+            "predictable": (),
+            "unchecked": (),
+            "run_name": secrets.token_hex(16),
+            "loaded_runs": {},
+        }
         vars(accountant).update({**facts, **vars(accountant)})
 
     def make_private(  # type: ignore[override]

@@ -389,7 +389,7 @@ def check_hooked(module: nn.Module, _: Any) -> None:
     # Pruning renames a parameter and computes another tensor from it.
     names = getattr(vars(network).get(OWNER), "names", None)
     changed = [p for name, p in network.named_parameters() if names and names.get(id(p)) != name]
-    if unknown := dict.fromkeys((*changed, *unknown_to_hooks(network).values())):
+    if unknown := dict.fromkeys((*changed, *unknown_to_hooks(module).values())):
         raise ValueError(
             f"no gradients per record are computed for {names_of(unknown)}: this "
             f"{type(network).__name__} is a copy of a private network, or these parameters were "

@@ -666,5 +666,5 @@ class Scheme:
                 PrivacyAssumptionWarning,
                 stacklevel=6,
             )
-        accountant = self.accountant
-        accountant.unchecked = tuple(dict.fromkeys((*accountant.unchecked, "skipped_batches")))
+        unchecked = dict.fromkeys((*self.accountant.unchecked, "skipped_batches"))
+        self.accountant.unchecked = tuple(unchecked)

@@ -136,8 +136,12 @@ class ShuffledDPSGD(Scheme):
         if self.shuffled:
             unshuffled = step.unshuffled_noise_multiplier or step.noise_multiplier
             ratio = max(1.0, unshuffled / step.noise_multiplier * (1 + 1e-12))
-            norm = math.inf if step.batch_clip is None else step.batch_clip
-            noise = ClippedSumNoise(noise, self.shuffled, batch_clip=norm, noise_ratio=ratio)
+            noise = ClippedSumNoise(
+                noise,
+                self.shuffled,
+                batch_clip=step.batch_clip,  # type: ignore[arg-type]  # the step has set it
+                noise_ratio=ratio,
+            )
         return clipping, noise
 
 
