@@ -12,8 +12,8 @@ module's mode or flags change       affects those of another
 ``make_private``                    the criterion                        ``check_denominators``,
                                                                          ``check_criterion_on``
 each forward pass                   inputs of the latest batch;          ``FreshInputs``,
-                                    no parameters were added, renamed    ``check_hooked``
-                                    or thawed since ``make_private``
+                                    no parameters were added, renamed    ``check_names``,
+                                    or thawed since ``make_private``     ``check_hooked``
 each backward pass                  no gradients of two batches; one     ``check_second_pass``,
                                     forward pass for each backward pass  ``explain_missing_calls``
 each step of any optimizer          released gradients only, inside and  ``raw_gradients``

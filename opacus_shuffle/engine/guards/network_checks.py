@@ -366,37 +366,55 @@ def explain_missing_calls(module: Any) -> None:
     """
     if not watches_gradients(module):
         return
-    inner: Any = (module, check_second_expansion)
+    network: nn.Module = wrapped_network(module)
+    # The names are checked first, because another check of the wrapper runs the network.
+    whole = module if isinstance(module, nn.Module) else network
+    hooks = [(whole, check_names), (module, check_second_expansion)]
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = types.MethodType(_rearranged, module)
-        inner = (wrapped_network(module), check_hooked)
-    # On the wrapper, too: another check runs the network before its own hooks are called.
-    for watched, check in ((module, check_hooked), inner):
-        if isinstance(watched, nn.Module) and check not in watched._forward_pre_hooks.values():
+        hooks[1] = (network, check_hooked)
+    for watched, check in hooks:
+        if check not in watched._forward_pre_hooks.values():
             watched.register_forward_pre_hook(check)
 
 
-def check_hooked(module: nn.Module, _: Any) -> None:
-    """Refuses, as a hook before a forward pass, to train parameters without per-record gradients.
+def check_names(module: nn.Module, _: Any) -> None:
+    """Refuses, as a hook before a forward pass, parameters that were added or renamed.
+
+    Pruning renames a parameter and computes another tensor from it.
 
     Raises:
-        ValueError: There are some. They are those of a copy, or were added or thawed later, as an
-            adapter or pruning does.
+        ValueError: There are some since ``make_private``.
     """
     network = unwrap(module)
-    if not (network.training and torch.is_grad_enabled()):
-        return
-    # Pruning renames a parameter and computes another tensor from it.
     names = getattr(vars(network).get(OWNER), "names", None)
-    changed = [p for name, p in network.named_parameters() if names and names.get(id(p)) != name]
-    if unknown := dict.fromkeys((*changed, *unknown_to_hooks(module).values())):
+    if names is None or not (network.training and torch.is_grad_enabled()):
+        return
+    if changed := [p for name, p in network.named_parameters() if names.get(id(p)) != name]:
         raise ValueError(
-            f"no gradients per record are computed for {names_of(unknown)}: this "
-            f"{type(network).__name__} is a copy of a private network, or these parameters were "
-            "added, renamed (as by pruning) or thawed after make_private; train the network that "
-            "make_private returned (use copies under torch.no_grad() or in evaluation mode, and "
-            "load their state_dict into a new network to train them), and add adapters or prune "
-            "before make_private, or freeze them; model.to_standard_module() ends the private run"
+            "parameters were added to the network or renamed after make_private, as adapters and "
+            f"pruning do: {names_of(changed)}; add adapters and prune before make_private, and "
+            "make the optimizer for the network as it is then; model.to_standard_module() ends the "
+            "private run"
+        )
+
+
+def check_hooked(module: nn.Module, _: Any) -> None:
+    """Refuses, as a hook before a forward pass, to train parameters that have no hooks of Opacus.
+
+    Raises:
+        ValueError: There are some. They are those of a copy, or were added or thawed later.
+    """
+    if not (module.training and torch.is_grad_enabled()):
+        return
+    if unknown := unknown_to_hooks(module):
+        raise ValueError(
+            f"no gradients per record are computed for {names_of(unknown.values())}: this "
+            f"{type(module).__name__} is a copy of a private network, or these parameters were "
+            "added or thawed after make_private; train the network that make_private returned (use "
+            "copies under torch.no_grad() or in evaluation mode, and load their state_dict into a "
+            "new network to train them), and add parameters before make_private, or freeze them; "
+            "model.to_standard_module() ends the private run"
         )
 
 
