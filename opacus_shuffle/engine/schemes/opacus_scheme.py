@@ -125,13 +125,11 @@ class OpacusScheme(Scheme):
 
     def describe(self, *, loss_reduction: str, noise_generator: torch.Generator | None) -> None:
         """Warns if a run is not what Opacus's accountants assume."""
-        engine = self.engine
-        pytorch_noise = self.is_opacus and noise_generator is None
-        engine.pytorch_noise = engine.pytorch_noise or pytorch_noise
+        self.engine.pytorch_noise |= self.is_opacus and noise_generator is None
         reasons = ["own_batches"] * (self.sampling.kind == "own")
         reasons += ["seen_norms"] * (self.clipping == "adaptive")
-        accountant = self.accountant
-        accountant.unchecked = tuple(dict.fromkeys((*accountant.unchecked, *reasons)))
+        unchecked = dict.fromkeys((*self.accountant.unchecked, *reasons))
+        self.accountant.unchecked = tuple(unchecked)
         for reason in reasons:
             warnings.warn(
                 f"{self.name} assumes {UNCHECKED[reason]}, so that its ε is no guarantee; "
