@@ -83,8 +83,8 @@ SORT_BEFORE = (
 
 _CALL_LAYERS = (
     "call each layer on one tensor with [batch, ...], nn.EmbeddingBag on indices and offsets, and "
-    "none under torch.utils.checkpoint; do not write to a layer's output in place, as "
-    "nn.ReLU(inplace=True) does; use nn.utils.parametrizations.weight_norm instead of "
+    "none under torch.utils.checkpoint with use_reentrant=False; do not write to a layer's output "
+    "in place, as nn.ReLU(inplace=True) does; use nn.utils.parametrizations.weight_norm instead of "
     "nn.utils.weight_norm, and no spectral_norm; register a rule for your own layers by "
     "opacus.grad_sample.register_grad_sampler; or freeze the layer"
 )
@@ -245,17 +245,22 @@ class _Runs:
         return calls
 
     def backward(
-        self, call: Call, factors: torch.Tensor, mode: str, *, losses_only: bool
-    ) -> _Gradients:
-        """Returns what Opacus computes for the records of a batch.
+        self, call: Call, factors: Sequence[float], mode: str, *, losses_only: bool
+    ) -> tuple[_Gradients, _Gradients, bool]:
+        """Runs the network forwards and backwards with Opacus's hooks.
 
         Args:
             call: The arguments.
             factors: The weight of each record's output rows in the loss.
             mode: Opacus's ``grad_sample_mode``.
-            losses_only: Whether only losses of the batch are trained, not the outputs beside them.
+            losses_only: Whether only losses of the batch are trained, without outputs beside them.
+
+        Returns:
+            What Opacus computes for the records, autograd's gradients of the batch, and whether the
+            loss has a row for each record.
         """
         with self.from_start():
+            self.network.zero_grad()
             model: Any = prepare_module(
                 self.network,
                 grad_sample_mode=mode,
@@ -263,63 +268,17 @@ class _Runs:
                 loss_reduction="sum",
             )
             correct_layers(model, self.functional)
-            total, _ = _loss(results(model(*call[0], **call[1])), factors, losses_only=losses_only)
-            total.backward()  # type: ignore[no-untyped-call]
-            computed = {}
+            outputs = results(model(*call[0], **call[1]))
+            total, has_rows = _loss(outputs, factors, losses_only=losses_only)
+            total.backward()
+            computed, gradients = {}, {}
             for name, p in self.trained.items():
                 rows = norms_of_records(p) if mode == "ghost" else vars(p)["grad_sample"]
                 # A layer that ran again in the backward pass has a list of several gradients.
                 none = p.new_zeros(len(factors), *(() if mode == "ghost" else p.shape))
                 computed[name] = rows if isinstance(rows, torch.Tensor) else none
-        return computed
-
-    def wrong_gradients(
-        self,
-        computed: _Gradients,
-        call: Call,
-        factors: torch.Tensor,
-        mode: str,
-        *,
-        losses_only: bool,
-    ) -> tuple[set[str], bool]:
-        """Compares Opacus's gradients of each record with autograd's gradient of the record's loss.
-
-        If the loss is one number, the records' gradients must add up to its gradient, and the sum
-        of their norms must not be below its norm.
-
-        Args:
-            computed: What :meth:`backward` returned for the other arguments.
-            call: The arguments.
-            factors: As of :meth:`backward`, like the next two.
-            mode: Opacus's ``grad_sample_mode``.
-            losses_only: Whether only losses of the batch are trained.
-
-        Returns:
-            The names of the parameters with wrong gradients, and whether the loss has a row for
-            each record.
-        """
-        gaps, whole, parameters = dict.fromkeys(computed, 0.0), 0.0, list(self.trained.values())
-        with self.from_start():
-            outputs = results(self.network(*call[0], **call[1]))
-            _, has_rows = _loss(outputs, factors, losses_only=losses_only)
-            for record, alone in enumerate(factors.diag() if has_rows else [factors]):
-                total, _ = _loss(outputs, alone, losses_only=losses_only)
-                gradients = torch.autograd.grad(
-                    total, parameters, retain_graph=True, materialize_grads=True
-                )
-                whole = max(whole, math.hypot(*map(_size, gradients)))
-                for (name, rows), gradient in zip(computed.items(), gradients, strict=True):
-                    found = rows[record] if has_rows else rows.sum(0)
-                    truth = gradient.to_dense().norm() if mode == "ghost" else gradient.to_dense()
-                    is_bound = mode == "ghost" and not has_rows
-                    gap = float(truth - found) if is_bound else _distance(found, truth)
-                    # If a record is not finite, neither is its gradient, and nothing is refused.
-                    gaps[name] = max(gaps[name], gap * bool(truth.isfinite().all()))
-        # Relative to the whole gradient, because a parameter's own may cancel to rounding errors.
-        # Eight roundings: convolutions on a GPU round single precision to 11 bits, and bfloat16
-        # has 8.
-        share = 2**-5 if any(p.dtype in _HALF for p in parameters) else 2**-8
-        return {name for name, gap in gaps.items() if gap > share * whole}, has_rows
+                gradients[name] = p.new_zeros(p.shape) if p.grad is None else p.grad.to_dense()
+        return computed, gradients, has_rows
 
 
 _Gradients = dict[str, torch.Tensor]
@@ -336,18 +295,19 @@ def _by_record(tensors: list[torch.Tensor], records: int) -> list[torch.Tensor]:
 
 
 def _loss(
-    outputs: list[torch.Tensor], factors: torch.Tensor, *, losses_only: bool
-) -> tuple[torch.Tensor, bool]:
+    outputs: list[torch.Tensor], factors: Sequence[float], *, losses_only: bool
+) -> tuple[Any, bool]:
     """Returns a random weighted sum of outputs, and whether they have rows of records."""
     trained = [t for t in outputs if t.requires_grad and not (losses_only and t.dim())]
     by_record = _by_record(trained, len(factors))
-    draws, total = torch.Generator().manual_seed(0), torch.zeros(())
+    draws = torch.Generator().manual_seed(0)
+    total: Any = 0.0
     # If there are rows of records, losses of the batch are checked in a run of their own.
     for output in by_record or trained:
         weighted = output * torch.randn(output.shape, generator=draws, device="cpu").to(output)
         if by_record:
-            weighted = weighted.movedim(0, -1) * factors.to(weighted)
-        total = total.to(weighted) + weighted.sum()
+            weighted = weighted.movedim(0, -1) * weighted.new_tensor(factors)
+        total = total + weighted.sum()
     return total, bool(by_record)
 
 
@@ -380,15 +340,31 @@ def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses
         mode: Opacus's ``grad_sample_mode``.
         losses_only: As of :meth:`_Runs.backward`.
     """
-    factors, failure = torch.ones(records), ""
+    failure, wrong = "", set[str]()
     try:
-        computed = runs.backward(call, factors, mode, losses_only=losses_only)
+        computed, _, has_rows = runs.backward(call, [1.0] * records, mode, losses_only=losses_only)
         counts = {name: len(rows) for name, rows in computed.items() if len(rows) != records}
         if counts:
             return _wrong_counts(runs, counts, records)
-        wrong, has_rows = runs.wrong_gradients(
-            computed, call, factors, mode, losses_only=losses_only
-        )
+        for record in TARGETS:
+            # Ghost clipping multiplies losses. Products with powers of two are not rounded.
+            factor = 2.0 if mode == "ghost" and has_rows else 1.0
+            alone = [factor * (row == record) for row in range(records)]
+            others = copies_of(call, record, records, runs.axis)
+            again, gradients, _ = runs.backward(others, alone, mode, losses_only=losses_only)
+            sums = {n: rows[record] if has_rows else rows.sum(0) for n, rows in again.items()}
+            # Relative to the whole gradient, because those of one parameter may cancel to rounding
+            # errors.
+            whole = math.hypot(*map(_size, sums.values()))
+            wrong |= {
+                name
+                for name, rows in computed.items()
+                if differ(factor * rows[record], again[name][record], 1e-6 * whole)
+                or (
+                    mode != "ew"
+                    and _is_wrong(sums[name], gradients[name], whole, bound=not has_rows)
+                )
+            }
         odd = {runs.trained[name] for name in wrong}
         layers = {layer for layer in runs.names if not odd.isdisjoint(layer._parameters.values())}
     except Exception as error:
@@ -410,18 +386,6 @@ def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses
         return _wrong_gradients(runs, call, records, mode, losses_only=losses_only)
     if failure:
         return failure
-    for record in TARGETS:
-        others = copies_of(call, record, records, runs.axis)
-        # Ghost clipping multiplies losses. Products with powers of two are not rounded.
-        factor = 2.0 if mode == "ghost" and has_rows else 1.0
-        again = runs.backward(others, factor * factors, mode, losses_only=losses_only)
-        # Gradients of one layer may cancel, so that only rounding errors remain.
-        slack = 1e-6 * max((_size(rows[record]) for rows in computed.values()), default=0.0)
-        wrong |= {
-            name
-            for name, rows in computed.items()
-            if differ(factor * rows[record], again[name][record], slack)
-        }
     if wrong and not has_rows:
         remedy = " (or, where arguments are [time, batch, ...], pass batch_first=False)"
         return (
@@ -446,6 +410,24 @@ def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses
             f"and 'ew', or {_CALL_LAYERS}{ghost if mode == 'ghost' else ''}"
         )
     return ""
+
+
+def _is_wrong(found: torch.Tensor, gradient: torch.Tensor, whole: float, *, bound: bool) -> bool:
+    """Returns whether what Opacus computes is not autograd's gradient, or its norm.
+
+    Args:
+        found: Opacus's gradient, or, with ghost clipping, its norm.
+        gradient: That of autograd.
+        whole: The norm of the gradient of all parameters.
+        bound: Whether a norm may be too large, as a sum of the norms of several records.
+    """
+    is_norm = found.shape != gradient.shape
+    truth = gradient.norm() if is_norm else gradient
+    gap = float(truth - found) if is_norm and bound else _distance(found, truth)
+    # Eight roundings: convolutions on a GPU round single precision to 11 bits, and bfloat16 has 8.
+    # If a record is not finite, neither is its gradient, and nothing is refused.
+    share = 2**-5 if gradient.dtype in _HALF else 2**-8
+    return gap > share * whole and bool(truth.isfinite().all())
 
 
 def _changed_module(
