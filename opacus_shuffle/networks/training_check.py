@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ from opacus_shuffle.networks.sample_input import (
 MOST_RECORDS = 6
 """How many records of a loader are checked."""
 _FLAGS = frozenset([bool, int, float, str, types.FunctionType, types.MethodType])
+_SMALL = 100
+"""The size from which a dictionary has no flags, but is a vocabulary, for example."""
 _SHOWN = 4
 """How many modules a message names."""
 
@@ -53,24 +55,29 @@ def modes_of(network: nn.Module) -> _Modes:
     """Returns the flags of all modules, with their training modes; empty if none is training.
 
     A flag is an attribute that is a bool, a str or a function, a number's being zero, or a hook.
+    Entries of small dictionaries and of an attribute ``config`` count as attributes.
     """
     modules = list(network.modules())
     if not any(module.training for module in modules):
         return frozenset()
+    configs = {
+        id(value): value for m in modules if hasattr(value := vars(m).get("config"), "__dict__")
+    }
     return frozenset(
-        (
-            module,
-            # Whether a number is zero is enough, because counters change in every pass.
-            *(
-                bool(value) if type(value) in (int, float) else value
-                for value in vars(module).values()
-                if type(value) in _FLAGS
-            ),
-            *module._forward_pre_hooks,
-            *module._forward_hooks,
-        )
-        for module in modules
+        [
+            *((m, *m._forward_pre_hooks, *m._forward_hooks, *_flags(vars(m))) for m in modules),
+            *((key, *_flags(vars(config))) for key, config in configs.items()),
+        ]
     )
+
+
+def _flags(attributes: dict[Any, Any]) -> Iterator[Any]:
+    for value in attributes.values():
+        if type(value) in _FLAGS:
+            # Whether a number is zero is enough, because counters change in every pass.
+            yield bool(value) if type(value) in (int, float) else value
+        elif type(value) is dict and len(value) < _SMALL:
+            yield from _flags(value)
 
 
 class TrainingCheck:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import types
 import warnings
 
 import pytest
@@ -764,9 +765,11 @@ class Modal(nn.Module):
     def __init__(self, *, in_training):
         super().__init__()
         self.in_training, self.centres = in_training, 0
+        self.options, self.config = {"centres": False}, types.SimpleNamespace(centres=False)
 
     def forward(self, x):
-        return x - x.mean(0) * (self.centres or (self.training and self.in_training))
+        centres = self.centres or self.options["centres"] or self.config.centres
+        return x - x.mean(0) * (centres or (self.training and self.in_training))
 
 
 def frozen_norm():
@@ -813,10 +816,12 @@ def centred_forward(part):
     [
         lambda part: setattr(part, "centres", True),
         lambda part: setattr(part, "centres", 0.5),
+        lambda part: part.options.update(centres=True),
+        lambda part: setattr(part.config, "centres", True),
         lambda part: part.register_forward_hook(lambda _, x, out: out - out.mean(0)),
         centred_forward,
     ],
-    ids=["flag", "number", "hook", "forward"],
+    ids=["flag", "number", "dictionary", "configuration", "hook", "forward"],
 )
 def test_a_network_that_changes_after_the_check_is_checked_again(change):
     """Training continues after a change without effect on other records."""
