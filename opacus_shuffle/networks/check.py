@@ -125,8 +125,9 @@ def per_sample_check(
 ) -> NetworkCheck:
     """Checks that every record's gradient is its own, and is in the row that Opacus uses.
 
-    The network runs forwards on two numbers of records, and forwards and backwards twice on one of
-    them, each time from the same state and with the same random numbers.
+    The network runs forwards on two numbers of records, and on copies of two records; then forwards
+    and backwards with Opacus's hooks on some records, and on these copies, each time from the same
+    state and with the same random numbers.
 
     Args:
         network: In the modes in which it trains. It is not changed.
@@ -141,10 +142,10 @@ def per_sample_check(
     whole = next((size for size in sizes_along(call, axis) if size > 1), 0)
 
     taken = {size for t in (*network.parameters(), *network.buffers()) for size in t.shape}
-    calls: dict[int, Call] = {}
+    runs_of: dict[int, tuple[Call, list[_ModuleCall]]] = {}
     failure: Exception | None = None
     for records in (*SIZES, whole, *more) if whole else ():
-        if records in taken or len(calls) > 1:
+        if records in taken or len(runs_of) > 1:
             continue
         try:
             of_records = take_records(call, whole, range(records), axis)
@@ -152,16 +153,17 @@ def per_sample_check(
         except Exception as error:
             failure = error
             continue
-        calls[records] = of_records
+        runs_of[records] = of_records, modules
         # If another axis has the same size, rows of that axis would be taken for records.
         sizes = {size for t in tensors_of([of_records, modules]) for size in t.shape}
         taken |= sizes - {records}
-        calls = {size: call for size, call in calls.items() if size not in taken}
-    if not calls:
+        runs_of = {size: run for size, run in runs_of.items() if size not in taken}
+    if not runs_of:
         return NetworkCheck(False, failure=failure)
-    records, of_records = next(iter(calls.items()))
+    records, (of_records, modules) = next(iter(runs_of.items()))
     try:
-        problem = _mixing(runs, of_records, records) or _carry_over(runs, of_records, records)
+        problem = _mixing(runs, of_records, modules, records)
+        problem = problem or _carry_over(runs, of_records, records)
         for losses_only in (False, True) if runs.has_both else (False,):
             problem = problem or _wrong_gradients(
                 runs, of_records, records, mode, losses_only=losses_only
@@ -240,7 +242,10 @@ class _Runs:
                 seed_draws(SEED)
                 outputs = results(self.network(*args, **keywords))
             calls.append(_ModuleCall("", [], _copy(outputs)))
-            self.has_both = len({bool(t.dim()) for t in outputs if t.requires_grad}) > 1
+            trained = {bool(t.dim()) for t in outputs if t.requires_grad}
+            self.has_both = len(trained) > 1
+            if not trained:
+                raise ValueError("no output requires a gradient")
         self.changed |= changed
         return calls
 
@@ -273,7 +278,7 @@ class _Runs:
             total.backward()
             computed, gradients = {}, {}
             for name, p in self.trained.items():
-                rows = norms_of_records(p) if mode == "ghost" else vars(p)["grad_sample"]
+                rows = norms_of_records(p) if mode == "ghost" else vars(p).get("grad_sample")
                 # A layer that ran again in the backward pass has a list of several gradients.
                 none = p.new_zeros(len(factors), *(() if mode == "ghost" else p.shape))
                 computed[name] = rows if isinstance(rows, torch.Tensor) else none
@@ -314,9 +319,15 @@ def _loss(
 # Conclusions from the runs
 
 
-def _mixing(runs: _Runs, call: Call, records: int) -> str:
-    """Returns which module mixes records in the forward pass, or an empty text."""
-    before = runs.forward(call)
+def _mixing(runs: _Runs, call: Call, before: list[_ModuleCall], records: int) -> str:
+    """Returns which module mixes records in the forward pass, or an empty text.
+
+    Args:
+        runs: Of the network.
+        call: The arguments.
+        before: What :meth:`_Runs.forward` returned for them.
+        records: The number of records.
+    """
     for record in TARGETS:
         after = runs.forward(copies_of(call, record, records, runs.axis))
         changed = _changed_module(before, after, records, record)
@@ -352,6 +363,8 @@ def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses
             alone = [factor * (row == record) for row in range(records)]
             others = copies_of(call, record, records, runs.axis)
             again, gradients, _ = runs.backward(others, alone, mode, losses_only=losses_only)
+            if mode == "ew":  # which leaves no gradients of the batch
+                _, gradients, _ = runs.backward(others, alone, "no_op", losses_only=losses_only)
             sums = {n: rows[record] if has_rows else rows.sum(0) for n, rows in again.items()}
             # Relative to the whole gradient, because those of one parameter may cancel to rounding
             # errors.
@@ -360,10 +373,7 @@ def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses
                 name
                 for name, rows in computed.items()
                 if differ(factor * rows[record], again[name][record], 1e-6 * whole)
-                or (
-                    mode != "ew"
-                    and _is_wrong(sums[name], gradients[name], whole, bound=not has_rows)
-                )
+                or _is_wrong(sums[name], gradients[name], whole, bound=not has_rows)
             }
         odd = {runs.trained[name] for name in wrong}
         layers = {layer for layer in runs.names if not odd.isdisjoint(layer._parameters.values())}
@@ -386,7 +396,12 @@ def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses
         return _wrong_gradients(runs, call, records, mode, losses_only=losses_only)
     if failure:
         return failure
-    if wrong and not has_rows:
+    return _describe_wrong(runs, wrong, mode, has_rows=has_rows) if wrong else ""
+
+
+def _describe_wrong(runs: _Runs, wrong: set[str], mode: str, *, has_rows: bool) -> str:
+    """Returns an error message about parameters with wrong gradients of records."""
+    if not has_rows:
         remedy = " (or, where arguments are [time, batch, ...], pass batch_first=False)"
         return (
             "module returns a loss of the batch that is not a sum or mean of one number per "
@@ -395,21 +410,19 @@ def _wrong_gradients(runs: _Runs, call: Call, records: int, mode: str, *, losses
             "opacus_shuffle.token_loss(logits, labels).mean(), without labels=...), and let every "
             f"layer see [batch, ...]{'' if runs.axis else remedy}; or {_CALL_LAYERS}"
         )
-    if wrong:
-        layers_of_wrong = {name.rpartition(".")[0] for name in wrong}
-        ghost = (
-            "; with grad_sample_mode='ghost', gradients must also shrink with their loss: do not "
-            "clamp or normalise them in a hook, or use 'hooks'"
-        )
-        return (
-            "module passes records in another order than the batch's to "
-            f"{name_modules(runs.network, layers_of_wrong)}, uses {', '.join(sorted(wrong))} "
-            "outside of the layer that it belongs to, or scales its gradient by other records (as "
-            f"grad_sample_mode={mode!r} shows), {SORT_BEFORE}; take means and norms within each "
-            "record, as nn.LayerNorm and nn.GroupNorm do; use another mode of 'hooks', 'functorch' "
-            f"and 'ew', or {_CALL_LAYERS}{ghost if mode == 'ghost' else ''}"
-        )
-    return ""
+    layers = {name.rpartition(".")[0] for name in wrong}
+    ghost = (
+        "; with grad_sample_mode='ghost', gradients must also shrink with their loss: do not clamp "
+        "or normalise them in a hook, or use 'hooks'"
+    )
+    return (
+        "module passes records in another order than the batch's to "
+        f"{name_modules(runs.network, layers)}, uses {', '.join(sorted(wrong))} outside of the "
+        "layer that it belongs to, or scales its gradient by other records (as "
+        f"grad_sample_mode={mode!r} shows), {SORT_BEFORE}; take means and norms within each "
+        "record, as nn.LayerNorm and nn.GroupNorm do; use another mode of 'hooks', 'functorch' and "
+        f"'ew', or {_CALL_LAYERS}{ghost if mode == 'ghost' else ''}"
+    )
 
 
 def _is_wrong(found: torch.Tensor, gradient: torch.Tensor, whole: float, *, bound: bool) -> bool:

@@ -148,10 +148,7 @@ def first_records(
     with random_states_kept():
         if data_loader.batch_sampler is None:  # each entry of the data set is passed on alone
             return collate(dataset[0])
-        places = list(range(min(count, len(dataset))))
-        # As the loader's workers fetch a batch.
-        fetch: Any = getattr(dataset, "__getitems__", None)
-        return collate(fetch(places) if fetch else [dataset[place] for place in places])
+        return collate([dataset[index] for index in range(min(count, len(dataset)))])
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

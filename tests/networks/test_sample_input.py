@@ -99,18 +99,6 @@ def test_the_first_records_are_collated_and_no_random_state_moves():
     assert first_records(DataLoader(ready_made, batch_size=None)).shape == (7, 3)
 
 
-def test_the_first_records_are_fetched_together_where_the_loader_does_so():
-    class Together:
-        def __len__(self):
-            return 5
-
-        def __getitems__(self, places):
-            return torch.tensor(places)
-
-    loader = DataLoader(Together(), batch_size=3, collate_fn=lambda batch: batch)
-    assert torch.equal(first_records(loader, 3), next(iter(loader)))
-
-
 X, Y = torch.randn(4, 3), torch.zeros(4)
 Pair = namedtuple("Pair", "x y")
 ENTRIES = {"left": X, "right": X, "label": Y}
