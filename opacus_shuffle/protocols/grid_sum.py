@@ -343,21 +343,20 @@ def round_at_random(position: torch.Tensor, generator: torch.Generator | None) -
     Whole numbers are not changed.
 
     Args:
-        position: float64.
+        position: float64; it is overwritten.
         generator: On the device of ``position``; by default secret.
     """
-    whole = position.floor()
-    rest = position.sub(whole).flatten()
-    if position.device.type != "cpu":
-        rest += torch.rand(
-            rest.shape, dtype=rest.dtype, device=rest.device, generator=for_pytorch(generator)
-        )
-    else:
-        draws, room = stream_of(generator), room_for(_CHUNK // 2)
-        for some in torch.split(rest, _CHUNK):
+    entries, on_cpu = position.reshape(-1), position.device.type == "cpu"
+    draws, room = (stream_of(generator), room_for(_CHUNK // 2)) if on_cpu else (generator, None)
+    for some in torch.split(entries, _CHUNK if on_cpu else max(len(entries), 1)):
+        if on_cpu:
             bits = draws.words(-(-len(some) // 2), room).view(np.int32)[: len(some)]
-            some += torch.from_numpy(bits).double().mul_(2.0**-32).add_(0.5)
-    return whole.add_(rest.floor_().view(whole.shape)).long()
+            uniforms = torch.from_numpy(bits).double().mul_(2.0**-32).add_(0.5)
+        else:
+            uniforms = torch.empty_like(some).uniform_(generator=for_pytorch(draws))
+        whole = some.floor()
+        some.sub_(whole).add_(uniforms).floor_().add_(whole)
+    return entries.view(position.shape).long()
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:

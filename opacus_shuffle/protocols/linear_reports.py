@@ -110,27 +110,28 @@ def report_along(unit: torch.Tensor, part: torch.Tensor, normals: torch.Tensor) 
 
 
 def summed_reports(
-    units: Sequence[torch.Tensor], parts: torch.Tensor, normals: Sequence[torch.Tensor]
+    rows: Sequence[torch.Tensor],
+    lengths: torch.Tensor,
+    parts: torch.Tensor,
+    normals: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns the coefficients of the users' u in the sum of k reports.
+    """Returns the coefficients of the users' vectors in the sum of k reports.
 
-    The sum is √k times the normals plus these multiples of the vectors u. It has the distribution
-    of k reports with d normal numbers each (13.5).
+    The sum is √k times the normals plus these multiples of the vectors. It has the distribution of
+    k reports with d normal numbers each (13.5).
 
     Args:
-        units: The users' u in pieces, each of shape (k, entries).
-        parts: The components along u, from :func:`tilted`, shape (k,).
+        rows: The users' vectors in pieces, each of shape (k, entries).
+        lengths: The norms of the vectors, above 0, shape (k,).
+        parts: The components along the vectors, from :func:`tilted`, shape (k,).
         normals: Standard normal numbers in the same pieces, each of shape (entries,).
 
     Returns:
         float64, shape (k,).
     """
-    count = len(parts)
-    gram = torch.zeros(count, count, dtype=torch.float64, device=parts.device)
-    along = torch.zeros(count, dtype=torch.float64, device=parts.device)
-    for piece, normal in zip(units, normals, strict=True):
-        gram += (piece @ piece.T).to(gram)
-        along += (piece @ normal).to(along)
+    count, lengths = len(parts), lengths.to(parts)
+    gram = sum((piece @ piece.T).to(parts) for piece in rows) / torch.outer(lengths, lengths)
+    along = sum((row @ z).to(parts) for row, z in zip(rows, normals, strict=True)) / lengths
     values, vectors = torch.linalg.eigh(gram)
     shrink = 1 / ((count - values).clamp_min(0.0).sqrt() + math.sqrt(count))
-    return parts - vectors @ (shrink * (vectors.T @ along))
+    return (parts - vectors @ (shrink * (vectors.T @ along))) / lengths

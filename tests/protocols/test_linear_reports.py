@@ -71,11 +71,13 @@ def test_a_sum_of_reports_has_the_law_of_one_by_one(users, dimension, alike):
     """
     units = vectors(users, dimension, alike=alike)
     cut = dimension // 2
-    pieces = [units[:, :cut], units[:, cut:]]
+    lengths = torch.logspace(-3, 3, users, dtype=torch.float64)
+    rows = lengths[:, None] * units
 
     def summed(parts, normals):
-        coefficients = summed_reports(pieces, parts, [normals[:cut], normals[cut:]])
-        return users**0.5 * normals + units.T @ coefficients
+        pieces = [rows[:, :cut], rows[:, cut:]]
+        coefficients = summed_reports(pieces, lengths, parts, [normals[:cut], normals[cut:]])
+        return users**0.5 * normals + rows.T @ coefficients
 
     nothing, none = torch.zeros(dimension, dtype=torch.float64), torch.zeros(users).double()
     of_normals = torch.stack([summed(none, row) for row in torch.eye(dimension).double()])
@@ -93,7 +95,7 @@ def test_one_report_is_normal_across_its_vector_and_has_its_part_along():
     torch.testing.assert_close(unit @ report, part)
     across = torch.eye(7).double() - torch.outer(unit, unit)
     torch.testing.assert_close(across @ report, across @ normals)
-    together = normals + unit * summed_reports([unit[None]], part[None], [normals])
+    together = normals + unit * summed_reports([unit[None]], torch.ones(1), part[None], [normals])
     torch.testing.assert_close(together, report)
 
 

@@ -83,23 +83,24 @@ class TiltedReports(FlatClipping, GaussianNoise):
             torch.zeros_like(parameter, dtype=dtype).flatten()
             for parameter, dtype in zip(optimizer.params, dtypes, strict=True)
         ]
-        # Reshaping also works for parameters with one number. In half precision no vector would
-        # have norm 1.
-        samples = optimizer.grad_samples
-        rows = [sample.reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
-        for start in range(0, len(participants), _GROUP):
-            indices = participants[start : start + _GROUP].to(whole.device)
-            drawn = parts[start : start + _GROUP].to(whole.device)
-            chosen = whole[indices]
-            units = [
-                row[indices.to(row.device)].to(dtype) / chosen.to(row.device, dtype)[:, None]
-                for row, dtype in zip(rows, dtypes, strict=True)
-            ]
+        # Reshaping also works for parameters with one number. In half precision directions would
+        # not have norm 1.
+        rows = [
+            sample.reshape(len(sample), math.prod(sample.shape[1:])).to(dtype)
+            for sample, dtype in zip(optimizer.grad_samples, dtypes, strict=True)
+        ]
+        for group in torch.split(participants, _GROUP):
+            indices = group.to(whole.device)
+            # Without a copy if all records of a small batch participate.
+            some = [row if len(group) == len(row) else row[indices.to(row.device)] for row in rows]
             nothing = [torch.zeros_like(noise) for noise in self.noises]
             normals = [zeros + draw_gaussian(optimizer, 1.0, zeros) for zeros in nothing]
-            factors[indices] = (unit * summed_reports(units, drawn, normals) / chosen).to(factors)
+            drawn, parts = parts[: len(group)].to(whole.device), parts[len(group) :]
+            factors[indices] = (unit * summed_reports(some, whole[indices], drawn, normals)).to(
+                factors
+            )
             for noise, normal in zip(self.noises, normals, strict=True):
-                noise += unit * math.sqrt(len(indices)) * normal
+                noise.add_(normal, alpha=unit * math.sqrt(len(group)))
         self.num_participants += len(participants)
         self.drawn_with.add(drawn_with)
         return [factors] * norms.shape[1]
