@@ -658,6 +658,8 @@ def test_a_network_that_does_not_run_is_said_to_be_unseen():
     check = per_sample_check(loss(lambda h, y: h @ h), labelled())
     assert not check.seen
     assert "shapes cannot be multiplied" in str(check.failure)
+    predicts = one(lambda a, x: a(x).argmax(1), nn.Linear(5, 3))
+    assert not per_sample_check(predicts, numbers(5)).seen
 
 
 # Of make_private
