@@ -50,6 +50,8 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"no command given: start with {NAME} compare, or see {NAME} --help")
     as_json = options.pop("json")
+    # Before PyTorch is imported: on small networks, threads cost more time than they save.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     module, function = COMMANDS[name].function.split(".")
     command = getattr(importlib.import_module(f"opacus_shuffle.commands.{module}"), function)
     try:
