@@ -188,7 +188,7 @@ class GridSum(ABC):
             raise ValueError(f"x must have shape ({self.dimension},), got {tuple(point.shape)}")
         stream = stream_of(generator)
         position = self._grid_position(self._checked(point.reshape(1, -1)))[0]
-        return round_at_random(position, stream) + self.draw_noise(1, stream)
+        return round_at_random(position, stream).long() + self.draw_noise(1, stream)
 
     def check_reports(self, num_reports: Any) -> int:
         """Refuses a number of reports that the guarantee does not cover."""
@@ -236,7 +236,8 @@ class GridSum(ABC):
                 raise ValueError(f"X must have shape (n, {width}), got {tuple(numbers.shape)}")
             rows += len(numbers)
             for chunk in torch.split(numbers, max(1, _CHUNK // width)):
-                total += round_at_random(self._grid_position(self._checked(chunk)), draws).sum(0)
+                rounded = round_at_random(self._grid_position(self._checked(chunk)), draws)
+                total += rounded.sum(0).long()
         return total, rows
 
     def draw_noise(
@@ -263,9 +264,7 @@ class GridSum(ABC):
             raise ValueError(
                 f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}"
             )
-        expected = reports * self.noise_bits * self.bit_probability
-        estimate = counts.to(torch.float64, copy=True).sub_(expected)
-        return estimate.mul_(self.grid_step).add_(reports * self._low)
+        return self._estimate(counts.to(torch.float64, copy=True), reports)
 
     def simulate(self, X: Any, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws the estimate of the sum of all users' points, at once.
@@ -314,9 +313,19 @@ class GridSum(ABC):
         reports = self.check_reports(num_reports)
         generator = SecretGenerator() if generator is None else generator
         noise = self.draw_noise(reports, generator)
-        position = total.to(noise.device, torch.float64, copy=True).sub_(reports * self._low)
-        rounded = round_at_random(position.div_(self.grid_step), generator)
-        return self.decode(noise.add_(rounded), reports)
+        released = total.to(noise.device, torch.float64, copy=True)
+        together = _CHUNK if noise.device.type == "cpu" else max(len(noise), 1)
+        for some, bits in zip(
+            torch.split(released, together), torch.split(noise, together), strict=True
+        ):
+            round_at_random(some.sub_(reports * self._low).div_(self.grid_step), generator)
+            self._estimate(some.add_(bits), reports)
+        return released
+
+    def _estimate(self, counts: torch.Tensor, reports: int) -> torch.Tensor:
+        """Turns numbers of ones into the unbiased estimate of a sum, in place."""
+        expected = reports * self.noise_bits * self.bit_probability
+        return counts.sub_(expected).mul_(self.grid_step).add_(reports * self._low)
 
     def _grid_position(self, points: torch.Tensor) -> torch.Tensor:
         """Returns the positions of points on the grid, in grid steps."""
@@ -337,26 +346,29 @@ class GridSum(ABC):
 
 
 def round_at_random(position: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Returns ⌊position + U⌋ (int64) with U uniform in [0, 1), fresh for every entry.
+    """Replaces entries by ⌊entry + U⌋ with U uniform in [0, 1), fresh for every entry.
 
     U has 32 bits on a CPU, so an entry is rounded as one that differs from it by less than 2⁻³².
     Whole numbers are not changed.
 
     Args:
-        position: float64; it is overwritten.
+        position: float64. It is overwritten if it is contiguous.
         generator: On the device of ``position``; by default secret.
+
+    Returns:
+        float64, in the shape of ``position``.
     """
-    entries, on_cpu = position.reshape(-1), position.device.type == "cpu"
-    draws, room = (stream_of(generator), room_for(_CHUNK // 2)) if on_cpu else (generator, None)
-    for some in torch.split(entries, _CHUNK if on_cpu else max(len(entries), 1)):
-        if on_cpu:
+    entries, room = position.reshape(-1), room_for(_CHUNK // 2)
+    draws = stream_of(generator) if position.device.type == "cpu" else None
+    for some in torch.split(entries, _CHUNK if draws else max(len(entries), 1)):
+        if draws:
             bits = draws.words(-(-len(some) // 2), room).view(np.int32)[: len(some)]
             uniforms = torch.from_numpy(bits).double().mul_(2.0**-32).add_(0.5)
         else:
-            uniforms = torch.empty_like(some).uniform_(generator=for_pytorch(draws))
+            uniforms = torch.empty_like(some).uniform_(generator=for_pytorch(generator))
         whole = some.floor()
         some.sub_(whole).add_(uniforms).floor_().add_(whole)
-    return entries.view(position.shape).long()
+    return entries.view(position.shape)
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:

@@ -28,11 +28,8 @@ class Noiseless(ShuffleVectorSum):
     """Releases the rounded sum alone; private it is not."""
 
     def draw_noise(self, num_reports, generator=None):
-        return torch.zeros(self.dimension, dtype=torch.int64, device=generator.device)
-
-    def decode(self, counts, num_reports):
-        expected = num_reports * self.noise_bits * self.bit_probability * self.grid_step
-        return super().decode(counts, num_reports) + expected
+        expected = num_reports * self.noise_bits * self.bit_probability
+        return torch.full((self.dimension,), expected, dtype=torch.float64, device=generator.device)
 
 
 class Products(nn.Module):

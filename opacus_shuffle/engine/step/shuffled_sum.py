@@ -95,7 +95,10 @@ class SumsNoise(Noise):
 
     def _total(self, optimizer: Any, numbers: torch.Tensor) -> torch.Tensor:
         """Adds up numbers of all processes."""
-        return add_up(numbers, optimizer.params[0].device) if optimizer.distributed else numbers
+        if not optimizer.distributed:
+            return numbers
+        numbers = numbers.double() if numbers.is_floating_point() else numbers
+        return add_up(numbers, optimizer.params[0].device)
 
     def add(self, optimizer: Any) -> None:
         """Rounds ``summed_grad`` of all parameters to the grid, adds the noise bits, and decodes.
@@ -105,9 +108,9 @@ class SumsNoise(Noise):
         protocol, parameters = self.protocol, optimizer.params
         for parameter in parameters:
             check_unused(parameter.summed_grad)
-        sums = [parameter.summed_grad.flatten().double() for parameter in parameters]
+        total = torch.cat([parameter.summed_grad.flatten() for parameter in parameters])
         records = self.num_records(optimizer)
-        estimate = self._total(optimizer, torch.cat(sums))
+        estimate = self._total(optimizer, total)
         if optimizer.rank:
             estimate.zero_()
         else:
