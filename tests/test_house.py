@@ -50,13 +50,13 @@ WEIGHTS = {
     "audit": 430,
     "commands": 650,
     "core": 875,
-    "engine": 2_715,
+    "engine": 2_720,
     "estimators": 140,
     "federated": 1_370,
     "integrations": 130,
     "networks": 745,
     "permutation": 2_050,
-    "protocols": 420,
+    "protocols": 425,
     "sco": 765,
 }
 TESTS_WEIGHT = 14_440
