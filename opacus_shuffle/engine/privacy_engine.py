@@ -245,7 +245,7 @@ class PrivacyEngine(CheckpointMixin):
                 update; the network's function stays as it is, and **so does ε**. ``True`` for every
                 permutation that :func:`~opacus_shuffle.permutation.find.find_permutations` finds,
                 ``"heads"`` or ``"paper"`` for fewer, a ``PermutationSpec``, or a
-                :class:`~opacus_shuffle.engine.step.weight_shuffling.WeightShuffling` with more
+                :class:`~opacus_shuffle.engine.step.weight_shuffler.WeightShuffling` with more
                 settings. A warning says why if a large share of the weights does not move.
             aggregator: ``shuffled_sums`` only, in place of ``noise_multiplier``: your own protocol.
                 Its ``num_users`` is the number of reports per round, its ``dimension`` the number
