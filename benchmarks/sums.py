@@ -44,7 +44,7 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
         sigma = protocol.noise_multiplier
         optimizer = PrivateOptimizer(
             sgd,
-            noise=SumsNoise(protocol, noise_multiplier=sigma, everyone_reports=True),
+            noise=SumsNoise(protocol, everyone_reports=True),
             generator=SecretGenerator(),
             **{**keywords, "noise_multiplier": sigma},
         )

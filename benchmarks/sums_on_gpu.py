@@ -60,9 +60,7 @@ def stepper(
         protocol = ShuffleVectorSum.with_noise_multiplier(
             users, entries, 1.0, NOISE, delta=1e-5, zero_on_grid=True, rate=records / users
         )
-        sums = SumsNoise(
-            protocol, noise_multiplier=protocol.noise_multiplier, everyone_reports=True
-        )
+        sums = SumsNoise(protocol, everyone_reports=True)
         where = "cpu" if kind == "host" else device
         keywords["noise_multiplier"] = protocol.noise_multiplier
         optimizer = PrivateOptimizer(sgd, noise=sums, generator=SecretGenerator(where), **keywords)

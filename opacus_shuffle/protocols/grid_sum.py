@@ -223,19 +223,20 @@ class GridSum(ABC):
                 f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got "
                 f"{points!r}"
             )
-        width = self.dimension
-        total, rows = torch.zeros(width, dtype=torch.int64), 0
+        total, rows = torch.zeros(self.dimension, dtype=torch.int64), 0
         for block in blocks:
             if not isinstance(block, torch.Tensor | np.ndarray):
                 raise ValueError(
-                    f"X must be a tensor or contain tensors of shape (rows, {width}), got "
+                    f"X must be a tensor or contain tensors of shape (rows, {self.dimension}), got "
                     f"a {type(block).__name__} in it"
                 )
             numbers = real_numbers("X", block)
-            if numbers.ndim != 2 or numbers.shape[1] != width:
-                raise ValueError(f"X must have shape (n, {width}), got {tuple(numbers.shape)}")
+            if numbers.ndim != 2 or numbers.shape[1] != self.dimension:
+                raise ValueError(
+                    f"X must have shape (n, {self.dimension}), got {tuple(numbers.shape)}"
+                )
             rows += len(numbers)
-            for chunk in torch.split(numbers, max(1, _CHUNK // width)):
+            for chunk in torch.split(numbers, max(1, _CHUNK // self.dimension)):
                 rounded = round_at_random(self._grid_position(self._checked(chunk)), draws)
                 total += rounded.sum(0).long()
         return total, rows
@@ -249,8 +250,10 @@ class GridSum(ABC):
             num_reports: The number of users, at least 0.
             generator: By default secret. The noise is drawn on its device, the CPU or a GPU.
         """
-        trials = integer("num_reports", num_reports, minimum=0) * self.noise_bits
-        return draw_binomials(trials, self.bit_probability, self.dimension, generator)
+        reports = integer("num_reports", num_reports, minimum=0)
+        return draw_binomials(
+            reports * self.noise_bits, self.bit_probability, self.dimension, generator
+        )
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
         """Returns the unbiased estimate of the sum from the number of ones: float64, shape (d,).

@@ -93,7 +93,7 @@ def gradients(network, x, y):
 
 def rounding(run):
     """The most that the rounding of a sum may be off by, in norm."""
-    protocol = run.optimizer.aggregator
+    protocol = run.optimizer.noise.protocol
     return protocol.grid_step * math.sqrt(protocol.dimension)
 
 
@@ -140,7 +140,7 @@ def test_a_release_is_the_sum_of_the_clipped_gradients_of_the_records(name, opti
     lengths = gradients(plain, x, y).norm(dim=1)
     assert float(lengths.min()) < 0.2 < 10 < float(lengths.max())  # some are clipped, some are not
     run = run_of(network, x, y, **options)
-    protocol = run.optimizer.aggregator
+    protocol = run.optimizer.noise.protocol
     for records, released in releases(run, physical):
         raw = gradients(plain, *records)
         expected = (raw / raw.norm(dim=1, keepdim=True).clamp(min=1)).sum(0)
@@ -156,7 +156,7 @@ def test_a_batch_of_no_records_is_a_round_in_which_all_report_zero(name):
     empty = [released for records, released in releases(run) if not len(records[0])]
     assert len(empty) > 3
     assert run.accounted == run.updates == USERS
-    assert float(torch.stack(empty).abs().max()) <= run.optimizer.aggregator.grid_step
+    assert float(torch.stack(empty).abs().max()) <= run.optimizer.noise.protocol.grid_step
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "autocast"])

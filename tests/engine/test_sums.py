@@ -80,7 +80,7 @@ def test_a_release_is_unbiased_on_the_protocol_s_grid_and_as_noisy_as_it_says(op
     """
     value = 0.7 / math.sqrt(3000)  # within the norm: nothing is clipped
     run = still(torch.full((40, 3000), value), batch_size=8, **options)
-    protocol, sizes = run.optimizer.aggregator, set()
+    protocol, sizes = run.optimizer.noise.protocol, set()
     assert protocol.num_users == (8 if options == SAMPLES else 40)
     step = 2 / protocol.granularity
     bits = protocol.num_users * protocol.noise_bits
@@ -115,7 +115,7 @@ def test_every_record_is_clipped_to_the_norm_whatever_the_precision(dtype):
     run.network.to(dtype)
     ((_, released),) = sums(run)
     assert run.network.weight.grad.dtype == dtype
-    noise = run.optimizer.aggregator.variance**0.5
+    noise = run.optimizer.noise.protocol.variance**0.5
     assert float(released.sum()) / 403**0.5 == pytest.approx(7, abs=5 * noise + 0.05)
 
 
@@ -125,7 +125,7 @@ def test_every_record_is_clipped_to_the_norm_whatever_the_precision(dtype):
 def test_a_run_costs_what_dp_sgd_costs_and_its_multiplier_is_the_sum_s():
     run = Run("shuffled_sums", records=200, batch_size=20, sigma=1.1).train()
     assert 1.1 <= run.optimizer.noise_multiplier <= 1.1 * 1.025
-    assert 1.1 <= run.optimizer.aggregator.variance**0.5 <= 1.1 * 1.06
+    assert 1.1 <= run.optimizer.noise.protocol.variance**0.5 <= 1.1 * 1.06
     ((mechanism, steps),) = run.engine.accountant.rounds
     told = (mechanism.sampling, mechanism.sample_rate, mechanism.reports, steps)
     assert told == ("poisson", 0.1, 200, 10)
@@ -170,10 +170,10 @@ def test_a_budget_is_met_and_used_up(adjacency, options):
         run = Run("shuffled_sums", sigma=None, **budget)
     spent = run.train().train().engine.get_epsilon(DELTA, **asked)
     assert run.accounted == 8
-    protocol = run.optimizer.aggregator
+    protocol = run.optimizer.noise.protocol
     assert 1.42 < spent <= 1.5  # a grid has at most 2.5 % more noise
     again = Run("shuffled_sums", sigma=None, aggregator=protocol, **budget)
-    assert again.optimizer.aggregator is protocol
+    assert again.optimizer.noise.protocol is protocol
     with pytest.raises(ValueError, match=r"not met by the aggregator.*leave the aggregator"):
         Run("shuffled_sums", sigma=None, aggregator=protocol, **{**budget, "epochs": 4})
 

@@ -35,11 +35,6 @@ from opacus_shuffle.engine.guards.network_checks import MODES
 from opacus_shuffle.engine.schemes.base import Budget, Scheme
 from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
 
-LARGEST_TARGET = 1e6
-"""Opacus searches until ε is within 0.01 of its target, which floats far above this cannot be."""
-LARGEST_TARGETS = {"prv": 400.0}
-"""A distribution of privacy losses is as long as its ε is large: 400 takes 10 seconds."""
-
 
 class OpacusScheme(Scheme):
     """DP-SGD as Opacus trains it, for all accountants that are not of this package."""
@@ -90,19 +85,15 @@ class OpacusScheme(Scheme):
                 f"accountant {self.name!r} has one ε only, got bound={budget.bound!r}, "
                 f"adjacency={budget.adjacency!r}: leave them out or use a shuffle accountant"
             )
-        rate, batches = self.coin_rate, self.sampling.steps_per_epoch
-        if budget.target_epsilon > (largest := LARGEST_TARGETS.get(self.name, LARGEST_TARGET)):
-            raise ValueError(
-                f"target_epsilon must be at most {largest:g} with accountant {self.name!r}, whose "
-                f"search does not end above it, got {budget.target_epsilon!r}: use a smaller one, "
-                "or pass noise_multiplier to make_private"
-            )
         try:
             sigma: float = get_noise_multiplier(
                 target_epsilon=budget.target_epsilon,
                 target_delta=budget.target_delta,
-                sample_rate=rate,
-                steps=max(int(budget.epochs / rate), budget.epochs * batches),
+                sample_rate=self.coin_rate,
+                steps=max(
+                    int(budget.epochs / self.coin_rate),
+                    budget.epochs * self.sampling.steps_per_epoch,
+                ),
                 accountant=self.name,
             )
         except ValueError as error:
@@ -120,8 +111,7 @@ class OpacusScheme(Scheme):
                 "count of unclipped records would use up "
                 f"target_epsilon={budget.target_epsilon!r}; pass about {10 * sigma:.2g}"
             )
-        sigma /= math.sqrt(1 - 0.75 * (sigma / count_noise) ** 2)
-        return float(sigma)
+        return float(sigma / math.sqrt(1 - 0.75 * (sigma / count_noise) ** 2))
 
     def describe(self, *, loss_reduction: str, noise_generator: torch.Generator | None) -> None:
         """Warns if a run is not what Opacus's accountants assume."""

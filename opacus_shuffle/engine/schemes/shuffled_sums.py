@@ -204,11 +204,7 @@ class ShuffledSumsScheme(EpochScheme):
     def strategies(self, clipping: Clipping) -> tuple[Clipping, Noise]:
         """Returns the clipping, and the protocol's rounding and noise bits."""
         assert self.protocol is not None
-        return clipping, SumsNoise(
-            self.protocol,
-            noise_multiplier=float(self.noise_multiplier),
-            everyone_reports=self.everyone_reports,
-        )
+        return clipping, SumsNoise(self.protocol, everyone_reports=self.everyone_reports)
 
     @property
     def allows_drop_outs(self) -> bool:

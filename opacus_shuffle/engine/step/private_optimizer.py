@@ -329,11 +329,6 @@ class PrivateOptimizer(OpenOptimizer):
         self._note_released(unchanged)
 
     @property
-    def aggregator(self) -> Any:
-        """The protocol that sums bits; None with Gaussian noise."""
-        return getattr(self.noise, "protocol", None)
-
-    @property
     def accumulated_iterations(self) -> int:
         """How many batches are in the sum; Opacus's accountants multiply their rate by it."""
         return 1 if self.clipping.in_backward else int(super().accumulated_iterations)

@@ -12,9 +12,8 @@ Any clipping that bounds each record's whole gradient can be combined with it, a
 >>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
 >>> protocol = ShuffleVectorSum(25, 10_000, 1.0, epsilon=1.0, delta=1e-5)
 >>> optimizer = PrivateOptimizer(
-...     torch.optim.SGD(model.parameters(), lr=1.0),
-...     noise=SumsNoise(protocol, noise_multiplier=2 / protocol.mu),
-...     noise_multiplier=2 / protocol.mu, max_grad_norm=1.0, expected_batch_size=None,
+...     torch.optim.SGD(model.parameters(), lr=1.0), noise=SumsNoise(protocol),
+...     noise_multiplier=protocol.noise_multiplier, max_grad_norm=1.0, expected_batch_size=None,
 ...     loss_reduction="sum", generator=torch.Generator().manual_seed(0))
 >>> (0 * model(torch.zeros(25, 10_000))).sum().backward()
 >>> optimizer.step()
@@ -44,7 +43,6 @@ class SumsNoise(Noise):
         protocol: Its ``num_users`` records (with an ``honest_fraction``, not fewer than that share
             of them) must be in every logical batch; its ``dimension`` and ``max_norm`` are those of
             the gradients.
-        noise_multiplier: Of the optimizer, 2/μ: no noise is drawn from it, but accountants read it.
         everyone_reports: All ``num_users`` report in every round, and those whose records are not
             in the logical batch report zero.
 
@@ -56,11 +54,8 @@ class SumsNoise(Noise):
         report (0.4 % for m = 256); typical errors are far smaller.
     """
 
-    def __init__(
-        self, protocol: ShuffleVectorSum, *, noise_multiplier: float, everyone_reports: bool = False
-    ) -> None:
+    def __init__(self, protocol: ShuffleVectorSum, *, everyone_reports: bool = False) -> None:
         self.protocol, self.everyone_reports = protocol, everyone_reports
-        self.noise_multiplier = noise_multiplier
 
     def check_release(self, optimizer: Any) -> None:
         """Refuses a sum that the protocol's noise does not cover.
@@ -70,11 +65,11 @@ class SumsNoise(Noise):
                 protocol does not cover as many records as there are.
         """
         protocol = self.protocol
-        if optimizer.noise_multiplier != self.noise_multiplier:
+        if optimizer.noise_multiplier != protocol.noise_multiplier:
             raise ValueError(
                 f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the "
-                f"protocol's is {self.noise_multiplier}: its noise is fixed, no schedule changes "
-                "it; leave noise_multiplier alone"
+                f"protocol's is {protocol.noise_multiplier}: its noise is fixed, and no schedule "
+                "changes it; leave noise_multiplier alone"
             )
         if not math.isclose(optimizer.max_grad_norm, protocol.max_norm, rel_tol=1e-6):
             raise ValueError(
@@ -95,10 +90,9 @@ class SumsNoise(Noise):
 
     def _total(self, optimizer: Any, numbers: torch.Tensor) -> torch.Tensor:
         """Adds up numbers of all processes."""
-        if not optimizer.distributed:
-            return numbers
-        numbers = numbers.double() if numbers.is_floating_point() else numbers
-        return add_up(numbers, optimizer.params[0].device)
+        if optimizer.distributed:
+            numbers = add_up(numbers.double(), optimizer.params[0].device)
+        return numbers
 
     def add(self, optimizer: Any) -> None:
         """Rounds ``summed_grad`` of all parameters to the grid, adds the noise bits, and decodes.
@@ -109,12 +103,11 @@ class SumsNoise(Noise):
         for parameter in parameters:
             check_unused(parameter.summed_grad)
         total = torch.cat([parameter.summed_grad.flatten() for parameter in parameters])
-        records = self.num_records(optimizer)
+        reports = protocol.num_users if self.everyone_reports else self.num_records(optimizer)
         estimate = self._total(optimizer, total)
         if optimizer.rank:
             estimate.zero_()
         else:
-            reports = protocol.num_users if self.everyone_reports else records
             estimate = protocol.release_sum(estimate, reports, optimizer.generator)
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, piece in zip(parameters, torch.split(estimate, sizes), strict=True):
