@@ -80,7 +80,7 @@ def test_a_budget_is_kept_for_as_long_as_promised_and_used_up(name, way, bound):
     run.train()
     assert run.accounted == 93  # of which Opacus's floats would make 92
     spent = run.engine.get_epsilon(DELTA, bound=bound)
-    assert target * (1 - 1e-4) < spent <= target
+    assert target * (1 - 5e-4) < spent <= target
     assert run.train().engine.get_epsilon(DELTA, bound=bound) > target
 
 
