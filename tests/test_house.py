@@ -50,7 +50,7 @@ WEIGHTS = {
     "audit": 430,
     "commands": 650,
     "core": 875,
-    "engine": 2_710,
+    "engine": 2_711,
     "estimators": 140,
     "federated": 1_370,
     "integrations": 130,
