@@ -208,13 +208,15 @@ class PrivacyEngine(CheckpointMixin):
             optimizer: An optimizer over the network's parameters.
             data_loader: A loader of the training data. Its sampler is replaced by the one that the
                 accountant accounts for: Poisson for ``shuffled_checkin``, ``secret_checkin``,
-                ``shuffled_fw`` and ``shuffled_sums``, one secret batch of each epoch for every
-                record with ``random_allocation``, fixed-size without replacement for the others.
-            noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C,
-                k the records really in the batch), else the multiplier of the sum, as in Opacus.
-                Above 0 (0 is allowed with Opacus's accountants). With ``shuffled_sums`` a protocol
-                is built that has this much noise or a little more.
-                :meth:`make_private_with_epsilon` passes a :class:`Budget`, for which it is found.
+                ``shuffled_fw`` and ``shuffled_sums``; with ``sampling="random_allocation"`` every
+                record is in one secret batch of each epoch; the others have samples of fixed size
+                without replacement.
+            noise_multiplier: The multiplier of the sum, as in Opacus. With ``local_noise=True``, σ
+                of each record's own noise; the sum of the k records in the batch then has noise
+                √k·σ·C. Above 0 (0 is allowed with Opacus's accountants). With ``shuffled_sums`` a
+                protocol is built that has this much noise or a little more.
+                :meth:`make_private_with_epsilon` passes a :class:`Budget`, and the engine finds the
+                multiplier for it.
             max_grad_norm: C, the norm to which each record's gradient is clipped, or one per
                 parameter with ``clipping="per_layer"``.
             criterion: The loss of your loop, ``criterion(outputs, targets)``. It is refused if its
@@ -230,9 +232,9 @@ class PrivacyEngine(CheckpointMixin):
             clipping: ``"flat"``: one norm for a record's whole gradient; ``"per_layer"``: one for
                 each parameter. ``"adaptive"``, a norm that follows the gradients, with Opacus's
                 accountants only.
-            noise_generator: Draws the noise, on the parameters' device, or with ``shuffled_sums``
-                on the CPU. By default it is seeded by the operating system. A run with your own
-                generator is not private.
+            noise_generator: A generator for the noise, on the parameters' device; with
+                ``shuffled_sums``, on the CPU or the parameters' CUDA device. By default it is
+                seeded by the operating system. A run with your own generator is not private.
             grad_sample_mode: How each record's gradient is computed: ``"hooks"``,
                 ``"functorch"``, or ``"ghost"``, which computes only its norm and needs less memory.
                 ``"ew"`` with Opacus's accountants only.

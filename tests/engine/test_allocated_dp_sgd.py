@@ -232,7 +232,7 @@ def test_the_report_says_what_is_hidden_and_what_is_not_claimed():
         ({"poisson_sampling": True}, "got poisson_sampling=True: leave it out"),
         ({"poisson_sampling": False}, "got poisson_sampling=False: leave it out"),
         ({"local_noise": True}, "local_noise=True adds noise to every report"),
-        ({"rand_on_empty": True}, "leave it out, for batches of no records"),
+        ({"rand_on_empty": True}, "leave it out, because steps on empty batches"),
         ({"clipping": "adaptive"}, "clipping .* must be one of"),
     ],
 )

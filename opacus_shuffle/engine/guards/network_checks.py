@@ -1,13 +1,13 @@
 """Checks of the arguments and the network when ``make_private`` begins, and of passes in training.
 
 Whether the records of a network can be clipped is decided in :mod:`~opacus_shuffle.networks.check`,
-which ``make_private`` calls from here. The other checks are of networks and passes on which Opacus
-would fail without a reason, or compute wrong gradients without an error.
+which ``make_private`` calls from here. The other checks refuse networks and passes on which
+Opacus would fail without an explanation, or compute wrong gradients without an error.
 
-A step checks its ticket, but not which records the gradients are of: a batch that was kept would
-pass under the ticket of another one. Therefore a network in training refuses tensors that the
-loader yielded before. A backward pass through an output for an earlier batch is refused, too, also
-if its loss was added to the loss of the next batch. A forward pass without a backward pass is
+A step checks its ticket, but not to which records the gradients belong: a script could keep a batch
+and train on it with the ticket of another one. Therefore a network in training refuses tensors of
+earlier batches. A backward pass through an output for an earlier batch is refused, too, even if
+its loss was added to the loss of the next batch. A forward pass without a backward pass is
 forgotten when the next batch is drawn. Otherwise its rows would be added to the gradients of that
 batch.
 """
@@ -134,7 +134,7 @@ def check_arguments(
 
 
 def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Refuses parameters of other networks, on several devices, or complex.
+    """Refuses complex parameters, parameters of other networks, and parameters on several devices.
 
     Returns:
         The optimizer's parameters that require a gradient.
@@ -170,7 +170,7 @@ def check_norms(max_grad_norm: float | Sequence[float], clipping: str, parameter
     """Refuses norms that are not positive, or not one per parameter with per-layer clipping.
 
     Raises:
-        ValueError: If they are.
+        ValueError: If a norm is not positive, or their number is wrong.
     """
     if clipping != "per_layer":
         positive("max_grad_norm", max_grad_norm)
@@ -359,7 +359,7 @@ def check_supported(engine: Any, module: nn.Module) -> None:
 
 
 def explain_missing_calls(module: Any) -> None:
-    """Replaces Opacus's failures at backward passes without a forward pass by explanations.
+    """Adds hooks that refuse passes on which Opacus would fail without an explanation.
 
     Args:
         module: Opacus's wrapper or hooks.
@@ -438,10 +438,10 @@ _rearranged.__name__ = "rearrange_grad_samples"
 
 
 def check_packs(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Refuses sequences that are sorted within the network, at Opacus's recurrent layers.
+    """Refuses packed sequences that the network has sorted, before recurrent layers of Opacus.
 
     Raises:
-        ValueError: The layer is one of them, and a sequence is sorted.
+        ValueError: The layer is one of Opacus's recurrent layers, and a sequence is sorted.
     """
     packs = [value for value in inputs if isinstance(value, PackedSequence)]
     is_sorted = any(pack.sorted_indices is not None for pack in packs)

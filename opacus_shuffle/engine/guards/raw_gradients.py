@@ -1,13 +1,13 @@
-"""Lets no raw gradient move a private network or leave it in a copy.
+"""Refuses steps with raw gradients, and excludes gradients of records from copies.
 
-One rule is checked before every optimizer's step.
+One rule is checked before every step of any optimizer.
 
 Between the backward pass and the private step, ``.grad`` is neither clipped nor noised, and any
 optimizer would use it: the plain optimizer inside of the private one, or another one over the same
 parameters, over parameters that the private one does not train, or over layers that were added to
 the network later. The rule therefore reads the network's parameters at the moment of the step. Each
 of them may be moved only by the gradient that the private optimizer has released for this update.
-Gradients of two backward passes, in both of which a record might be, are refused, too.
+Accumulating gradients of two backward passes is refused, too, because a record might be in both.
 
 The same rule holds outside of the network. A classification head, a loss with weights or an adapter
 outside of the network receives raw gradients of the records. After a backward pass through a
@@ -311,7 +311,7 @@ def check_second_pass(module: Any, parameters: Iterable[torch.Tensor]) -> None:
             "optimizer, or call model.zero_grad() too"
         )
     raise ValueError(
-        "gradient accumulation is refused, because a record might be in both batches: "
+        "gradient accumulation is refused, because a record may be in both batches: "
         f"{names_of(waiting)} have gradients already; {remedy}"
     )
 
@@ -340,7 +340,7 @@ def _state(reference: Callable[[], Any]) -> Any:
 
 
 def copied_attributes(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes that a copy may have."""
+    """Returns the attributes that may be copied: without gradients of records and protection."""
     state = without_records(state)
     return {name: value for name, value in state.items() if name not in _OF_THIS_OBJECT}
 

@@ -140,7 +140,7 @@ class Scheme:
         clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``.
         grad_sample_mode: How each record's gradient is found.
         local_noise: Whether every report carries its own noise.
-        shuffle_weights: What of the weights is shuffled, and how.
+        shuffle_weights: Which weights are shuffled, and how.
         adaptive: The keywords of adaptive clipping.
 
     Attributes:
@@ -229,7 +229,7 @@ class Scheme:
             raise ValueError(
                 "rand_on_empty=True puts a random record into an empty batch. A single record, "
                 "which fills such a batch, then moves the sum by twice max_grad_norm: leave it "
-                "out, for batches of no records train as well"
+                "out, because steps on empty batches work without it"
             )
         mechanism_class = getattr(self.accountant, "mechanism_class", None)
         if self.local_noise and not getattr(mechanism_class, "noise_is_local", False):
@@ -279,7 +279,7 @@ class Scheme:
         """Refuses a generator of the user in secure mode, or on another device than the noise.
 
         Raises:
-            ValueError: If it is.
+            ValueError: If there is such a generator.
         """
         if generator is not None and self.engine.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")  # Opacus's words
@@ -371,7 +371,7 @@ class Scheme:
         return check("noise_multiplier", noise_multiplier)
 
     def plan_batch_clip(self, module: nn.Module, noise_multiplier: float | None) -> None:
-        """Plans how the sum of shuffled weights is clipped: by default not at all.
+        """Plans how the sum of the shuffled weights' gradients is clipped: by default not at all.
 
         Args:
             module: The network, maybe in a wrapper.
@@ -403,7 +403,7 @@ class Scheme:
     # ---- describe: what the accountant will see ----------------------------------------------
 
     def describe(self, *, loss_reduction: str, noise_generator: torch.Generator | None) -> None:
-        """Tells the accountant what every round will be.
+        """Passes the mechanism of every round to the accountant.
 
         Raises:
             ValueError: If it accounts for another run already, or arguments differ among the ranks.
@@ -422,7 +422,7 @@ class Scheme:
         accountant.num_users, accountant.batch_size = plan.num_users, plan.batch_size
 
     def mechanism(self, noise_multiplier: float, batches: int = 1) -> Mechanism:
-        """Returns the mechanism of one round, in which so many batches are accumulated."""
+        """Returns the mechanism of one round in which ``batches`` batches are accumulated."""
         mechanism_class: type[Mechanism] = self.accountant.mechanism_class
         return mechanism_class.of_batch(
             noise_multiplier=noise_multiplier,
@@ -605,7 +605,7 @@ class Scheme:
         self.accountant.record(self.round(optimizer))
 
     def rehearse(self, optimizer: PrivateOptimizer, steps: int) -> Any:
-        """Returns a copy of the account after so many more rounds, with the current noise."""
+        """Returns a copy of the account after ``steps`` more rounds with the current noise."""
         ahead = copy.deepcopy(self.accountant)
         if steps:
             ahead.record(self.mechanism(optimizer.noise_multiplier), steps)
@@ -648,8 +648,8 @@ class Scheme:
         """Notes in reports that a batch was skipped, if the sizes of batches are secret.
 
         Warns:
-            PrivacyAssumptionWarning: If one was skipped before this step; once for each run. A pass
-                that was left before the first step is noted without a warning, because scripts
+            PrivacyAssumptionWarning: If a batch was skipped before this step; once for each run. A
+                pass that ended before the first step is noted without a warning, because scripts
                 look at shapes in this way.
         """
         tickets, is_first, self._took_step = optimizer.tickets, not self._took_step, True

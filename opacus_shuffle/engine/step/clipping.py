@@ -48,14 +48,14 @@ class Clipping:
     in_backward: ClassVar[bool] = False
 
     def record_counts(self, optimizer: Any) -> set[int]:
-        """Returns the numbers of records of which the parameters have gradients."""
+        """Returns the different numbers of records in the parameters' gradients."""
         return record_counts(optimizer)
 
     def clip(self, optimizer: Any) -> tuple[int, float]:
         """Clips one physical batch and adds it to the sum of the logical one.
 
         Returns:
-            How many records it had, and the norm that one whole report was clipped to.
+            The number of records of the batch, and the norm to which each whole report was clipped.
         """
         raise NotImplementedError
 
@@ -106,22 +106,22 @@ class FlatClipping(Clipping):
         """Returns each record's factor for its gradient of each parameter, of shape [records].
 
         Args:
-            optimizer: Its norms are clipped to.
+            optimizer: Its ``max_grad_norm`` or ``max_grad_norms`` are the limits.
             norms: Each record's norm for each parameter, of shape [records, parameters].
-            margin: A factor of the norm below 1 if norms are rounded.
+            margin: A factor of the limit, below 1 if the norms are rounded.
         """
         factors = _factors(margin * optimizer.max_grad_norm, norms.norm(2, dim=1))
         return [factors] * norms.shape[1]
 
     def count(self, optimizer: Any, factors: torch.Tensor, finite: torch.Tensor) -> None:
-        """Counts the records that were clipped; adaptive clipping needs it."""
+        """Counts unclipped records for adaptive clipping; other ways of clipping count nothing."""
 
 
 class LayerClipping(FlatClipping):
     """Clips each record's gradient of each parameter to a norm of its own."""
 
     def norm(self, optimizer: Any) -> float:
-        """Returns the norm of all layers' norms together."""
+        """Returns the norm of the vector of all layers' clipping norms."""
         return float(torch.norm(torch.Tensor(optimizer.max_grad_norms), p=2).item())
 
     def factors(self, optimizer: Any, norms: torch.Tensor, margin: float) -> Sequence[torch.Tensor]:
@@ -131,7 +131,7 @@ class LayerClipping(FlatClipping):
 
 
 class AdaptiveClipping(FlatClipping):
-    """Clips to a norm that follows how many records were clipped, as Opacus does."""
+    """Clips to a norm that is adapted to the share of unclipped records, as Opacus does."""
 
     def count(self, optimizer: Any, factors: torch.Tensor, finite: torch.Tensor) -> None:
         """Counts the records that were not clipped, as Opacus does."""
@@ -160,7 +160,7 @@ class GhostClipping(Clipping):
         """Stores what a backward pass has clipped, which is in ``.grad``.
 
         Args:
-            optimizer: Whose step is to release it.
+            optimizer: The optimizer whose step releases the sum.
             module: Opacus's wrapper or hooks, with the norm and the parameters.
             records: How many records the batch had.
             sums: Sums that replace ``.grad``, because they are more precise.
@@ -178,8 +178,8 @@ class GhostClipping(Clipping):
         """Adds what the criterion has clipped to the sum of the logical batch.
 
         Raises:
-            ValueError: If the gradient was not clipped, or changed since, or holds a parameter that
-                the criterion does not know.
+            ValueError: If the gradient was not clipped or has changed since, or the optimizer has a
+                parameter that the criterion does not clip.
         """
         clipped, sums, parameters = self.clipped, self.sums, optimizer.params
         if clipped is None:

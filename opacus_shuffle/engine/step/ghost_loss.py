@@ -2,9 +2,9 @@
 
 The first pass finds the norm of each record's gradient without storing the gradient. The second
 pass computes the sum of the losses, each multiplied by its record's clipping factor. Opacus's loss
-clips nothing if the losses have the shape ``[B, 1]``, which broadcasts, or are already reduced. An
-exception leaves its hooks disabled, and later batches get old norms. One loss that is not finite
-makes the sum NaN, because zero times infinity is NaN.
+clips nothing if the losses have the shape ``[B, 1]``, which broadcasts, or are already reduced.
+After an exception its hooks stay disabled, and later batches get old norms. One loss that is not
+finite makes the sum NaN, because zero times infinity is NaN.
 
 Here losses must have the shape ``[B]``, hooks are enabled again, and norms belong to the current
 pass. Two kinds of batches are summed from each record's gradients instead, layer by layer: a
@@ -105,8 +105,8 @@ class GhostPasses:
     def add_sums(self, layer: nn.Module, inputs: Any, output: Any, **keywords: Any) -> None:
         """Sums a layer's gradients in the second pass, without records whose factor is zero.
 
-        For a parameter that is used several times Opacus adds up the gradients of all uses, and
-        provides them at the last one. They are freed afterwards.
+        If a parameter is used several times, Opacus adds up the gradients of all uses and provides
+        the sum at the last one. The gradients are freed afterwards.
         """
         assert self.factors is not None
         hook = GradSampleHooks.capture_backprops_hook
@@ -245,7 +245,7 @@ class GhostLoss(DPTensorFastGradientClipping):
         """Clips every record's gradient in two backward passes.
 
         With Opacus's own accountants the results are Opacus's, bit for bit, if all values are
-        finite. With accountants of this package no norm is too small because of rounding.
+        finite. With accountants of this package, rounding makes no norm too small.
 
         Raises:
             ValueError: If the losses are not one per record, or a parameter has no gradient per

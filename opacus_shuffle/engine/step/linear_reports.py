@@ -1,9 +1,9 @@
-"""Sums linear or step reports of records' gradients, as if each record's user had drawn its own.
+"""Sums linear or step reports of records' gradients, as if every user had drawn its own report.
 
 All users report in every round. Users whose records are in the batch draw the component of their
 report along their gradient from a tilted density, with the probability of the gradient's norm over
-the clipping norm. All other users send noise alone (docs/proofs, pages 12 and 13). Physical batches
-add up, so splitting a batch changes only the memory.
+the clipping norm. All other users send noise alone (docs/proofs, pages 12 and 13). The reports
+of physical batches add up, so splitting a batch only saves memory.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
@@ -40,7 +40,8 @@ class TiltedReports(FlatClipping, GaussianNoise):
     """The clipping and the noise of linear or step reports, both strategies at once.
 
     Args:
-        users: How many report on this process, whose records are in the batch or not.
+        users: The number of users who report on this process, including those whose records are not
+            in the batch.
         report: The shape of the reports, ``"linear"`` or ``"step"``.
     """
 
@@ -114,8 +115,8 @@ class TiltedReports(FlatClipping, GaussianNoise):
         if changed := self.drawn_with - {now}:
             raise ValueError(
                 f"(noise_multiplier, max_grad_norm) are {now}, reports of this batch were drawn "
-                f"with {min(changed)}: change them between optimizer.step() and the next batch "
-                "alone"
+                f"with {min(changed)}: change them only between optimizer.step() and the "
+                "next batch"
             )
 
     def multiplier(self, optimizer: Any) -> float:
@@ -123,10 +124,10 @@ class TiltedReports(FlatClipping, GaussianNoise):
         return math.sqrt(self.users - self.num_participants) * float(optimizer.noise_multiplier)
 
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
-        """Draws the noise of all users who are no participants.
+        """Draws the noise of all users who do not participate.
 
-        In secure mode the sum is rounded to the grid of all users' noise. The grid of the others'
-        noise would reveal how many they are, and there would be none without others.
+        In secure mode the sum is rounded to the grid of all users' noise. The grid of the other
+        users' noise would reveal their number, and would not exist if all users participate.
         """
         generator = optimizer.generator
         secure = isinstance(generator, SecretGenerator) and generator.secure

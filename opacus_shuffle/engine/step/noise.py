@@ -63,7 +63,7 @@ class GaussianNoise(Noise):
     """Adds N(0, σ²C²) to every entry of the sum, as Opacus does."""
 
     def multiplier(self, optimizer: Any) -> float:
-        """Returns the noise's standard deviation over the norm."""
+        """Returns the standard deviation of the noise, divided by the clipping norm."""
         return float(optimizer.noise_multiplier)
 
     def draw(self, optimizer: Any, total: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class LocalGaussianNoise(GaussianNoise):
     """Adds the noise of k reports with N(0, σ²C²I) each: √k·σ·C on their sum.
 
     The sum of k independent noises is drawn at once, with the same distribution. k is the actual
-    number of records in the logical batch. An empty batch sends nothing, and no noise.
+    number of records in the logical batch. An empty batch has no reports, so its sum has no noise.
 
     Args:
         users: k if all users report, whether their records are in the batch or not.
@@ -93,7 +93,7 @@ class LocalGaussianNoise(GaussianNoise):
 
 
 class AdaptiveNoise(GaussianNoise):
-    """Adds Opacus's noise of adaptive clipping: to the sum, and to the count of clipped records.
+    """Adds Opacus's noise of adaptive clipping: to the sum, and to the count of unclipped records.
 
     It follows Theorem 1 of arXiv:1905.03871, whose sensitivity is half of Opacus's. For the cost of
     a step see :mod:`~opacus_shuffle.engine.schemes.opacus_scheme`.
@@ -115,9 +115,9 @@ class AdaptiveNoise(GaussianNoise):
 class ClippedSumNoise(Noise):
     """Clips a batch's sum over some parameters before the noise, and adds more noise to the others.
 
-    Source: weight shuffling of Yang, Ji and Xiang (WS), Algorithm 1, lines 12 to 16. The projection
-    of the sum on a ball does not increase the distance of two sums, so that it costs no ε. More
-    noise does not either.
+    Source: weight shuffling of Yang, Ji and Xiang (WS), Algorithm 1, lines 12 to 16. Projecting
+    the sum onto a ball does not increase the distance between two sums, so it costs no ε. Neither
+    does more noise.
 
     Args:
         noise: The noise that is added to the whole sum.
@@ -162,7 +162,7 @@ class ClippedSumNoise(Noise):
         return [each.summed_grad for each in optimizer.params if id(each) in self.clipped]
 
     def factor(self, optimizer: Any) -> torch.Tensor:
-        """Returns the factor by which the current sum exceeds ``batch_clip``, at most 1."""
+        """Returns the factor that scales the current sum down to ``batch_clip``, at most 1."""
         # In double precision: with a norm that over- or underflows, this would be no projection.
         norms = [
             torch.linalg.vector_norm(total, dtype=torch.float64) for total in self.sums(optimizer)

@@ -3,8 +3,8 @@
 Read :meth:`PrivateOptimizer.pre_step` and :meth:`PrivateOptimizer.step`: *check the parameters →
 check the ticket → clip → take the ticket → account → add noise → update*. How records are clipped
 and what noise is added are strategies (:mod:`~opacus_shuffle.engine.step.clipping`,
-:mod:`~opacus_shuffle.engine.step.noise`). Everything else is the same for every mechanism. An error
-on the way comes before anything of the batch is released, and the sum is discarded.
+:mod:`~opacus_shuffle.engine.step.noise`). Everything else is the same for every mechanism. If one
+of them raises an error, nothing of the batch is released, and the sum is discarded.
 
 >>> weight = torch.nn.Parameter(torch.zeros(2))
 >>> sgd = torch.optim.SGD([weight], lr=1.0)
@@ -55,12 +55,12 @@ class PrivateOptimizer(OpenOptimizer):
 
     Attributes:
         planned: The parameters that were trainable at ``make_private``; steps train no others.
-        num_records: Records of the current logical batch that have been clipped and summed so far.
+        num_records: The number of records of the current logical batch that were summed so far.
         tickets: Of the loader; None where Opacus lets users train on any batches.
         accountant: Of the engine that accounts for the steps.
         planned_rounds: How many rounds may be accounted before a step causes a warning.
-        before_release: Is called before each step is accounted, and may refuse it; None for no
-            call.
+        before_release: A function that is called before each step is accounted, and may refuse it;
+            or None.
         released: The gradients that this step has released for the update, with their versions.
         training_check: Checks the network when its modes have changed; None for no check.
     """
@@ -113,10 +113,10 @@ class PrivateOptimizer(OpenOptimizer):
             tickets.weights = self.planned
 
     def epsilon_after(self, steps: int, delta: float) -> float:
-        """Returns what ε would be after so many more steps; none is taken or accounted.
+        """Returns the ε after ``steps`` more steps, without taking or accounting any.
 
         Args:
-            steps: How many, at least 1, with the current noise. With ``random_allocation`` every
+            steps: At least 1, with the current noise. With ``random_allocation`` every
                 epoch that they begin counts as a whole, as it is accounted. An epoch that has
                 begun is assumed to continue.
             delta: δ in (0, 1).
@@ -133,10 +133,10 @@ class PrivateOptimizer(OpenOptimizer):
 
         Raises:
             ValueError: If a GradScaler calls it, parameters were frozen or thawed, there is no
-                fresh batch, or what would be released is not what is accounted.
+                fresh batch, or the release would differ from what is accounted.
         """
         self.check_scaler()
-        self.check_parameters()  # the batch is still there to be trained on
+        self.check_parameters()  # before the batch is used, so that it can still be trained on
         if closure is not None:
             with torch.enable_grad():
                 closure()
@@ -203,8 +203,8 @@ class PrivateOptimizer(OpenOptimizer):
         """Refuses gradients that are not those of the batch that was drawn last.
 
         Raises:
-            ValueError: If the batch is not fresh, another one than the network has seen, seen at
-                other weights, or there more than once.
+            ValueError: If the batch is not fresh, the network ran on another batch or at other
+                weights, or its gradients are there more than once.
         """
         tickets = self.tickets
         if tickets is None:
@@ -250,7 +250,7 @@ class PrivateOptimizer(OpenOptimizer):
                 "to finite numbers"
             )
         self.num_records += records
-        # Of two norms the larger counts: the noise must be made for it.
+        # If physical batches were clipped to different norms, the noise must cover the largest.
         self._clipped_to = norm if self._clipped_to is None else max(norm, self._clipped_to)
 
     def take_ticket(self) -> bool:
@@ -404,7 +404,7 @@ class PrivateOptimizer(OpenOptimizer):
         )
 
     def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> NoReturn:
-        """Raises an error that names a parameter without gradients of records, and likely reasons.
+        """Raises an error about a parameter without gradients of records, with likely causes.
 
         Raises:
             ValueError: Always.

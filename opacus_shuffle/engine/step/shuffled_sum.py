@@ -2,10 +2,10 @@
 
 Each record represents a user of a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`,
 whose vector is the clipped gradient of all trainable parameters in the optimizer's order. The
-training process has all of these vectors in plain, so it does not round each of them: it adds them
-up as DP-SGD does, rounds their sum once per coordinate to the protocol's grid, and adds the
+training process has all of these vectors in the clear, so it need not round each of them. It adds
+them up as DP-SGD does, rounds the sum to the protocol's grid, once per coordinate, and adds the
 binomial noise of all users. The guarantee is the protocol's (docs/proofs, page 2, Corollary 2.9).
-Any clipping that bounds each record's whole gradient can be combined with it, also ghost clipping.
+It works with every clipping that bounds each record's whole gradient, including ghost clipping.
 
 >>> from opacus import GradSampleModule
 >>> from opacus_shuffle.engine.step.private_optimizer import PrivateOptimizer
@@ -37,14 +37,14 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 class SumsNoise(Noise):
     """The random rounding and the noise bits of sums of bits.
 
-    On several processes the sums of all are added up, and the first one releases the result.
+    With several processes, their sums are added up, and the first process releases the result.
 
     Args:
-        protocol: Its ``num_users`` records (with an ``honest_fraction``, not fewer than that share
-            of them) must be in every logical batch; its ``dimension`` and ``max_norm`` are those of
-            the gradients.
-        everyone_reports: All ``num_users`` report in every round, and those whose records are not
-            in the logical batch report zero.
+        protocol: The protocol, for the dimension and the clipping norm of the gradients. Without
+            ``everyone_reports``, every logical batch must have its ``num_users`` records, or at
+            least its ``honest_fraction`` of them.
+        everyone_reports: Whether all ``num_users`` report in every round. Users whose records are
+            not in the logical batch then report zero.
 
     Formal Guarantees:
         Those of the protocol, for reports of norm at most ``max_norm`` that are added up exactly.
@@ -62,19 +62,19 @@ class SumsNoise(Noise):
 
         Raises:
             ValueError: If the optimizer's noise or norm is no longer the protocol's, or the
-                protocol does not cover as many records as there are.
+                protocol does not cover the number of records.
         """
         protocol = self.protocol
         if optimizer.noise_multiplier != protocol.noise_multiplier:
             raise ValueError(
                 f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the "
                 f"protocol's is {protocol.noise_multiplier}: its noise is fixed, and no schedule "
-                "changes it; leave noise_multiplier alone"
+                "can change it; do not set noise_multiplier"
             )
         if not math.isclose(optimizer.max_grad_norm, protocol.max_norm, rel_tol=1e-6):
             raise ValueError(
                 f"max_grad_norm is {optimizer.max_grad_norm}, the aggregator is made for "
-                f"max_norm={protocol.max_norm}: its noise cannot follow a norm that changes"
+                f"max_norm={protocol.max_norm}: its noise is fixed, so do not change max_grad_norm"
             )
         records = self.num_records(optimizer)
         if self.everyone_reports and records > protocol.num_users:
@@ -89,7 +89,7 @@ class SumsNoise(Noise):
         return int(self._total(optimizer, torch.tensor(optimizer.num_records, device="cpu")))
 
     def _total(self, optimizer: Any, numbers: torch.Tensor) -> torch.Tensor:
-        """Adds up numbers of all processes."""
+        """Returns the sum of these numbers over all processes."""
         if optimizer.distributed:
             numbers = add_up(numbers.double(), optimizer.params[0].device)
         return numbers
@@ -97,7 +97,7 @@ class SumsNoise(Noise):
     def add(self, optimizer: Any) -> None:
         """Rounds ``summed_grad`` of all parameters to the grid, adds the noise bits, and decodes.
 
-        The first process releases the sum of all; the others have nothing to add to it.
+        The first process releases the sum over all processes. The others contribute zeros.
         """
         protocol, parameters = self.protocol, optimizer.params
         for parameter in parameters:

@@ -196,12 +196,12 @@ class WeightShuffler:
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follows an optimizer: its weights and its state are permuted after each of its steps.
+        """Follows an optimizer: permutes its weights and its state after each of its steps.
 
         Args:
             optimizer: The only optimizer that trains the network, because the state of a second one
-                would not follow. Of Opacus's optimizers the wrapped one is followed. It replaces
-                the optimizer that was followed before.
+                would not follow. If it is one of Opacus's, the optimizer that it wraps is followed.
+                It replaces the optimizer that was followed before.
 
         Raises:
             ValueError: If it trains no parameter that moves, or keeps state that cannot follow.
@@ -232,8 +232,8 @@ class WeightShuffler:
                 network's ``parameters()``. Its weights are overwritten with those of the network.
 
         Raises:
-            ValueError: If it is no copy, or an ``AveragedModel`` with averages of weights in
-                another order.
+            ValueError: If it is not a copy, or is an ``AveragedModel`` whose averages have their
+                units in another order.
         """
         copied = unwrap(instance_of("average", average, (nn.Module,)))
         source, target = (net.state_dict(keep_vars=True) for net in (self._network, copied))
@@ -258,7 +258,7 @@ class WeightShuffler:
         """Draws a permutation and applies it now.
 
         Raises:
-            ValueError: In the middle of a batch, whose gradients would not be moved.
+            ValueError: If a batch is unfinished. Its gradients would not be moved.
         """
         if any(map(waits_for_step, self._network.parameters())):
             raise ValueError(
@@ -269,7 +269,7 @@ class WeightShuffler:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs to draw the same permutations.
 
-        The state is a secret, because it determines all permutations that are drawn later. It does
+        Keep the state secret, because it determines all permutations that are drawn later. It does
         not reveal earlier ones, unless the shuffler has a ``generator``, whose state can be run
         backwards.
         """
@@ -283,7 +283,7 @@ class WeightShuffler:
         """Continues from the state of an earlier run.
 
         Raises:
-            ValueError: If it is no state of a shuffler, is damaged, or belongs to a shuffler with
+            ValueError: If it is not a shuffler's state, is damaged, or belongs to a shuffler with
                 another source of randomness. Nothing has changed then.
         """
         if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
