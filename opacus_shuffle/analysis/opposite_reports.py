@@ -143,7 +143,7 @@ def _mean(
 ) -> tuple[Atoms, float]:
     """Returns atoms above the mean of ``users`` copies of W_θ in increasing convex order.
 
-    The second value is the part of that mean at infinity.
+    The second value is the part of the mean that is at infinity.
     """
     if users == 1:
         return _one_report(shape, slope, tail, resolution)

@@ -1,9 +1,9 @@
 r"""Computes ε of epochs in which each record is in one batch, drawn at random and in secret.
 
-A trusted server releases the noised sum of every batch. Where one record's gradients become zero,
+A trusted server releases the noised sum of every batch. If one record's gradients become zero,
 the likelihood ratio of a whole epoch of t batches is at most, in convex order, the mean of t
 independent copies of X = exp(z/σ − 1/2σ²): the ratio of a round of t shuffled Gaussian reports,
-σ each. Where the record becomes any other one, the worst is that its gradients become the opposite.
+σ each. If one record is replaced by any other, the worst case is that its gradients change sign.
 Proofs: docs/proofs/11_random_allocation.md.
 
 >>> lower, upper = zero_out_epsilon([(epoch(1.0, 1000), 1)], delta=1e-5)

@@ -115,11 +115,11 @@ class SecretGenerator(torch.Generator if TYPE_CHECKING else object):  # type: ig
 
     Attributes:
         device: The device of ``of_pytorch``.
-        of_pytorch: As above.
-        key: The key of the next numbers, as secret as they are.
-        secret: Whether nobody can draw the same numbers again. ``manual_seed`` and ``set_state``
+        of_pytorch: PyTorch's generator, which is described above.
+        key: The key of the next numbers. Anyone who knows it can compute these numbers.
+        secret: Whether nobody else knows the key. ``manual_seed`` and ``set_state``
             make the stream repeatable and set this to False.
-        secure: As above.
+        secure: As the argument.
     """
 
     def __init__(

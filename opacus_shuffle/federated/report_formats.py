@@ -261,7 +261,7 @@ class ReportFormat(ABC):
             number: The round.
             vector: Shape (d,), any norm. A vector whose norm is not finite in double precision is
                 reported as zero. None if the client does not participate.
-            generator: On the CPU; by default keyed by the operating system.
+            generator: On the CPU. By default, its key is from the operating system.
 
         Raises:
             ValueError: If the vector is not a dense real tensor of this shape.

@@ -1,1 +1,1 @@
-"""Networks as users bring them: running them untouched, on what, and whether they may train."""
+"""Networks of users: sample inputs, runs without side effects, and checks before training."""

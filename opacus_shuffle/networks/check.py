@@ -26,7 +26,7 @@ If a run changes anything in the network, a further check compares the same batc
 different batches. A step clips and noises the influence of its own records only. The influence of
 an earlier batch through a memory bank, a queue or a running mean is in none of its bounds. Tensors
 that are stored and not read (attention weights for plots, for example) cause a warning with their
-names, because they are neither clipped nor noised and leave with the network.
+names, because they are neither clipped nor noised, and are released with the network.
 
 >>> class Centred(nn.Linear):
 ...     def forward(self, x):
@@ -261,8 +261,8 @@ class _Runs:
             losses_only: Whether only losses of the batch are trained, without outputs beside them.
 
         Returns:
-            What Opacus computes for the records, autograd's gradients of the batch, and whether the
-            loss has a row for each record.
+            The gradients or norms that Opacus computes for the records, autograd's gradients of the
+            batch, and whether the loss has a row for each record.
         """
         with self.from_start():
             self.network.zero_grad()
@@ -517,7 +517,7 @@ def _wrong_counts(runs: _Runs, counts: dict[str, int], records: int) -> str:
 
 
 def name_modules(network: nn.Module, names: Collection[str]) -> str:
-    """Returns some modules in the network's order."""
+    """Returns the names and classes of some modules, in the network's order."""
     named = [
         f"{name or 'the module itself'} ({type(module).__name__})"
         for name, module in network.named_modules()

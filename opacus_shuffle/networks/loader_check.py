@@ -45,7 +45,7 @@ from opacus_shuffle.networks.sample_input import (
 )
 
 _LOADED = 32
-"""The number of records of a loader that are looked at."""
+"""The number of records that are read from a loader."""
 _COMPARED = 6
 """The number of records that are collated, or whose losses are compared."""
 
@@ -58,8 +58,8 @@ def check_loader(network: nn.Module, data_loader: DataLoader) -> None:
 
     Args:
         network: It is not changed.
-        data_loader: Nothing is checked if its ``collate_fn`` or the network does not take these
-            records, or if the ``collate_fn`` draws numbers that no seed repeats.
+        data_loader: Nothing is checked if its ``collate_fn`` or the network does not accept these
+            records, or if the ``collate_fn`` draws random numbers that no seed repeats.
 
     Raises:
         ValueError: The shortest record's rows differ.
@@ -171,7 +171,7 @@ def _rows_are_found(
 
 
 def _found(ones: torch.Tensor, others: torch.Tensor) -> int:
-    """Returns how many rows of the first tensor the second one has, up to rounding.
+    """Returns how many rows of the first tensor are also in the second one, up to rounding.
 
     If one of the tensors is larger on another axis, it may have padding at its end or at its
     beginning.

@@ -1,8 +1,8 @@
-"""Position ids for every record, which Opacus needs to train BERT, GPT-2 and similar models.
+"""Repeats position ids for every record, so that Opacus can train BERT, GPT-2 and similar models.
 
 Models of Hugging Face have one row of position ids, of shape ``[1, length]``, and broadcast its
 embeddings over the batch. The outputs are those of one row per record. But the position embedding
-runs on a batch of one, and so Opacus computes one per-sample gradient there, which its optimizer
+runs on a batch of one, so Opacus computes only one per-sample gradient there, which its optimizer
 cannot stack with the others. ``prepare_model`` expands the row before the lookup.
 
 >>> import torch

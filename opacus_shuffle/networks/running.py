@@ -201,7 +201,8 @@ def _name_of(path: str, key: Any) -> str:
 def rolled_back(network: nn.Module, before: Snapshot | None = None) -> Iterator[dict[str, bool]]:
     """Restores a network after a block: tensors, modes, attributes, hooks and random states.
 
-    In the block it has no hooks of an earlier ``make_private``, which would record these runs.
+    Within the block, the network has no hooks of an earlier ``make_private``, which would record
+    these runs.
 
     Args:
         network: The network.

@@ -57,7 +57,7 @@ def guess(module: nn.Module) -> Call:
     draws = torch.Generator().manual_seed(0)
     if isinstance(first, nn.Embedding):
         tokens = torch.randint(1, first.num_embeddings, (2, 8), generator=draws, device="cpu")
-        # All tokens but the one for padding: that after the last is the first.
+        # All tokens except the one for padding: indices wrap around after the last token.
         padding = -1 if first.padding_idx is None else first.padding_idx
         return _on_device_of(module, (((tokens + padding) % first.num_embeddings,), {}))
     if isinstance(first, nn.Linear):
@@ -82,12 +82,12 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     Args:
         module: The module. Its signature decides which entries are arguments.
         batch: A tensor is the only argument. A mapping gives the keyword arguments that ``forward``
-            accepts. Of a tuple or list ``(inputs..., targets)`` the first entry is the input, or as
-            many as ``forward`` requires; where that first entry is itself a tuple or list of
-            tensors, or a mapping, it holds the arguments.
+            accepts. In a tuple or list ``(inputs..., targets)``, as many entries are inputs as
+            ``forward`` requires, at least the first one. If the first entry is itself a mapping, or
+            a tuple or list with tensors, it contains the arguments.
 
     Raises:
-        ValueError: These contain no tensor.
+        ValueError: The arguments contain no tensor.
     """
     parameters = list(inspect.signature(module.forward).parameters.values())
     names = [parameter.name for parameter in parameters]
@@ -178,7 +178,7 @@ def has_records(value: Any, records: int, axis: int) -> bool:
 
 
 def take_records(call: Call, whole: int, rows: Iterable[int], axis: int = 0) -> Call:
-    """Returns a call with these of its ``whole`` records, which are counted round."""
+    """Returns a call with the given rows of its ``whole`` records; rows count modulo ``whole``."""
     indices = [row % whole for row in rows]
 
     def taken(tensor: torch.Tensor) -> torch.Tensor:

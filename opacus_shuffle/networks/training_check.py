@@ -44,7 +44,7 @@ MOST_RECORDS = 6
 """How many records of a loader are checked."""
 _FLAGS = frozenset([bool, int, float, str, types.FunctionType, types.MethodType])
 _SMALL = 100
-"""The size from which a dictionary has no flags, but is a vocabulary, for example."""
+"""The size from which a dictionary is not searched for flags: it may be a vocabulary."""
 _SHOWN = 4
 """How many modules a message names."""
 
@@ -83,8 +83,8 @@ def _flags(attributes: dict[Any, Any]) -> Iterator[Any]:
 class TrainingCheck:
     """Checks a network on a loader's first records or, as a hook, on a batch in training.
 
-    It checks again when a module has changed a flag or its mode, because other computations are
-    then trained than were checked. Modules that were in evaluation mode stay in it.
+    It checks again when a module has changed a flag or its mode, because the network may then
+    compute something that was not checked. Modules that were in evaluation mode stay in it.
 
     Args:
         network: The network that is trained.

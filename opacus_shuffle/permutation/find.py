@@ -158,7 +158,7 @@ class _Traces:
                     ) from error
 
     def trace_other_sizes(self) -> None:
-        """Traces shorter inputs with one more record, and one longer record, in evaluation mode."""
+        """Traces shorter inputs of one more record, and longer ones of one, in evaluation mode."""
         atoms_of_samples = self.run.atoms()
         shorter, longer = _other_sizes(self._sample)
         for alternatives in (longer, shorter):

@@ -131,7 +131,7 @@ class PermutationGroup:
         return self.copies(number) * math.lgamma(self.factors[number].size + 1) / math.log(2)
 
     def copies(self, number: int) -> int:
-        """Returns how many permutations a factor has: one for each position that contains it."""
+        """Returns how many permutations a factor has: one per position of its outer axes."""
         return math.prod(self._outer_shape(number))
 
     def check_plan(self, plan: PermutationPlan) -> None:

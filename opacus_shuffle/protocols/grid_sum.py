@@ -3,8 +3,8 @@
 ``simulate`` draws the estimate for all users at once. The sum of the rounded values plus one
 binomial number per coordinate has the same distribution as the sum of all users' bits.
 
-A process that has all vectors in plain need not round each of them. ``release_sum`` rounds their
-sum, once per coordinate, with the same guarantee (docs/proofs, page 2, Corollary 2.9).
+A process that has all vectors in the clear need not round each of them. ``release_sum`` rounds
+their sum, once per coordinate, with the same guarantee (docs/proofs, page 2, Corollary 2.9).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from opacus_shuffle.protocols.statement import PrivacyStatement
 _CHUNK = 2**16
 """The number of values that are rounded at a time, so that they fit into the processor's cache."""
 TOLERANCE = 1e-5
-"""By which fraction a value may exceed its bound, because of single precision."""
+"""The fraction by which a value may exceed its bound, because of single precision."""
 
 
 class GridSum(ABC):
@@ -296,14 +296,15 @@ class GridSum(ABC):
     ) -> torch.Tensor:
         """Releases a sum of users' points, rounded once per coordinate, with the users' noise bits.
 
-        This is for a process that adds up the points in plain. The guarantee is that of the
-        protocol: the same μ and the same δ. The distribution differs. The rounding adds at most ¼
-        grid step² to the variance of a coordinate, and ¼ grid step² per user in the protocol.
+        This is for a process that adds up the points in the clear. The guarantee is that of the
+        protocol: the same μ and the same δ. The distribution differs: rounding adds at most ¼ grid
+        step² to the variance of a coordinate here, and at most ¼ grid step² per user in the
+        protocol.
 
         Args:
-            total: The sum of the points of the users who report, shape (d,). Each of them must be
-                within bounds; nothing checks it. A user who reports zero adds nothing. Rounding
-                errors of the sum are not covered by the guarantee.
+            total: The sum of the points of the users who report, shape (d,). Each point must be
+                within bounds, which is not checked. A user who reports zero adds nothing. The
+                guarantee does not cover rounding errors of the sum.
             num_reports: The number of users who report.
             generator: By default secret. Everything is drawn on its device, the CPU or a GPU.
 
@@ -349,9 +350,9 @@ class GridSum(ABC):
 
 
 def round_at_random(position: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Replaces entries by ⌊entry + U⌋ with U uniform in [0, 1), fresh for every entry.
+    """Replaces each entry by ⌊entry + U⌋, with its own U uniform in [0, 1).
 
-    U has 32 bits on a CPU, so an entry is rounded as one that differs from it by less than 2⁻³².
+    U has 32 bits on a CPU, so an entry is rounded like one that differs from it by less than 2⁻³².
     Whole numbers are not changed.
 
     Args:

@@ -147,7 +147,7 @@ def check_constraint(value: Any) -> Constraint:
     """Returns a constraint after checking that it is one.
 
     Raises:
-        ValueError: If it has no ``project``, or no positive ``diameter``.
+        ValueError: If the value has no method ``project`` or no positive ``diameter``.
     """
     # A class has these members as well.
     if isinstance(value, type) or not isinstance(value, Constraint):

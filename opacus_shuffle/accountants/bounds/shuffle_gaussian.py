@@ -253,6 +253,6 @@ def _central(
 
 
 def _of_sum(round_: ShuffledRound, reports: float) -> ShuffledRound:
-    """Returns the round with the noise of a sum of reports."""
+    """Returns the round with √reports times the noise, that of a sum of so many reports."""
     largest = 1e12  # that any mechanism takes
     return round_.with_noise(min(math.sqrt(max(reports, 1.0)) * round_.noise_multiplier, largest))

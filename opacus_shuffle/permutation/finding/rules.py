@@ -223,7 +223,7 @@ def repeated(run: TracedRun, call: Call) -> None:
 
 @rule("select unbind")
 def selected(run: TracedRun, call: Call) -> None:
-    """Takes one slice or all; the axis is fixed unless its slices are known to differ."""
+    """Selects one slice or all; the axis is fixed unless its slices are known to differ."""
     source = call.inputs[0]
     dim = call["dim"] % source.dim()
     pieces: list[torch.Tensor | None] = list(call.outputs)
