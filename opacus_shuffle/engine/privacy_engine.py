@@ -361,7 +361,7 @@ class PrivacyEngine(CheckpointMixin):
             watched.register_forward_pre_hook(training_check, with_kwargs=True)
             private.training_check = training_check
             # Opacus's hooks have changed the flags that were checked.
-            training_check.checked = training_check.checked and modes_of(unwrap(module))
+            training_check.checked = training_check.checked and {modes_of(unwrap(module))}
         for part in (module, model):
             exclude_records(part)
         warn_on_unaccounted_weights(unwrap(module))

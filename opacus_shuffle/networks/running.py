@@ -28,7 +28,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
+from opacus_shuffle.core.opacus_compat import (
+    WRAPPER_NAMES,
+    WRAPPING_PACKAGES,
+    forget_unfinished_passes,
+)
 from opacus_shuffle.core.randomness import SecretGenerator
 
 Result = TypeVar("Result")
@@ -202,7 +206,7 @@ def rolled_back(network: nn.Module, before: Snapshot | None = None) -> Iterator[
     """Restores a network after a block: tensors, modes, attributes, hooks and random states.
 
     Within the block, the network has no hooks of an earlier ``make_private``, which would record
-    these runs.
+    these runs, and no inputs that they have stored for a backward pass.
 
     Args:
         network: The network.
@@ -215,6 +219,7 @@ def rolled_back(network: nn.Module, before: Snapshot | None = None) -> Iterator[
     try:
         for handle in vars(network).pop("autograd_grad_sample_hooks", ()):
             handle.remove()
+        forget_unfinished_passes(network)
         for module in network.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in list(hooks.items()):

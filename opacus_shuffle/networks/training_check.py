@@ -94,7 +94,7 @@ class TrainingCheck:
 
     Attributes:
         called: Whether the network itself was called on this batch, so that the hook could check.
-        checked: The flags with which a batch of several records was checked.
+        checked: The combinations of flags with which a batch of several records was checked.
         functional: The layers that are to have PyTorch's functional gradients.
     """
 
@@ -107,7 +107,7 @@ class TrainingCheck:
         trained: Iterable[torch.Tensor],
     ) -> None:
         self.axis, self.mode, self.trained = 0 if batch_first else 1, mode, list(trained)
-        self.checked: _Modes = frozenset()
+        self.checked: set[_Modes] = set()
         self.functional: list[nn.Module] = []
         self.called = self._has_warned = False
         self._evaluated = [module for module in network.modules() if not module.training]
@@ -145,7 +145,7 @@ class TrainingCheck:
         optional = {name for name in labels if given[name].default is not inspect.Parameter.empty}
         call = args, {name: value for name, value in named.items() if name not in optional}
         if self.check(network, call, data_loader.batch_size).seen and not labels:
-            self.checked = modes_of(network)
+            self.checked = {modes_of(network)}
 
     def check(self, network: nn.Module, call: Call, batch: int | None = None) -> NetworkCheck:
         """Checks per-sample gradients, and tensors that the network stores between batches.
@@ -205,11 +205,12 @@ class TrainingCheck:
         if not torch.is_grad_enabled():
             return
         self._keep_evaluated(network)
-        self.called, modes, first = True, modes_of(network), None
-        if IGNORED not in self.checked:
-            first = _first_ignored((args, keywords), self.axis)
-            modes |= {IGNORED} if first is not None else set()
-        if modes <= self.checked or self.idle_layers(network):
+        self.called, modes = True, modes_of(network)
+        if not modes or modes | {IGNORED} in self.checked:
+            return
+        first = _first_ignored((args, keywords), self.axis)
+        modes |= {IGNORED} if first is not None else set()
+        if modes in self.checked or self.idle_layers(network):
             return
         sizes = sizes_along((args, keywords), self.axis)
         if sizes and max(sizes) < 2:
@@ -221,7 +222,7 @@ class TrainingCheck:
         check = self.check(network, call)
         for layer in self.functional:
             compute_functionally(layer, batch_first=self.axis == 0)
-        self.checked |= modes
+        self.checked.add(modes)
         if not check.seen:
             _warn_unseen(str(check.failure or "no argument has an axis of them"))
 
@@ -268,7 +269,7 @@ class TrainingCheck:
                 "mode, or call their eval() after model.train()"
             )
         if not self.checked:
-            self.checked = frozenset([()])
+            self.checked.add(frozenset())
             _warn_unseen("the network itself was not called")
 
 

@@ -824,6 +824,32 @@ def test_a_network_that_changes_after_the_check_is_checked_again(change):
         model(x)
 
 
+class Together(nn.Module):
+    """Centres if both of its parts say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Modal(in_training=False) for _ in range(2))
+
+    def forward(self, x):
+        return x - x.mean(0) if all(part.share for part in self.parts) else x
+
+
+def test_flags_that_were_checked_one_by_one_are_checked_together():
+    network = inside(both := Together())
+    network.both = both
+    for part in both.parts:
+        part.share = False
+    model, _, loader = private(network)
+    x, _ = next(iter(loader))
+    first, second = both.parts
+    for first.share, second.share in ((True, False), (False, True)):
+        model(x)
+    first.share = True
+    with pytest.raises(ValueError, match="module mixes records in"):
+        model(x)
+
+
 def test_a_thawed_module_is_refused_where_the_network_itself_is_not_called():
     network = inside(part := FROZEN["a layer of one's own"]())
     network.part = part
