@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 
@@ -17,6 +18,7 @@ from opacus_shuffle import (
     compute_epsilon,
     compute_noise_multiplier,
 )
+from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.engine.schemes import Scheme
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -79,8 +81,13 @@ def test_a_budget_is_kept_for_as_long_as_promised_and_used_up(name, way, bound):
     run = Run(name, sigma=None, records=93, batch_size=1, **budget, **way)
     run.train()
     assert run.accounted == 93  # of which Opacus's floats would make 92
-    spent = run.engine.get_epsilon(DELTA, bound=bound)
-    assert target * (1 - 5e-4) < spent <= target
+    assert run.engine.get_epsilon(DELTA, bound=bound) <= target
+    # The noise is the least up to 1e-4 of it, by a slope that is estimated up to a factor of 2.
+    less = [
+        (dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier / 1.0002), 93)
+        for mechanism, _ in run.engine.accountant.rounds
+    ]
+    assert compute_bound(less, delta=DELTA, bound=bound).epsilon > target
     assert run.train().engine.get_epsilon(DELTA, bound=bound) > target
 
 
