@@ -35,7 +35,6 @@ from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import (
-    NO_PROTECTION,
     Merged,
     Rounds,
     ShuffledRound,
@@ -195,8 +194,6 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     guess = _gaussian_fixed_point(rounds, delta, clones, distance, unshuffled)
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
-        if guess > 2 * NO_PROTECTION and best == math.inf:  # guesses may be twice too high
-            break
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)
         if all(_clones(round_, margin) < _FEWEST_CLONES for round_, _ in rounds):
             break

@@ -24,12 +24,10 @@ from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import GridDistribution, Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import (
-    NO_PROTECTION,
     Merged,
     Rounds,
     ShuffledRound,
     coarsen,
-    estimate_pair_epsilon,
     pair_epsilon,
     tail_for,
     unshuffled_epsilon,
@@ -115,7 +113,7 @@ def replacement_epsilon(epochs: Rounds, *, delta: float) -> float:
 def _replacement_epsilon(epochs: Merged, delta: float) -> float:
     most = unshuffled_epsilon(epochs, delta=delta, distance=2.0)
     tail = tail_for(epochs, delta)
-    if most == 0 or tail is None or 2 * estimate_pair_epsilon(epochs, delta=delta) > NO_PROTECTION:
+    if most == 0 or tail is None:
         return most
     negligible = NEGLIGIBLE * delta / sum(count for _, count in epochs)
     mixtures = []

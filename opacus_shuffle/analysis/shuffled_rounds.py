@@ -44,12 +44,6 @@ MOST_TYPES, MOST_SHUFFLED_TYPES = 40, 10
 The second number is for bounds that take long for each of them.
 """
 
-NO_PROTECTION = 20.0
-"""Where an estimate of ε exceeds this, slow bounds return the ε of a fast one.
-
-A factor of e^20 between probabilities is no protection.
-"""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledRound:

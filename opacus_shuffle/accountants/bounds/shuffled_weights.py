@@ -30,7 +30,6 @@ from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.analysis import advanced_composition, fenton_wilkinson, gaussian
 from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon
 from opacus_shuffle.analysis.shuffled_rounds import (
-    NO_PROTECTION,
     ShuffledRound,
     sampled_gaussian_epsilon,
     unshuffled_epsilon,
@@ -169,8 +168,6 @@ def _chained(sampled: Sequence[tuple[ShuffledRound, int]], delta: float) -> floa
         share = delta * math.exp(log_share)
         return log_share + float(np.logaddexp(0.0, sampled_gaussian_epsilon(sampled, delta=share)))
 
-    if sampled_gaussian_epsilon(sampled, delta=delta) > NO_PROTECTION:
-        return math.inf
     low, lowest = -1.0, math.log(1e-300 / delta)
     while low < lowest or excess(low) > 0:
         if low <= lowest:
