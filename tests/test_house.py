@@ -50,7 +50,7 @@ WEIGHTS = {
     "audit": 430,
     "commands": 650,
     "core": 875,
-    "engine": 2_711,
+    "engine": 2_710,
     "estimators": 140,
     "federated": 1_370,
     "integrations": 130,
@@ -59,7 +59,7 @@ WEIGHTS = {
     "protocols": 425,
     "sco": 765,
 }
-TESTS_WEIGHT = 14_440
+TESTS_WEIGHT = 14_460
 
 KERNELS = (
     f"{PACKAGE}.permutation.moving.triton_moves",

@@ -312,9 +312,15 @@ class GridSum(ABC):
             float64, shape (d,), on the generator's device.
 
         Raises:
-            ValueError: If the number of reports is not covered.
+            ValueError: If the number of reports is not covered, or ``total`` has another shape or
+                is not finite.
         """
         reports = self.check_reports(num_reports)
+        if total.shape != (self.dimension,) or not bool(total.isfinite().all()):
+            raise ValueError(
+                f"total must hold {self.dimension} finite numbers, in shape ({self.dimension},), "
+                f"got NaN or infinity, or shape {tuple(total.shape)}: add up clipped vectors"
+            )
         generator = SecretGenerator() if generator is None else generator
         noise = self.draw_noise(reports, generator)
         released = total.to(noise.device, torch.float64, copy=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -193,9 +192,8 @@ class Problem:
             if factors is not None:
                 slopes, rows = factors
                 norms = slopes.abs() * rows.norm(dim=1)
-                longest = float(norms.max())
-                allowed = self.clip or longest <= self.lipschitz * (1 + _SLACK)
-                if math.isfinite(longest) and allowed:
+                bounded = self.clip or bool((norms <= self.lipschitz * (1 + _SLACK)).all())
+                if bounded and bool(norms.isfinite().all()):
                     return (slopes * (self.lipschitz / norms.clamp_min(self.lipschitz))) @ rows
         return self.bounded_gradients(objective, theta, batch).sum(0)
 

@@ -123,6 +123,12 @@ def test_other_generators_are_refused(call, generator):
         call(generator)
 
 
+@pytest.mark.parametrize("total", [torch.zeros(3), torch.zeros(2, 1), torch.tensor([1, math.nan])])
+def test_a_total_of_another_shape_or_not_finite_is_refused(total):
+    with pytest.raises(ValueError, match=r"total must hold 2 finite numbers, in shape \(2,\)"):
+        ShuffleVectorSum(10, 2, 1.0, 1.0, 1e-2).release_sum(total, 10)
+
+
 def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
     protocol = ShuffleVectorSum(10, 2, 1.0, 1.0, 1e-2, honest_fraction=0.35)
     for reports in (4, 7, 10):

@@ -1,4 +1,4 @@
-"""Refuses steps with raw gradients, and excludes gradients of records from copies.
+"""Keeps raw gradients from the steps of optimizers, and from copies and files.
 
 One rule is checked before every step of any optimizer.
 

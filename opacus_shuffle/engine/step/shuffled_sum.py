@@ -109,7 +109,7 @@ class SumsNoise(Noise):
             estimate.zero_()
         else:
             estimate = protocol.release_sum(estimate, reports, optimizer.generator)
-        sizes = [parameter.numel() for parameter in parameters]
-        for parameter, piece in zip(parameters, torch.split(estimate, sizes), strict=True):
+        pieces = torch.split(estimate, [parameter.numel() for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
             mark_as_used(parameter.summed_grad)
