@@ -556,5 +556,9 @@ def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -
 @functools.cache
 def _stay_out_of_graphs() -> None:
     """Keeps the hooks out of graphs that ``torch.compile`` makes."""
-    for name in ("before", "after"):
-        setattr(FreshInputs, name, torch.compiler.disable(getattr(FreshInputs, name)))  # type: ignore[no-untyped-call]
+    for owner, name in (
+        (FreshInputs, "before"),
+        (FreshInputs, "after"),
+        (TrainingCheck, "__call__"),
+    ):
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
